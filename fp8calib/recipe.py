@@ -28,12 +28,12 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.fp8.schemes import SCHEMES, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
+from fp8calib.numerics.rules import Fallback, Rule, parse_rule
+from fp8calib.numerics.schemes import SCHEMES, name_mixed
 from fp8calib.options import recipe_keys as keys
 from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.options.shipped_recipes import recipe_files
-from fp8calib.scales.rules import Fallback, Rule, parse_rule
 
 
 class _Section(BaseModel):

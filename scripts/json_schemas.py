@@ -8,12 +8,12 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
+from fp8calib.numerics.rules import AMAX
 from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, spell_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.scales.rules import AMAX
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type": "boolean"}}

@@ -20,7 +20,6 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.engines.transformers import report
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_linears
@@ -29,6 +28,8 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.topology import find
+from fp8calib.numerics import positions
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.observe.calibration_hooks import CalibrationHooks
 from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
@@ -36,7 +37,6 @@ from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales import compute
-from fp8calib.stats import positions
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
 from fp8calib.stats.merge import merge_shards
 from fp8calib.stats.statistic import SiteStats, name_tensors

@@ -23,7 +23,6 @@ from fp8calib.dialects.write import (
     write_formats,
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
-from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.jobs.calibration import IF_QUANTIZED
 from fp8calib.jobs.calibration_result import (
     describe_rows,
@@ -66,6 +65,7 @@ from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.options.recipe_keys import FORMATS, TP
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest

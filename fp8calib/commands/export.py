@@ -15,7 +15,6 @@ from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.jobs.card import CardJob, write_cards
 from fp8calib.jobs.export.attachment import require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
@@ -24,6 +23,7 @@ from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignor
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import join_stats, list_stats
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult

@@ -20,7 +20,6 @@ from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -36,6 +35,7 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.options.recipe_keys import split_names
 from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.results.extract_kv_scales import ExtractedLayer, ExtractResult

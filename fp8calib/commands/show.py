@@ -17,10 +17,10 @@ from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.dialects.read import refuse_result
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.fp8.encode import decode_scale
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.shown_stats import show_stats
+from fp8calib.numerics.encode import decode_scale
 from fp8calib.requests.show import ShowRequest
 from fp8calib.results.show import (
     ScalesShown,

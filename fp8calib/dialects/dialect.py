@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
+from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from fp8calib import __version__
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 if TYPE_CHECKING:

@@ -16,13 +16,14 @@ from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError, cut_list
-from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.rules import AMAX, Fallback, Rule
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.rules import AMAX, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.scales.site_rules import SiteRules
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _KV_ALONE = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
-from fp8calib.fp8.schemes import InputScaling, Scheme
+from fp8calib.numerics.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics

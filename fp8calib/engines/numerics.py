@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from fp8calib.fp8.formats import E4M3FN, Rounding
+from fp8calib.numerics.formats import E4M3FN, Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

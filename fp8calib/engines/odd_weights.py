@@ -14,8 +14,8 @@ from fp8calib.engines.reach import Reach, find_odd, measure_reach
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.errors import shorten
-from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _MOST_USUAL = {Role.WEIGHT: 448.0, Role.INPUT: 1000.0}

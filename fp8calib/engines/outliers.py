@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from fp8calib.engines.scale_mistakes import explain
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 
 _MOST_FACTOR = 200.0
 """How far from a median a scale may always be. In the models in use the largest K and V of the

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.engines.scale_mistakes import Key, explain
-from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.histogram_estimates import clipped_share
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.histogram_estimates import clipped_share
 
 _MOST_HEADROOM = 16.0
 """How far above the statistics a scale may be: other text and headroom give less."""

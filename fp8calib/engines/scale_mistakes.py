@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from statistics import median
 from typing import TypeVar
 
-from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -16,10 +16,10 @@ from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
-from fp8calib.fp8.encode import decode_scale
 from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.machine.threads import one_thread
+from fp8calib.numerics.encode import decode_scale
 
 _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""

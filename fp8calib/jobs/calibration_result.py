@@ -19,11 +19,11 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.run import RunMeasurements
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
+from fp8calib.numerics.rules import Fallback
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.memory_plan import MemoryPlan
-from fp8calib.scales.rules import Fallback
 from fp8calib.stats import calibration_stats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 

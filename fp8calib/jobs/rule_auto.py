@@ -19,10 +19,11 @@ from fp8calib.jobs.verification.run_job import (
     open_verify_job,
     run_verify_job,
 )
+from fp8calib.numerics.rules import AUTO, PER_HEAD, parse_rule
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.scales.rules import AUTO, PER_HEAD, SiteRules, parse_rule
+from fp8calib.scales.site_rules import SiteRules
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.report import RuleChoiceResult
 from fp8calib.verification.rule_choice import describe_search, split_text

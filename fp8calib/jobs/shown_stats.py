@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.positions import range_starts
 from fp8calib.results.show import (
     HeaderShown,
     LayerRow,
@@ -15,9 +17,7 @@ from fp8calib.results.show import (
     StatsShown,
 )
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.scales.from_amax import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.positions import range_starts
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 from fp8calib.stats.statistic import SiteStats
 

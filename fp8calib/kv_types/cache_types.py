@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.kv_types import e4m3, fp4, per_token_head, turboquant
+from fp8calib.numerics.schemes import Granularity
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""

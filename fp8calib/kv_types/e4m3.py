@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.amax import row_amax
-from fp8calib.fp8.cast import round_to_format
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.fp4 import split
+from fp8calib.numerics.amax import row_amax
+from fp8calib.numerics.cast import round_to_format
+from fp8calib.numerics.formats import E4M3FN
 
 MXFP8_BLOCK = 32
 TILE = 128

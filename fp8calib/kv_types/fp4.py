@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.cast import round_to_format
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.rotations import hadamard
+from fp8calib.numerics.cast import round_to_format
+from fp8calib.numerics.formats import E4M3FN
 
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16

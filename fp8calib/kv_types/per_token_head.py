@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.amax import row_amax
-from fp8calib.fp8.cast import round_to_format
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.rotations import rotate_back, rotate_randomly
+from fp8calib.numerics.amax import row_amax
+from fp8calib.numerics.cast import round_to_format
+from fp8calib.numerics.formats import E4M3FN
 
 _SMALLEST_SCALE = 1e-6
 _INT8_MAX = 127.0

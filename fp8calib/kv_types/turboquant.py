@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from fp8calib.fp8.cast import round_to_format
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.rotations import hadamard
+from fp8calib.numerics.cast import round_to_format
+from fp8calib.numerics.formats import E4M3FN
 
 _SMALLEST_NORM = 1e-8
 _SMALLEST_SCALE = 1e-8

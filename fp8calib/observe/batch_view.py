@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.stats.positions import split_positions
+from fp8calib.numerics.positions import split_positions
 
 HISTOGRAM_SEQUENCES = 8
 """The stride of the sequences in histograms; amax and counts cover all sequences."""

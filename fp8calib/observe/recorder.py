@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8calib.geometry.sites import Site
+from fp8calib.numerics.histogram import count_bins_of_each
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.reductions import Reductions, join_parts, observe_input
-from fp8calib.stats.histogram import count_bins_of_each
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 _REMEMBERED_INPUTS = 4

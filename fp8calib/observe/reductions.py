@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.errors import CalibrationError
-from fp8calib.fp8.amax import (
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.amax import (
     channel_amax,
     expert_counts,
     group_amax,
@@ -21,7 +22,6 @@ from fp8calib.fp8.amax import (
     segment_amax,
     token_amax,
 )
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 

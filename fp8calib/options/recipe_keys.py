@@ -13,9 +13,9 @@ from fp8calib.dialects.registry import (
     list_query_format_names,
 )
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
+from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 from fp8calib.options.option import Option
-from fp8calib.scales.rules import AMAX, Fallback, parse_rule
 
 DEFAULT_SEQ_LEN = 2048
 _DEFAULT_SAMPLES = 512

@@ -15,8 +15,8 @@ import torch
 
 from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
-from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
-from fp8calib.fp8.schemes import Granularity, count_parts
+from fp8calib.numerics.encode import encode_blocks, encode_exponents, encode_rows
+from fp8calib.numerics.schemes import Granularity, count_parts
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,

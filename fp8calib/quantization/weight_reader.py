@@ -10,7 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
-from fp8calib.fp8.amax import tensor_amax
+from fp8calib.numerics.amax import tensor_amax
 from fp8calib.selection.matrices import Matrix
 
 CHUNK_BYTES = 1 << 20

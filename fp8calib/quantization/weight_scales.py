@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.fp8.amax import block_amax, row_amax
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.geometry.module_paths import span_experts
-from fp8calib.quantization.plan import PlanSettings
-from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.scales.from_amax import (
+from fp8calib.numerics.amax import block_amax, row_amax
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.from_amax import (
     SMALLEST_EXPONENT,
     SMALLEST_SCALE,
     power_of_two_scale_of,
     scale_of,
 )
+from fp8calib.numerics.schemes import Granularity, Scheme
+from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.selection.matrices import Matrix
 
 

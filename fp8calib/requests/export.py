@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.fp8.formats import NVFP4_CACHE
+from fp8calib.numerics.formats import NVFP4_CACHE
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.requests import shared

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.numerics.formats import KV_FORMATS
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import FORMATS, FP8_DTYPE
 from fp8calib.requests import shared

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
-from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared

@@ -10,7 +10,7 @@ from typing import Annotated
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
 from fp8calib.requests import shared
 

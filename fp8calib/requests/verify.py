@@ -10,12 +10,12 @@ from typing import Annotated
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.rules import parse_rule
+from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
-from fp8calib.scales.rules import parse_rule
 
 
 def _split(names: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Compute scales from statistics: `scale = amax / fmt.max`, fp32.
 
-A rule (`fp8calib.scales.rules`) may replace the amax of an activation by another magnitude. Like
+A rule (`fp8calib.numerics.rules`) may replace the amax of an activation by another magnitude. Like
 every server, and unlike torch's float8 training code, this package multiplies by the scale to
 dequantize. Where the amax is zero or no token reached a site, the scale is a listed fallback.
 """
@@ -14,7 +14,6 @@ from itertools import product
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import (
@@ -23,11 +22,13 @@ from fp8calib.geometry.tensor_parallel import (
     owned_channels,
     owned_rows,
 )
-from fp8calib.scales.clip_range import ClipRange, find_clip_range
-from fp8calib.scales.from_amax import scale_of
+from fp8calib.numerics.clip_range import ClipRange, find_clip_range
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
 from fp8calib.scales.ranks import max_per_rank
-from fp8calib.scales.rules import AMAX, ONE, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, fill_missing
+from fp8calib.scales.site_rules import SiteRules
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.positions import range_starts
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.positions import range_starts
 from fp8calib.stats.statistic import NUM_QUARTERS, SiteStats
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats.positions import NUM_RANGES
+from fp8calib.numerics.positions import NUM_RANGES
 
 NUM_QUARTERS = 4
 """Of the data, in files of version 1."""

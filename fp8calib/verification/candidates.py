@@ -21,8 +21,6 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
-from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
@@ -30,6 +28,8 @@ from fp8calib.kv_types.sizes import count_cache_bytes, count_layer_bytes
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.scales.compute import list_unfit_queries

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.histogram_estimates import clipped_share
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.histogram_estimates import clipped_share
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult

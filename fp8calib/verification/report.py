@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from fp8calib.blocks import Cell, Table
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 

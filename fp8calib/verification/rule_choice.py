@@ -17,7 +17,7 @@ from fp8calib.data.sequences import DataPlan, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.rules import AMAX
+from fp8calib.numerics.rules import AMAX
 from fp8calib.verification.candidates import drop_layers
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import Summary, average, summarize

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.find import find_geometry
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.observe.calibration_hooks import CalibrationHooks, open_calibration_hooks
 from fp8calib.observe.hooks import ExpertsCall, HookedCache

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8calib.fp8.schemes import list_without_calibration
+from fp8calib.numerics.schemes import list_without_calibration
 from scripts.benchmarks.child_process import PROGRAM, call, run_arguments, worker, write_tokens
 from scripts.benchmarks.figures import work_folder
 from scripts.benchmarks.options import make_parser

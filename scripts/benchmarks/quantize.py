@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.fp8.schemes import list_without_calibration
+from fp8calib.numerics.schemes import list_without_calibration
 from scripts.benchmarks.child_process import PROGRAM, Usage, measure
 from scripts.benchmarks.figures import Figure, compare, report, work_folder
 from scripts.benchmarks.options import make_parser

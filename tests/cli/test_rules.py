@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fp8calib.scales.rules import RuleKind
+from fp8calib.numerics.rules import RuleKind
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, snapshot, succeed
 

@@ -123,7 +123,7 @@ def test_magnitudes_are_shown_by_position(
     assert short["positions"] is None
     text = succeed("show", tmp_path / "short" / "stats.safetensors").out
     assert "position" not in text
-    monkeypatch.setattr("fp8calib.stats.positions.FIRST_RANGE", 4)
+    monkeypatch.setattr("fp8calib.numerics.positions.FIRST_RANGE", 4)
     outcome = succeed(*command, "--out", tmp_path / "out", "--json")
     reach = outcome.json["positions"]
     assert reach["below"] == [4, 8]

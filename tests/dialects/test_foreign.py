@@ -11,8 +11,8 @@ import torch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.read import read_scales
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import InputScaling
 from fp8calib.geometry.sites import Role
+from fp8calib.numerics.schemes import InputScaling
 from tests.dialects.foreign import (
     FOLDER,
     KV_SCALES,

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
-from fp8calib.fp8.schemes import InputScaling
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.numerics.schemes import InputScaling
 from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
-from fp8calib.fp8.schemes import InputScaling
+from fp8calib.numerics.schemes import InputScaling
 from tests.dialects.fp8_handmade import FINEGRAINED, save
 from tests.zoo import build
 

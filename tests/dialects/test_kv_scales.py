@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.metadata import find_origin
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
 from tests.dialects.handmade import (
     MEASURED,

@@ -9,7 +9,7 @@ import pytest
 
 from fp8calib.dialects.kv.config import CheckpointConfig, read_config, read_quant_method
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.dialects.handmade import make_attention, make_geometry
 
 GEOMETRY = make_geometry([make_attention(0)])

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FNUZ, Fp8Format
+from fp8calib.numerics.formats import E4M3FNUZ, Fp8Format
 from fp8calib.scales.scale_table import ScaleTable
 from tests.dialects.handmade import make_attention, make_geometry
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FNUZ
+from fp8calib.numerics.formats import E4M3FNUZ
 from tests.dialects.handmade import make_attention, make_geometry, shared_stats
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.metadata import Provenance, find_recorded_format, make_metadata
 from fp8calib.dialects.read import check_origin, read_scales
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from tests.dialects.handmade import (
     DATA,

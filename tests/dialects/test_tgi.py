@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales
 from tests.dialects.handmade import plain_stats, save_source, write_scales
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.dialects.handmade import (

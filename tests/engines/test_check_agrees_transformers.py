@@ -21,7 +21,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests import zoo
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry

@@ -9,7 +9,7 @@ import pytest
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import Rounding
+from fp8calib.numerics.formats import Rounding
 
 NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
 PLAIN = Numerics(name="plain")

@@ -22,8 +22,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.stored import list_groups
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
 from tests.quantization.by_hand import (

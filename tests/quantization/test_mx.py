@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed

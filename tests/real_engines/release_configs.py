@@ -39,8 +39,8 @@ from fp8calib.engines.weights.linears import (
     StoredLinear,
 )
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
-from fp8calib.fp8.schemes import InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.numerics.schemes import InputScaling
 from tests.real_engines.package import Package
 
 LAYER = "model.layers.0"

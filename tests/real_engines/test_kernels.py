@@ -11,10 +11,10 @@ import torch
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types import fp4, per_token_head, turboquant
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.kv_types.rotations import hadamard
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.observe.hooks import AttentionCall
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.probabilities import attend_in_fp32

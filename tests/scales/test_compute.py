@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.from_amax import scale_of
-from fp8calib.scales.rules import AMAX, Fallback, parse_rule
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
@@ -25,8 +25,8 @@ from tests.dialects.handmade import (
     plain_stats,
     shared_stats,
 )
-from tests.stats.bins import count_bins
-from tests.stats.test_histogram_estimates import UNIT_BIN, make_histogram
+from tests.numerics.bins import count_bins
+from tests.numerics.test_histogram_estimates import UNIT_BIN, make_histogram
 
 RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")
 OCTAVE = 8

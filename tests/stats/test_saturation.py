@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.positions import NUM_RANGES
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.positions import NUM_RANGES
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import make_geometry, make_stats

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.positions import NUM_RANGES, range_starts
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.observe.recorder import Recorder
@@ -18,7 +19,6 @@ from fp8calib.observe.reductions import (
     observe_heads,
     observe_input,
 )
-from fp8calib.stats.positions import NUM_RANGES, range_starts
 from fp8calib.stats.statistic import SiteStats
 
 _SITE = Site("site", Role.INPUT)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.coverage import find_plan_gaps
 from tests import zoo
 from tests.architectures import families, test_vision_language

@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import fp8calib
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer

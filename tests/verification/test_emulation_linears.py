@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.engines.numerics import Numerics
-from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
+from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from tests import zoo

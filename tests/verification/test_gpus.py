@@ -12,8 +12,8 @@ import fp8calib
 from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.tables import cache_table
 from tests import zoo
 from tests.verification.by_hand import emulate_scheme, opened

@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import SCHEMES, Granularity
+from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize

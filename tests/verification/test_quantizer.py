@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import Damage, measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     FakeQuantized,

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import DataError, UsageError
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.rules import parse_rule
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.rules import SiteRules, parse_rule
+from fp8calib.scales.site_rules import SiteRules
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.report import PairedAnswer, RuleChoiceResult, VerifyReport
 from tests import zoo

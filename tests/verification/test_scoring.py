@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.compare import token_scores as scoring
 from fp8calib.verification.compare.comparison import ComparisonResult

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 import fp8calib
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_cache_type, emulate_kv, make_unscaled_table

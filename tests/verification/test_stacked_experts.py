@@ -13,8 +13,8 @@ from transformers.models.aria import modeling_aria
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantization.by_hand import read, run

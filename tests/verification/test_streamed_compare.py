@@ -13,12 +13,12 @@ from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import find_scheme
 from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales

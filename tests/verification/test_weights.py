@@ -15,9 +15,9 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity, find_scheme
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import Granularity, find_scheme
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import StoredWeights

@@ -17,7 +17,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     refuse_ignored,
 )
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity
 
 _ACTIVATION_SCHEMES = {"fp8-static": "static", "fp8-block": "dynamic"}
 

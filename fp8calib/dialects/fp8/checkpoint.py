@@ -27,9 +27,9 @@ from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spr
 from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.encode import decode_scale
-from fp8calib.fp8.schemes import Granularity
-from fp8calib.scales.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.encode import decode_scale
+from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.schemes import Granularity
 
 
 class Fp8Checkpoint:

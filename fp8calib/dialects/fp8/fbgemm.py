@@ -14,7 +14,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     refuse_ignored,
 )
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _MAX_BOUND = 1e38
 

@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     refuse_ignored,
 )
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES
+from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
 
 _BLOCK_KEY = "weight_block_size"
 _KV = {"kv_cache_quant_algo": "FP8"}

@@ -17,7 +17,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     weight_contradiction,
 )
 from fp8calib.errors import ExportError
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.numerics.schemes import SCHEMES
 
 _ALGORITHMS = {
     "fp8-static": "FP8",

@@ -23,8 +23,8 @@ from fp8calib.dialects.fp8.weights import (
 )
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError, cut_list
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import InputScaling
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import (
+from fp8calib.geometry.module_paths import matches_expression, refuse_costly
+from fp8calib.numerics.schemes import (
     BLOCK,
     GROUP_SIZE,
     MX_BLOCK,
@@ -21,7 +22,6 @@ from fp8calib.fp8.schemes import (
     InputScaling,
     Scaling,
 )
-from fp8calib.geometry.module_paths import matches_expression, refuse_costly
 
 Fields = Mapping[str, object]
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)

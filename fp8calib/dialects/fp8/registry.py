@@ -17,7 +17,7 @@ from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.fp8.quark import QUARK
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import UsageError, suggest
-from fp8calib.fp8.schemes import Granularity, Scheme
+from fp8calib.numerics.schemes import Granularity, Scheme
 
 FP8_DIALECTS: dict[str, Fp8Dialect] = {
     dialect.name: dialect

@@ -12,8 +12,8 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.validate import check_model_type
 from fp8calib.dialects.metadata import find_format
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
 _ALGORITHM_KEY = "kv_cache_quant_algo"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, Spelling
 from fp8calib.dialects.kv.kv_scales import read_kv_scales
 from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry

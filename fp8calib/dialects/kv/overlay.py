@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
-from fp8calib.fp8.formats import E4M3FN, NVFP4_CACHE
+from fp8calib.numerics.formats import E4M3FN, NVFP4_CACHE
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry

@@ -11,10 +11,10 @@ import torch
 from fp8calib.dialects.dialect import ParsedScales
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError, cut_list, name_ranges
-from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
-from fp8calib.scales.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.from_amax import SMALLEST_SCALE
 from fp8calib.scales.scale_table import ScaleSource
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.fp8.formats import NVFP4_CACHE
+from fp8calib.numerics.formats import NVFP4_CACHE
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")

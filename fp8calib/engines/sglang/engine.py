@@ -12,7 +12,7 @@ from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
-from fp8calib.fp8.formats import E4M3FNUZ, E5M2
+from fp8calib.numerics.formats import E4M3FNUZ, E5M2
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

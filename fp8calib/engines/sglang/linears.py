@@ -31,8 +31,8 @@ from fp8calib.engines.weights.reader import (
     list_strings,
     require_mx,
 )
-from fp8calib.fp8.schemes import Granularity, InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _GROUP_FORMATS = "the format of a config group is read"
 _CHANNELS_ALONE = "FP8 weights alone, per channel, are not taken for packed integers"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.vllm.engine import VLLM_THAT_RAN
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, CT_FOLDER, QUANT_FP8_SOURCE, SHARED
-from fp8calib.fp8.formats import Rounding
+from fp8calib.numerics.formats import Rounding
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

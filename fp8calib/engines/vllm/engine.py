@@ -13,7 +13,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

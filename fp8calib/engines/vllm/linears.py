@@ -40,8 +40,8 @@ from fp8calib.engines.weights.reader import (
     require_mx,
 )
 from fp8calib.engines.weights.stored import HEADS
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.numerics.schemes import Granularity
 
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"

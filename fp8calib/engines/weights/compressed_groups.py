@@ -14,7 +14,7 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.verdicts import Unjudged
 from fp8calib.engines.weights.expected import OtherForm, OtherScheme
 from fp8calib.errors import shorten
-from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling
+from fp8calib.numerics.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling
 
 _PACKED_BITS = (4, 8)
 

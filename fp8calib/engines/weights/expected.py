@@ -14,7 +14,7 @@ from enum import StrEnum
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
+from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
 
 Shape = tuple[int, ...]
 WEIGHT, INPUT_SCALE = "weight", "input_scale"

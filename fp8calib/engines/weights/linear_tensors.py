@@ -26,7 +26,7 @@ from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.engines.weights.stored import ScaleValues
-from fp8calib.fp8.schemes import BLOCK, find_nearest
+from fp8calib.numerics.schemes import BLOCK, find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"

@@ -31,8 +31,8 @@ from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.module_paths import name_fused_group
+from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 
 Section = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}

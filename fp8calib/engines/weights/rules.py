@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.weight_rule import WeightRule
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.module_paths import name_fused_group
+from fp8calib.numerics.schemes import Granularity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.engines.status import Status
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

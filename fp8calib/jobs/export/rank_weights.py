@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source

@@ -10,8 +10,6 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
@@ -19,6 +17,8 @@ from fp8calib.jobs.stats import drop_kv
 from fp8calib.kv_types.sizes import count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.recipe import Quantize
 from fp8calib.scales.compute import compute_kv_scales

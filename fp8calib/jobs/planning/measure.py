@@ -10,7 +10,6 @@ import torch
 
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.jobs.planning.budget import Sizes
 from fp8calib.jobs.planning.groups import GroupMaker, list_asked, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
@@ -25,6 +24,7 @@ from fp8calib.jobs.verification.memory import choose_verification_mode, open_ref
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job
 from fp8calib.model.load import LoadedModel
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.stats.calibration_stats import CalibrationStats

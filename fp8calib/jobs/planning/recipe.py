@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.numerics.formats import NVFP4_CACHE
 from fp8calib.options.recipe_keys import FORMATS
 from fp8calib.recipe import Quantize
 from fp8calib.verification.planning.arrays import Plan

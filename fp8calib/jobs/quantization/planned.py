@@ -20,15 +20,16 @@ from fp8calib.dialects.kv.parse_names import find_spelling
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.fp8.encode import decode_rows, encode_rows
-from fp8calib.fp8.schemes import (
-    Scheme,
-    list_without_calibration,
-)
 from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
+from fp8calib.numerics.encode import decode_rows, encode_rows
+from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.schemes import (
+    Scheme,
+    list_without_calibration,
+)
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -45,7 +46,6 @@ from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix

@@ -11,9 +11,9 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe

@@ -10,13 +10,13 @@ from typing import Protocol
 from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.load import LoadedModel
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.rules import Rule
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.scales.rules import Rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.companion import Companion

@@ -14,11 +14,11 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
-from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.verification.job import VerifyOptions
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.plan import make_plan
 from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import (

@@ -9,8 +9,6 @@ from pathlib import Path
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import REFERENCE, find_emulated, list_offering
 from fp8calib.errors import UsageError, join_or, suggest
-from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
-from fp8calib.fp8.schemes import find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
@@ -18,10 +16,12 @@ from fp8calib.kv_types.cache_types import (
     FP8_CACHES,
     explain_not_emulated,
 )
+from fp8calib.numerics.formats import FP8_FORMATS, Fp8Format
+from fp8calib.numerics.rules import AUTO, Rule, parse_rule
+from fp8calib.numerics.schemes import find_scheme
 from fp8calib.requests.shared import SKIP_LAYERS, Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.scales.rules import AUTO, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate

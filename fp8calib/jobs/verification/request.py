@@ -11,8 +11,6 @@ import torch
 
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError, VerificationError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
@@ -23,11 +21,13 @@ from fp8calib.kv_types.cache_types import (
 )
 from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.model.load import LoadedModel
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.histogram import lower_edge
+from fp8calib.numerics.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
     Candidate,
     OpenedCandidate,

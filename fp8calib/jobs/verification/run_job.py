@@ -14,7 +14,6 @@ import torch
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
-from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.models import RunModel, fields_of
 from fp8calib.jobs.text import plan_text
@@ -28,9 +27,10 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.numerics.rules import AUTO
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.recipe import Data
 from fp8calib.run.memory_plan import MemoryPlan
-from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model, versions

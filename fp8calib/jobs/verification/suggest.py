@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E5M2, NVFP4_CACHE
 from fp8calib.jobs.verification.options import list_scales
 from fp8calib.kv_types.cache_types import E5M2_CACHE
+from fp8calib.numerics.formats import E5M2, NVFP4_CACHE
 from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file

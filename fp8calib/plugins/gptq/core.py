@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.fp8.cast import round_to_format_
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity, Scheme
+from fp8calib.numerics.cast import round_to_format_
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import Granularity, Scheme
 
 DAMPING = 0.01
 SCALE_STEPS = 8

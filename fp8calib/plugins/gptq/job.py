@@ -14,7 +14,6 @@ from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
@@ -34,6 +33,7 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.rounded_codes import RoundedLinear

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.lightllm.format import PER_HEAD, PER_TENSOR, QUERY, find_misfit
 
 if TYPE_CHECKING:

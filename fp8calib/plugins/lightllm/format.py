@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
+from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.stats import read_stats
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.engine import WORKER
 from fp8calib.plugins.vllm.http import ask

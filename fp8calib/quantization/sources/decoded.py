@@ -23,7 +23,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import cut_list
-from fp8calib.fp8.schemes import InputScaling
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.schemes import InputScaling
 from fp8calib.verification.emulation.planned import PlannedWeights
 from fp8calib.verification.emulation.weights import WeightChange, is_of_decoder
 

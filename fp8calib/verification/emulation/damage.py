@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fp8calib.errors import ModelError
-from fp8calib.fp8.amax import tensor_amax
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.numerics.amax import tensor_amax
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.verification.emulation.fake_quantize import AT_THE_EDGE, FakeQuantized
 
 _SAFE_SUM = 1e-20

@@ -10,13 +10,13 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.kv_types.cache_types import CacheType, RoundTrip
 from fp8calib.kv_types.sizes import list_stored
+from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.emulate import Reads

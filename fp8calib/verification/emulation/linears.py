@@ -9,11 +9,11 @@ import torch
 
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, StoredWeights

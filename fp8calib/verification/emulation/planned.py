@@ -11,13 +11,13 @@ import torch
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer

@@ -13,16 +13,16 @@ from torch import nn
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.amax import tensor_amax
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
-from fp8calib.scales.from_amax import scale_of
+from fp8calib.numerics.amax import tensor_amax
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,

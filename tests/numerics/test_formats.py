@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, FP8_FORMATS, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, FP8_FORMATS, Fp8Format
 
 OTHERS = [
     (E4M3FN, ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),

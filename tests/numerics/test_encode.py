@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8.amax import block_amax, row_amax, tensor_amax
-from fp8calib.fp8.cast import encode as encode_exactly
-from fp8calib.fp8.encode import decode_rows, encode_blocks, encode_rows
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import BLOCK
+from fp8calib.numerics.amax import block_amax, row_amax, tensor_amax
+from fp8calib.numerics.cast import encode as encode_exactly
+from fp8calib.numerics.encode import decode_rows, encode_blocks, encode_rows
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import BLOCK
 
 SCALES = (1.0, 0.0137, 3.1e-5, 2.0**-126, 7.5e30)
 

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8calib.fp8.cast import (
+from fp8calib.numerics.cast import (
     encode,
     round_by_torch_,
     round_positive_,
     round_to_format,
 )
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 
 OTHERS = [
     (E4M3FN, ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.stats.histogram import NUM_BINS, count_bins_of_each, lower_edge
+from fp8calib.numerics.histogram import NUM_BINS, count_bins_of_each, lower_edge
+from tests.numerics.bins import count_bins
 from tests.simulated_gpus import simulated_gpus
-from tests.stats.bins import count_bins
 
 
 def count_with_numpy(x: torch.Tensor) -> np.ndarray:

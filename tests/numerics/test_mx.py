@@ -14,11 +14,11 @@ from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8calib.fp8.amax import block_amax
-from fp8calib.fp8.encode import decode_exponents, encode_blocks, encode_exponents
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import MX_BLOCK
-from fp8calib.scales.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
+from fp8calib.numerics.amax import block_amax
+from fp8calib.numerics.encode import decode_exponents, encode_blocks, encode_exponents
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
+from fp8calib.numerics.schemes import MX_BLOCK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 DRAWN = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))

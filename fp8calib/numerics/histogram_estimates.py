@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.stats.histogram import NUM_BINS, lower_edge
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.histogram import NUM_BINS, lower_edge
 
 Doubles = NDArray[np.float64]
 """numpy, because torch starts threads even for a few hundred values: 280 ms instead of 5 on a busy

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.formats import Fp8Format, Rounding, Specials
+from fp8calib.numerics.formats import Fp8Format, Rounding, Specials
 
 
 def round_to_format(

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import Fp8Format
-from fp8calib.scales.rules import Rule, RuleKind
-from fp8calib.stats.histogram import LOWEST_OCTAVE
-from fp8calib.stats.histogram_estimates import Spread, spread_counts
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.histogram import LOWEST_OCTAVE
+from fp8calib.numerics.histogram_estimates import Spread, spread_counts
+from fp8calib.numerics.rules import Rule, RuleKind
 
 _CANDIDATES_PER_OCTAVE = 16
 _SEARCHED_OCTAVES = 16

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.numerics.formats import Fp8Format
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import (
+from fp8calib.numerics.schemes import (
     SCHEMES,
     Granularity,
     InputScaling,

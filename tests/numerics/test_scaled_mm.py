@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

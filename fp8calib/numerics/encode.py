@@ -1,14 +1,14 @@
 """Rows of a weight and their scales in, e4m3fn codes out; and back.
 
 Codes come from torch's cast to `float8_e4m3fn` behind a clamp, which agrees with
-`fp8calib.fp8.cast.encode` for every input and takes a fraction of its time.
+`fp8calib.numerics.cast.encode` for every input and takes a fraction of its time.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN
 
 ENCODABLE_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """What weights are quantized from."""

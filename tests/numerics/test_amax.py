@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8.amax import (
+from fp8calib.numerics.amax import (
     channel_amax,
     expert_counts,
     group_amax,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.scales.clip_range import ClipRange, find_clip_range
-from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, RuleKind, parse_rule
-from tests.stats.bins import count_bins
-from tests.stats.test_histogram_estimates import (
+from fp8calib.numerics.clip_range import ClipRange, find_clip_range
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.rules import AMAX, KNOWN_RULES, Rule, RuleKind, parse_rule
+from tests.numerics.bins import count_bins
+from tests.numerics.test_histogram_estimates import (
     FOREIGN,
     UNIT_BIN,
     UNIT_BIN_END,

@@ -7,12 +7,11 @@ amax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.errors import UsageError, suggest
-from fp8calib.geometry.sites import Site
 
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
@@ -64,20 +63,6 @@ ONE = Rule(RuleKind.ONE)
 AUTO = Rule(RuleKind.AUTO)
 PER_HEAD = "per-head"
 """The name of what is no rule of a tensor: the amax of each head."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRules:
-    """The rules that were chosen for K and V of each layer."""
-
-    sites: Mapping[Site, Rule] = field(default_factory=dict)
-    """Other sites use their amax."""
-    by_head: frozenset[Site] = frozenset()
-    """The sites with a scale for each head, where a format holds them; others have one."""
-
-    def of(self, site: Site) -> Rule:
-        """Give the rule of a site."""
-        return self.sites.get(site, AMAX)
 
 
 _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.stats.histogram import count_bins_of_each
+from fp8calib.numerics.histogram import count_bins_of_each
 
 
 def count_bins(x: torch.Tensor) -> torch.Tensor:
