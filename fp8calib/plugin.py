@@ -6,11 +6,13 @@ brings is named, not imported: `--help` lists the commands of all plug-ins witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,36 @@ def find_plugins() -> FoundPlugins:
     """Import the registration module of every plug-in; one that fails is named, and is no error."""
     plugins: dict[str, Plugin] = {}
     faults = []
-    for point in sorted(_list_entry_points(), key=lambda point: point.name):
+    # Ours come first: another one of the same name does not replace them.
+    points = sorted(_list_entry_points(), key=lambda point: (not _is_ours(point), point.name))
+    for point in points:
+        where = f"{point.name} ({point.value})"
         try:
             found = point.load()
-        except Exception as error:  # noqa: BLE001 -- the code of others
-            faults.append(f"{point.name} ({point.value}): {type(error).__name__}: {error}")
+            missing = [place for place in _list_modules(found) if find_spec(place) is None]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the code of others
+            faults.append(f"{where}: {type(error).__name__}: {error}")
             continue
-        if isinstance(found, Plugin):
-            plugins[point.name] = found
+        if not isinstance(found, Plugin):
+            faults.append(f"{where}: not a Plugin")
+        elif missing:
+            faults.append(f"{where}: there is no module {missing[0]}")
+        elif point.name in plugins:
+            faults.append(f"{where}: another plug-in has this name")
         else:
-            faults.append(f"{point.name} ({point.value}): not a Plugin")
+            plugins[point.name] = found
     return FoundPlugins(plugins=plugins, faults=tuple(faults))
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.value.startswith(f"{GROUP}.")
+
+
+def _list_modules(found: Any) -> Iterator[str]:
+    """List the modules that a plug-in names."""
+    if isinstance(found, Plugin):
+        yield from (f"{package}.request" for package in found.commands.values())
+        yield from (place.partition(":")[0] for place in (*found.formats, *found.engines))
 
 
 def _list_entry_points() -> Iterator[EntryPoint]:
@@ -74,15 +95,20 @@ def list_commands() -> dict[str, str]:
 
 
 def load_formats() -> Iterator[Any]:
-    """Import the formats of all plug-ins."""
-    return (_load(place) for plugin in find_plugins().plugins.values() for place in plugin.formats)
+    """Import the formats of all plug-ins; one that fails is left out with a warning."""
+    return _load(place for found in find_plugins().plugins.values() for place in found.formats)
 
 
 def load_engines() -> Iterator[Any]:
-    """Import the engines of all plug-ins."""
-    return (_load(place) for plugin in find_plugins().plugins.values() for place in plugin.engines)
+    """Import the engines of all plug-ins; one that fails is left out with a warning."""
+    return _load(place for found in find_plugins().plugins.values() for place in found.engines)
 
 
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+def _load(places: Iterable[str]) -> Iterator[Any]:
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            yield getattr(import_module(module), name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the code of others
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the plug-in at {place} cannot be used: {why}", stacklevel=2)

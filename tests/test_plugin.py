@@ -14,6 +14,7 @@ import pytest
 
 from fp8calib import plugin
 from fp8calib.plugin import Plugin, find_plugins
+from fp8calib.requests import spell_commands
 from tests.cli.conftest import write_rows
 from tests.cli.program import run
 from tests.dialects.foreign import FOLDER
@@ -45,6 +46,39 @@ def test_what_cannot_be_used_is_named_in_the_help(monkeypatch: pytest.MonkeyPatc
     assert "lost (no_such_module:PLUGIN): ModuleNotFoundError: No module named" in text
     assert "other (json:dumps): not a Plugin" in text
     assert sorted(find_plugins().plugins) == OWN
+
+
+def test_what_a_plug_in_breaks_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Missing modules, names that are taken, a module that exits, and one that fails to load."""
+    made = {
+        "absent": "PLUGIN = Plugin(commands={'calibrate': 'absent_too'})",
+        "later": "PLUGIN = Plugin(formats=('later_format:FORMAT',), engines=('json:ENGINE',))",
+        "leaves": "raise SystemExit(3)",
+        "gptq_of_others": "PLUGIN = Plugin()",
+        "same": "PLUGIN = Plugin(commands={'check': 'same_check'})",
+    }
+    for name, text in made.items():
+        (tmp_path / f"{name}.py").write_text(f"from fp8calib.plugin import Plugin\n{text}\n")
+    (tmp_path / "later_format.py").write_text("raise RuntimeError('no')\n")
+    (tmp_path / "same_check").mkdir()
+    for name in ("__init__", "request"):
+        (tmp_path / "same_check" / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = list(plugin._list_entry_points())
+    points = [EntryPoint(name, f"{name}:PLUGIN", plugin.GROUP) for name in made]
+    points[3] = EntryPoint("gptq", "gptq_of_others:PLUGIN", plugin.GROUP)
+    monkeypatch.setattr(plugin, "_list_entry_points", lambda: iter([*own, *points]))
+    shown = run("--help")
+    assert shown.code == 0
+    text = " ".join(shown.out.split())
+    assert "absent (absent:PLUGIN): ModuleNotFoundError: No module named 'absent_too'" in text
+    assert "leaves (leaves:PLUGIN): SystemExit: 3" in text
+    assert "gptq (gptq_of_others:PLUGIN): another plug-in has this name" in text
+    assert "rounded by GPTQ" in text
+    assert spell_commands()["check"] == "check"
+    for load in (plugin.load_formats, plugin.load_engines):
+        with pytest.warns(UserWarning, match="cannot be used: (RuntimeError: no|AttributeError)"):
+            assert list(load())
 
 
 def run_python(code: str, folder: Path, **environment: str) -> str:

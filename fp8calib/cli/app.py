@@ -127,7 +127,8 @@ class _Group(TyperGroup):
             formatter.write_dl([(typed, summarize(n)) for typed, n in self._requests.items()])
         if self._is_program and (faults := find_plugins().faults):
             with formatter.section("Plug-ins that cannot be used"):
-                formatter.write_text("\n".join(faults))
+                for fault in faults:
+                    formatter.write_text(fault)
 
 
 app = typer.Typer(

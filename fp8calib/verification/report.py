@@ -372,6 +372,10 @@ class RunProvenance(_Model):
     model_hash: str
     data_hash: str
     versions: Mapping[str, str]
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    """The options that decide figures, by the name of the Python argument."""
+    numerics: Mapping[str, Any] = Field(default_factory=dict)
+    """How the engine computes, where that is not the plain rule."""
 
 
 class VerifyReport(WithOverview, _Model):

@@ -19,6 +19,7 @@ import fp8calib
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import Batch, DataPlan, batches
+from fp8calib.engines.numerics import Numerics
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.results.hashes import RunHashes
 from fp8calib.verification.compare.text_runs import TextRuns
@@ -92,6 +93,13 @@ def test_a_verification_says_what_was_measured_on_what(
     assert provenance["versions"] == report["versions"]
     assert provenance["model_hash"] == report["model_hash"]
     assert re.fullmatch("[0-9a-f]{64}", provenance["data_hash"])
+    settings = provenance["settings"]
+    assert (settings["scheme"], settings["pack"]) == (None, True)
+    assert {"samples", "seq_len", "batch_size", "text_column", "fp8_dtype"} <= settings.keys()
+    plain = Numerics(name="plain")
+    for name, value in provenance["numerics"].items():
+        assert value != getattr(plain, name)
+    assert provenance["numerics"]
     require_hashes(hashes["model"], model)
     assert hashes["model"] == report["hashes"]["model"]
     assert hashes["data"] == report["hashes"]["data"]

@@ -133,7 +133,8 @@ def test_the_output_in_the_readme_is_what_the_program_prints() -> None:
         printed = {
             _hide_numbers(line) for line in succeed(*words, *_quicken(words)).out.splitlines()
         }
-        assert [line for line in shown if _hide_numbers(line) not in printed] == []
+        told = [line for line in shown if line.strip() != "..."]
+        assert [line for line in told if _hide_numbers(line) not in printed] == []
 
 
 def _hide_numbers(line: str) -> str:

@@ -49,6 +49,10 @@ from fp8calib.verification.verify import (
 from fp8calib.verification.verify import verify as compare
 
 _SMALLEST_SHARE = 0.01
+_SETTINGS = (
+    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("samples", "seq_len", "batch_size", "pack", "text_column"),
+)
 LEAST_FOR_AUTO = 2
 """The sequences without which rules cannot be chosen and judged."""
 
@@ -205,6 +209,8 @@ def run_verify_job(
         model_hash=job.target.fingerprint,
         data_hash=verified.data,
         versions={**versions(job.plan.tokens_by_modality), "python": python_version()},
+        settings={name: getattr(job.options.request, name) for name in _SETTINGS},
+        numerics=job.options.numerics.list_differences(),
     )
     options = job.options
     has_page = options.request.report is not None
