@@ -77,6 +77,9 @@ def _family(family: str, place: Path) -> Iterator[Entry]:
     yield from _quantized("fp8-dynamic", command)
     if not is_kind:
         return
+    yield from _memory("calibrate", model, "--data", data, "--recipe", "w8a8-static")
+    yield from _memory("verify", model, "--data", data, "--scheme", "fp8-dynamic")
+    yield from _memory("verify", model, "--data", data, "--scales", stats)
     outcome = run("export", stats, "--format", "vllm-json", "--tp", 2, "--out", place / "tp2")
     yield from (_written(place / "tp2") if not outcome.code else [_refused("vllm-json", outcome)])
     outcome = run("export", stats, "--format", "rfc", "--tp", 2, "--out", place / "rfc2")
@@ -91,6 +94,18 @@ def _family(family: str, place: Path) -> Iterator[Entry]:
     static = place / "compressed-tensors" / "fp8-static"
     if static.is_dir():
         yield from _verify("verify-weights", model, static, data)
+
+
+def _memory(*command: object) -> Iterator[Entry]:
+    """Note the memory that a run is planned to need, but for that of the process."""
+    outcome = run(*command, *QUICK, "--batch-size", 2, "--dry-run", "--json")
+    key = f"{command[0]} {command[4]}"
+    if outcome.code:
+        yield "memory", key, f"refused {outcome.code}"
+        return
+    for name, size in outcome.json["plan"]["peak_parts"].items():
+        if name != "process":
+            yield "memory", f"{key} {name}", str(size)
 
 
 def succeed(*arguments: object) -> Outcome:
