@@ -193,8 +193,8 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
         return shown.stdout
 
     helps = {name: "".join(run_program(name, "--help").split()) for name in ("export", "check")}
-    assert "|acme|" in helps["export"]
-    assert "transformers,quill,lightllm;defaultvllm,sglang." in helps["check"]
+    assert "|lightllm-head|acme" in helps["export"]
+    assert "transformers,lightllm,quill;defaultvllm,sglang." in helps["check"]
 
     model, out = FOLDER / "llama", tmp_path / "out"
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}])
