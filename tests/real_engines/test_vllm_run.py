@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.plugins import vllm as vllm_plugin
 from fp8calib.plugins.vllm.loader import LoaderAnswer, ask_loader
 from tests import zoo
 from tests.kit.checkpoints import change_json
@@ -26,7 +26,7 @@ def ask(folder: Path, tp: int) -> LoaderAnswer:
 
 
 def check(folder: Path, tp: int) -> EngineReport:
-    report = fp8calib.check(folder, engine="vllm==0.32", tp=tp, run=True, engine_python=PYTHON)
+    report = vllm_plugin.check(folder, python=PYTHON, tp=tp)
     (engine,) = report.engines.values()
     return engine
 
