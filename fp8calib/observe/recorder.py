@@ -48,8 +48,8 @@ class Recorder:
         self._pending: list[tuple[Site, Reductions]] = []
         self._unchecked: dict[Site, None] = {}
         """The sites since the last look for NaN, in execution order."""
-        self._num_checked = 0
-        """The batches before the last look for NaN."""
+        self._unchecked_batches: list[tuple[int, int]] = []
+        """Their sequences, as half-open ranges."""
         self._sampled: dict[int, Reductions] = {}
         """Those whose histogram is not counted yet, by identity."""
         self._num_sampled = 0
@@ -83,11 +83,12 @@ class Recorder:
         """Close the batch and add its observations to the running statistics."""
         self._count_sampled()
         self._join_parts()
-        first = self.batch.first
+        sequences = self.batch.first, self.batch.first + self.batch.shape[0]
         self.is_settled = False
         _apply(update for site, seen in self._pending for update in self._update(site, seen))
         self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
-        self._sequences.append((first, first + self.batch.shape[0]))
+        self._unchecked_batches.append(sequences)
+        self._sequences.append(sequences)
         self.is_settled = True
         self._drop_batch()
 
@@ -96,12 +97,13 @@ class Recorder:
         running = self._running[site]
         running.count += seen.num_tokens
         for name, new in seen.tensors.items():
-            start = self.batch.first if name == "sequences" else 0
+            statistic, of_run = STATISTICS[name], name == "sequences"
             if name not in running.tensors:
-                sizes = {"sequences": self._num_sequences, "positions": STATISTICS[name].length}
-                shape = new.shape if (size := sizes.get(name)) is None else (size,)
-                running.tensors[name] = new.new_zeros(shape)
-            yield STATISTICS[name].is_count, running.tensors[name][start : start + len(new)], new
+                running.tensors[name] = (
+                    new.new_zeros(self._num_sequences) if of_run else statistic.start(new)
+                )
+            start = self.batch.first if of_run else 0
+            yield statistic.is_count, running.tensors[name][start : start + len(new)], new
 
     def _drop_batch(self) -> None:
         self._batch = None
@@ -177,8 +179,8 @@ class Recorder:
             The first site in execution order, and the sequence: the first of the batches where the
             site does not tell.
         """
-        batches = self._sequences[self._num_checked :]
-        sites, self._unchecked, self._num_checked = self._unchecked, {}, len(self._sequences)
+        batches, self._unchecked_batches = self._unchecked_batches, []
+        sites, self._unchecked = self._unchecked, {}
         if not batches:
             return None
         first = min(start for start, _ in batches)
@@ -200,7 +202,6 @@ class Recorder:
         return {
             site: SiteStats(
                 count=running.count,
-                # copies: a journal saves them while the run goes on
                 tensors={name: tensor.cpu() for name, tensor in running.tensors.items()},
             )
             for site, running in self._running.items()
@@ -210,6 +211,7 @@ class Recorder:
         """Drop all statistics."""
         self._drop_batch()
         self._unchecked.clear()
+        self._unchecked_batches.clear()
         self._running.clear()
         self._sequences.clear()
 

@@ -130,3 +130,23 @@ def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> 
         if found.expert_counts is not None:
             counts = torch.bincount(index.flatten()[is_counted], minlength=_EXPERTS)
             assert found.expert_counts.tolist() == counts.tolist()
+
+
+def test_nan_is_found_in_a_run_that_starts_again() -> None:
+    """As a streamed run does whose batches did not fit into memory."""
+    recorder = Recorder(4)
+
+    def observe(first: int, value: float) -> tuple[Site, int] | None:
+        view = BatchView(shape=(2, 3), lengths=(3, 3), first=first)
+        x = torch.ones(2, 3, 4)
+        x[1, 2, 0] = value
+        recorder.begin_batch(view)
+        recorder.record(_SITE, observe_input(view, _SITE, x))
+        recorder.end_batch()
+        return recorder.find_nonfinite()
+
+    assert observe(0, 1.0) is None
+    assert observe(2, 1.0) is None
+    recorder.forget()
+    assert observe(0, float("nan")) == (_SITE, 1)
+    assert observe(2, float("inf")) == (_SITE, 3)
