@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -50,8 +49,6 @@ from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
-
-T = TypeVar("T")
 
 
 def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
@@ -270,10 +267,6 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
     if source.per_head and not table.per_head:
         kept = " or ".join(dialect.name for dialect in list_written() if dialect.per_head)
         yield f"--format {kept} keeps a scale for each head"
-
-
-def _list_once(found: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(item for items in found for item in items))
 
 
 def _describe_layer(

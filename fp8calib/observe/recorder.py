@@ -117,6 +117,11 @@ class Recorder:
         """The sequences of all batches that count, as half-open ranges in order."""
         return tuple(self._sequences)
 
+    @property
+    def num_unchecked(self) -> int:
+        """The number of batches since the last look for NaN."""
+        return len(self._unchecked_batches)
+
     def record(self, site: Site, seen: Reductions) -> None:
         """Add what was observed at a site to the open batch."""
         self._pending.append((site, seen))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
-from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, cut_list, shorten
@@ -166,27 +165,6 @@ def open_folder(path: Path) -> ScaleFolder:
         index=_load_or_none(path / INDEX_NAME) if has_index else None,
         unread=unread,
         recorded=recorded,
-    )
-
-
-def place_tensor_file(model: ScaleFolder, path: Path) -> ScaleFolder:
-    """Return a model's folder as if a file of scales had been copied into it.
-
-    Its config then has the `quantization_config` of kv-overlay, and there is no index, so that
-    engines open every file.
-    """
-    with TensorFile(path) as opened:
-        scales, tensors = _read_scales(opened), opened.tensors
-        dtype = opened.header.metadata.get(DTYPE_KEY, "")
-    return replace(
-        model,
-        config={**model.config, "quantization_config": make_quantization_config("tensor")},
-        tensors={**model.tensors, path.name: tensors},
-        scales={**model.scales, path.name: scales},
-        recorded={**model.recorded, path.name: dtype},
-        has_index=False,
-        index=None,
-        is_on_disk=False,
     )
 
 

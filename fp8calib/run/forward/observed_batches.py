@@ -16,7 +16,7 @@ from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from fp8calib.run.forward.decoder import Decoder
 
-GPU_BATCHES_PER_CHECK = 16
+_GPU_BATCHES_PER_CHECK = 16
 """How many batches on a GPU share one check for NaN, because each check waits for the device."""
 
 
@@ -39,9 +39,17 @@ class BatchObserver:
         yield self._new_cache()
         self.recorder.end_batch()
 
-    def is_check_due(self, num_unchecked: int) -> bool:
-        """Whether so many batches since the last check are to be checked for NaN now."""
-        return self.decoder.device.type == "cpu" or num_unchecked >= GPU_BATCHES_PER_CHECK
+    def check_if_due(self) -> bool:
+        """Check where enough batches have run since the last check; tell whether it did.
+
+        Raises:
+            CalibrationError: as `require_finite`.
+        """
+        on_cpu = self.decoder.device.type == "cpu"
+        is_due = on_cpu or self.recorder.num_unchecked >= _GPU_BATCHES_PER_CHECK
+        if is_due:
+            self.require_finite()
+        return is_due
 
     def require_finite(self) -> None:
         """Check the batches since the last check.

@@ -36,7 +36,7 @@ def run_whole(
         CalibrationError: an activation is NaN or inf (the message names layer and sample), or one
             sequence does not fit into memory.
     """
-    waiting, num_unchecked = deque(batches), 0
+    waiting = deque(batches)
     most, has_run = sys.maxsize, False
     while waiting:
         batch = waiting.popleft()
@@ -52,12 +52,9 @@ def run_whole(
             # The first batch allocates the statistics between its activations; later ones do not.
             return_freed_memory()
             has_run = True
-        num_unchecked += 1
         advance(batch.num_tokens)
-        if observer.is_check_due(num_unchecked):
-            observer.require_finite()
+        if observer.check_if_due():
             on_checked()
-            num_unchecked = 0
     observer.require_finite()
     on_checked()
 

@@ -21,7 +21,7 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.observed_batches import GPU_BATCHES_PER_CHECK, BatchObserver, cut_into
+from fp8calib.run.forward.observed_batches import BatchObserver, cut_into
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
@@ -185,8 +185,7 @@ class LayerObserver:
             if self._has_next(layer):
                 store.put(number, after)
             advance(batch.num_tokens)
-            if observer.is_check_due(1 + number % GPU_BATCHES_PER_CHECK):
-                observer.require_finite()
+            observer.check_if_due()
         observer.require_finite()
 
     def _has_next(self, layer: StreamedLayer) -> bool:
