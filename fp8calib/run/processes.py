@@ -166,7 +166,7 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
         raise
     finally:
         if group.is_first:
-            time.sleep(_BEAT_S)  # the others may still read the store, which ends with this one
+            watch.wait_for_others()
     distributed.destroy_process_group()
 
 
@@ -268,6 +268,8 @@ class _Watch(threading.Thread):
             why = f"no heartbeat for {SILENT_S:.0f} s" if is_silent else "its process has died"
             self.failure = self._call_roll(why)
         self._is_over.set()
+        with suppress(RuntimeError):  # the first process has ended, and the store with it
+            self.store.set(f"over/{self._rank}", "")
         if self.failure is not None and self._state == _RUNS:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             time.sleep(STUCK_S)
@@ -291,6 +293,14 @@ class _Watch(threading.Thread):
         self._is_over.wait()
         if self.failure is not None:
             raise self.failure
+
+    def wait_for_others(self) -> None:
+        """Wait until the others no longer read the store, which ends with the first process."""
+        others = [f"over/{rank}" for rank in range(self._size) if rank not in {0, self.lost}]
+        until = time.monotonic() + 2 * _ANSWER_S
+        with suppress(RuntimeError):  # torchrun has ended, and its store with it
+            while others and not self.store.check(others) and time.monotonic() < until:
+                time.sleep(_POLL_S)
 
     def _exchange(self) -> list[int]:
         """Give the states of all processes."""

@@ -167,9 +167,9 @@ def test_a_silent_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert (code, out) == (6, "RankLostError: rank 1 of 2: no heartbeat for 3 s\n")
 
 
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_an_interruption_of_one_process_ends_all(interrupted: int) -> None:
-    both = start_ranks(2, "compute", program="tests.run.program_killed")
+@pytest.mark.parametrize(("interrupted", "what"), [(0, "compute"), (1, "compute"), (0, "late")])
+def test_an_interruption_of_one_process_ends_all(interrupted: int, what: str) -> None:
+    both = start_ranks(2, what, program="tests.run.program_killed")
     read_process_id(both[1])
     both[interrupted].send_signal(signal.SIGINT)
     assert [finish(process)[:2] for process in both] == [(130, "KeyboardInterrupt: \n")] * 2
