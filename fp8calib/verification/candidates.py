@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -40,12 +40,12 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_differe
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
+from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_plan_gaps,
     list_embedding_and_head,
 )
-from fp8calib.verification.emulation.emulate import Emulation, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_cache_type,
@@ -95,33 +95,6 @@ class OpenedCandidate:
         if self.found is not None:
             return self.found.table.origin
         return None if self.stats is None else self.stats.origin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A candidate, ready to be emulated."""
-
-    name: str
-    description: str
-    emulation: Emulation
-    fitted: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
-    notes: tuple[str, ...] = ()
-    """Notes on what the emulation does not cover."""
-    kv_cache: KvCacheResult | None = None
-    """None where only weights and inputs are quantized."""
-    prompt_in_16_bits: bool = False
-    """Whether the engine computes attention of a prompt in 16 bits, unlike that of later tokens."""
-
-    @property
-    def has_own_type(self) -> bool:
-        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
-        return self.kv_cache is not None and self.kv_cache.is_own_type
-
-    @property
-    def default_gate(self) -> str:
-        """The name of the gate for what is quantized."""
-        return "w8a8" if self.emulation.weights else "kv"
 
 
 def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
@@ -281,10 +254,11 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
     return Candidate(
         name=name,
         description=description,
-        emulation=Emulation(quantizers=emulate_kv(table, numerics), reads=reads),
+        quantizers=emulate_kv(table, numerics),
+        reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
         kv_cache=_make_fp8_cache(table.geometry, table.fmt, numerics),
-        prompt_in_16_bits=not numerics.prompt_reads_cache,
+        engine_prompt_in_16_bits=not numerics.prompt_reads_cache,
         notes=(
             *_note_misreads(name, reads, table.geometry),
             *(f"{name}: {note}" for note in _note_defaulted(table)),
@@ -376,14 +350,14 @@ def _build_own_type(
     return Candidate(
         name=name,
         description=f"KV cache {cache_type.name}: {cache_type.description}{scales}",
-        emulation=Emulation(quantizers=emulate_cache_type(cache_type, geometry, table)),
+        quantizers=emulate_cache_type(cache_type, geometry, table),
         kv_cache=KvCacheResult(
             dtype=cache_type.name,
             uses_scales=cache_type.has_global_scales,
             bytes_per_token=count_cache_bytes(cache_type.name, geometry),
             is_own_type=True,
         ),
-        prompt_in_16_bits=cache_type.prompt_in_16_bits,
+        engine_prompt_in_16_bits=cache_type.prompt_in_16_bits,
         notes=tuple(f"{name}: {note}" for note in notes if note),
     )
 
@@ -409,7 +383,7 @@ def leave_cache(
             hint="name all layers that share a cache, or none",
         )
     left = [known[index] for index in set(layers)]
-    quantizers = drop_layers(candidate.emulation.quantizers, layers, geometry)
+    quantizers = drop_layers(candidate.quantizers, layers, geometry)
     cache = candidate.kv_cache
     if cache is not None:
         more = sum(
@@ -421,7 +395,7 @@ def leave_cache(
     return replace(
         candidate,
         description=candidate.description + plain,
-        emulation=replace(candidate.emulation, quantizers=quantizers),
+        quantizers=quantizers,
         fitted=drop_layers(candidate.fitted, layers, geometry),
         kv_cache=cache,
     )
@@ -463,15 +437,15 @@ def build_scheme(
     )
     emulation = emulate_linears(planned.weights, target.geometry, numerics)
     rounding = _describe_rounding(emulation.quantizers, numerics)
-    return Candidate(
+    return replace(
+        emulation,
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}",
-        emulation=emulation,
         notes=(*_note_mx_inputs(name, emulation, numerics), *find_plan_gaps(name, planned)),
     )
 
 
-def _note_mx_inputs(name: str, emulation: Emulation, numerics: Numerics) -> Iterator[str]:
+def _note_mx_inputs(name: str, emulation: Candidate, numerics: Numerics) -> Iterator[str]:
     inputs = (each for site, each in emulation.quantizers.items() if site.role is Role.INPUT)
     is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in inputs)
     if is_mx and numerics.mx_inputs_always_quantized:
@@ -511,18 +485,17 @@ def build_checkpoint(
     )
     emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
-    kv = Candidate(name=opened.name, description="", emulation=Emulation())
+    kv = Candidate(name=opened.name)
     if opened.found is not None:
         kv = _build_kv(opened.name, "", opened.found.table, numerics)
         table = opened.found.table
         parts.append(f"KV cache {table.fmt.name}")
         parts += _note_defaulted(table)
-    quantizers = {**emulation.quantizers, **kv.emulation.quantizers}
-    emulation = replace(emulation, quantizers=quantizers, reads=kv.emulation.reads)
     return replace(
         kv,
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
-        emulation=emulation,
+        quantizers={**emulation.quantizers, **kv.quantizers},
+        weights=emulation.weights,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *_note_mx_inputs(opened.name, emulation, numerics),
@@ -540,14 +513,13 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     """
     modules = {attention.module for _, attention in geometry.attentions()}
     modules |= {linear.module for _, linear in geometry.linears()}
-    emulation = candidate.emulation
-    lacking = [site for site in emulation.quantizers if site.module not in modules]
+    lacking = [site for site in candidate.quantizers if site.module not in modules]
     if lacking:
         raise ModelError(
             f"{candidate.name}: it quantizes {cut_list(lacking, 1)}, which the model does not have",
             hint="are the scales of this model?",
         )
-    if not emulation.quantizers and not emulation.weights:
+    if not candidate.quantizers and not candidate.weights:
         raise ModelError(
             f"{candidate.name}: it quantizes nothing of this model",
             hint="is there a KV cache? --scheme emulates FP8 weights",

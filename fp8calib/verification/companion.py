@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.run.streaming.model import StreamedModel
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import VerifyReport
-
-if TYPE_CHECKING:
-    pass
+from fp8calib.verification.score import Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +26,8 @@ class ComparedText:
 
     plan: DataPlan
     candidates: Sequence[Candidate]
-    compared: ComparisonResult
-    comparison: Comparison
-    geometry: ModelGeometry
+    compared: Scores
+    model: PreparedModel | StreamedModel
     batch_size: int
     progress: Progress
 
@@ -49,7 +45,7 @@ class Companion(Protocol):
     def begin(self, plan: DataPlan, model: LoadedModel | None, progress: Progress) -> DataPlan:
         """Ask about the text, or one that `model` writes, and give it; a streamed model is None."""
 
-    def list_emulations(self, candidates: Sequence[Candidate]) -> Mapping[str, Emulation]:
+    def list_emulations(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
         """List what runs beside the candidates, by name."""
 
     @property

@@ -8,31 +8,30 @@ from dataclasses import replace
 import torch
 
 from fp8calib.geometry.sites import Role
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import ComparisonResult
-from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import average
-from fp8calib.verification.compare.token_scores import select_lengths
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.decoding import find_decoded
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import DecodeResult, PairedAnswer, describe_pair
+from fp8calib.verification.score import Scores
+from fp8calib.verification.summary import average
+from fp8calib.verification.token_scores import select_lengths
 
 _AS_PROMPT = "a prompt"
 
 
-def list_decode_emulations(candidates: Sequence[Candidate]) -> dict[str, Emulation]:
+def list_decode_emulations(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
     """List what runs beside the candidates whose prompt is computed otherwise than later tokens."""
-    found: dict[str, Emulation] = {}
+    found: dict[str, Candidate] = {}
     for candidate in candidates:
-        if candidate.prompt_in_16_bits:
-            found[_served_key(candidate)] = replace(candidate.emulation, prompt_in_16_bits=True)
+        if candidate.engine_prompt_in_16_bits:
+            found[_served_key(candidate)] = replace(candidate, prompt_in_16_bits=True)
             if (prompt := _emulate_prompt(candidate)) is not None:
                 found[_prompt_key(candidate)] = prompt
     return found
 
 
 def compare_decoding(
-    candidates: Sequence[Candidate], compared: ComparisonResult, lengths: Sequence[int]
+    candidates: Sequence[Candidate], compared: Scores, lengths: Sequence[int]
 ) -> tuple[DecodeResult, ...]:
     """Compare both scores of each candidate with a KV cache, on tokens that steps predict."""
     decoded = find_decoded(lengths)
@@ -56,7 +55,7 @@ def _compare(
     return DecodeResult(
         candidate=candidate.name,
         tokens=int(decoded.sum()),
-        is_same=not candidate.prompt_in_16_bits,
+        is_same=not candidate.engine_prompt_in_16_bits,
         prompt_kld=means[_AS_PROMPT][0],
         prompt_kld_se=means[_AS_PROMPT][1],
         decode_kld=means[candidate.name][0],
@@ -68,7 +67,7 @@ def _compare(
 
 def _describe(candidate: Candidate, answer: PairedAnswer, words: str) -> Iterator[str]:
     name = candidate.name
-    if not candidate.prompt_in_16_bits:
+    if not candidate.engine_prompt_in_16_bits:
         yield f"{name}: a prompt is read from the cache too: decoding computes the same."
         return
     yield f"{name}: attention of a prompt is in 16 bits; decoding {words}."
@@ -76,9 +75,9 @@ def _describe(candidate: Candidate, answer: PairedAnswer, words: str) -> Iterato
         yield "Scores of prompts do not show what it costs."
 
 
-def _find_klds(candidate: Candidate, compared: ComparisonResult) -> dict[str, torch.Tensor]:
+def _find_klds(candidate: Candidate, compared: Scores) -> dict[str, torch.Tensor]:
     """Find the divergences as it is served, and as a prompt: fp32 [N] each."""
-    if not candidate.prompt_in_16_bits:
+    if not candidate.engine_prompt_in_16_bits:
         klds = compared.candidates[candidate.name].klds
         return {candidate.name: klds, _AS_PROMPT: klds}
     prompt = compared.candidates.get(_prompt_key(candidate), compared.reference)
@@ -86,16 +85,16 @@ def _find_klds(candidate: Candidate, compared: ComparisonResult) -> dict[str, to
     return {candidate.name: served.klds, _AS_PROMPT: prompt.klds}
 
 
-def _emulate_prompt(candidate: Candidate) -> Emulation | None:
+def _emulate_prompt(candidate: Candidate) -> Candidate | None:
     """Emulate the whole text as a prompt in 16 bits; None where that is the unquantized model."""
     others = {
         site: quantizer
-        for site, quantizer in candidate.emulation.quantizers.items()
+        for site, quantizer in candidate.quantizers.items()
         if site.role not in {Role.K, Role.V, Role.Q, Role.P}
     }
-    if not others and not candidate.emulation.weights:
+    if not others and not candidate.weights:
         return None
-    return replace(candidate.emulation, quantizers=others)
+    return replace(candidate, quantizers=others)
 
 
 def _served_key(candidate: Candidate) -> str:

@@ -24,7 +24,6 @@ from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
-    Candidate,
     OpenedCandidate,
     Target,
     build_checkpoint,
@@ -35,6 +34,7 @@ from fp8calib.verification.candidates import (
     open_candidate,
     open_stats,
 )
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.weights import ParameterReader, changed_weights
 from fp8calib.verification.report import SCALE_ONE
@@ -95,7 +95,7 @@ def emulate(
         )
         made = _make_candidate(candidate, model, target, numerics, FP8_FORMATS[fp8_dtype])
         check_sites(made, target.geometry)
-        if made.emulation.weights:
+        if made.weights:
             checkpoint.hold()
         for note in made.notes:
             warnings.warn(note, Fp8CalibWarning, stacklevel=3)
@@ -116,10 +116,9 @@ def emulated_model(
 
     Callers run the model themselves: their own cache stores the quantized K and V.
     """
-    emulation = candidate.emulation
-    hooks = EmulationHooks(emulation.quantizers, emulation.reads)
+    hooks = EmulationHooks(candidate.quantizers, candidate.reads)
     with (
-        changed_weights(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
+        changed_weights(model, candidate.weights, originals, hooks.damage, hooks.weight_scales),
         open_emulation_hooks(model, geometry, hooks),
         open_cache_hooks(model, geometry, hooks, begin=hooks.begin_call, end=hooks.end_batch),
     ):

@@ -19,11 +19,9 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.rules import AMAX
 from fp8calib.verification.candidates import drop_layers
-from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import Summary, average, summarize
-from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
@@ -32,7 +30,10 @@ from fp8calib.verification.report import (
     SiteRuleResult,
     format_difference,
 )
+from fp8calib.verification.score import count_in_rounds
 from fp8calib.verification.sensitivity import SEQUENCES, STANDS_OUT
+from fp8calib.verification.summary import Summary, average, summarize
+from fp8calib.verification.text_runs import TextRuns
 
 CHOICE = "auto"
 """The name of the choice among the rules that it is judged with."""
@@ -121,8 +122,8 @@ def choose_rules(
     return _report(search, chosen, judged, first, second)
 
 
-def _emulate(options: Mapping[str, Quantizers]) -> dict[str, Emulation]:
-    return {name: Emulation(quantizers=found) for name, found in options.items()}
+def _emulate(options: Mapping[str, Quantizers]) -> dict[str, Candidate]:
+    return {name: Candidate(quantizers=found) for name, found in options.items()}
 
 
 class _Search:

@@ -9,11 +9,11 @@ from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.selection.ignored import spell_options
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.summary import summarize
-from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import Sensitivity, SensitivityResult
+from fp8calib.verification.score import count_in_rounds
+from fp8calib.verification.summary import summarize
+from fp8calib.verification.text_runs import TextRuns
 
 SEQUENCES = 8
 """Number of sequences: every layer costs a forward pass over them."""
@@ -31,7 +31,7 @@ def measure_sensitivity(
     sequences: int,
 ) -> Sensitivity:
     """Quantize one layer at a time as `candidate` does, on the text of `choose_batches`."""
-    parts = split_by_layer(geometry, candidate.emulation)
+    parts = split_by_layer(geometry, candidate)
     runs.begin_stage("one layer at a time", count_in_rounds(len(parts)))
     results = []
     for compared in runs.run_rounds({str(index): part for index, part in parts.items()}):
@@ -53,7 +53,7 @@ def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
     return [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
 
 
-def split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
+def split_by_layer(geometry: ModelGeometry, emulation: Candidate) -> dict[int, Candidate]:
     """Split an emulation into those of single layers, without layers that it leaves as they are."""
     parts = {layer.index: emulation.only(_list_modules(layer)) for layer in geometry.layers}
     return {index: part for index, part in parts.items() if part.quantizers or part.weights}
@@ -74,7 +74,7 @@ def find_skippable(
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
     chosen = tuple(layer.layer for layer in layers if _find_least(layer) > STANDS_OUT * usual)
     flag = ""
-    if candidate.emulation.weights:
+    if candidate.weights:
         named = {layer.index: layer.checkpoint_name for layer in geometry.layers}
         names = [name for index in chosen if (name := named[index]) is not None]
         flag = spell_options(names) if len(names) == len(chosen) else ""

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fp8calib.data.sequences import DataPlan, batches, replace_sequences, take_sequences
+from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
-from fp8calib.model.load import LoadedModel
-from fp8calib.verification.candidates import Candidate
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.companion import Companion, ComparedText
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import (
-    average,
-    compute_ppl,
-    list_figures,
-    summarize,
-    summarize_positions,
-)
-from fp8calib.verification.compare.text_runs import TextRuns
-from fp8calib.verification.compare.token_scores import TokenScores
-from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
     diagnose,
@@ -37,10 +25,10 @@ from fp8calib.verification.damage_rows import (
     measure_fits,
 )
 from fp8calib.verification.decoding import compare_decoding, list_decode_emulations
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
+from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.damaged import Fits, describe_damage
 from fp8calib.verification.judge.decide import (
     Basis,
@@ -55,6 +43,7 @@ from fp8calib.verification.judge.kv_need import (
     find_fitting,
     list_losing,
 )
+from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -74,7 +63,17 @@ from fp8calib.verification.rule_choice import (
     make_rule_result,
     split_text,
 )
+from fp8calib.verification.score import Scores, score
 from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
+from fp8calib.verification.summary import (
+    average,
+    compute_ppl,
+    list_figures,
+    summarize,
+    summarize_positions,
+)
+from fp8calib.verification.text_runs import TextRuns
+from fp8calib.verification.token_scores import TokenScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +81,7 @@ class ReferenceModel:
     """The unquantized model that candidates are compared with."""
 
     name: str
-    model: LoadedModel
-    geometry: ModelGeometry
-    originals: ParameterReader
+    model: PreparedModel | StreamedModel
     dtype: str
     device: str
 
@@ -116,7 +113,7 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    others: Mapping[str, Emulation] = field(default_factory=dict)
+    others: Mapping[str, Candidate] = field(default_factory=dict)
     """What a companion lets run beside the candidates, by name."""
     sensitivity_of: Candidate | None = None
     rule_search: RuleSearch | None = None
@@ -151,13 +148,11 @@ def verify(
     *,
     batch_size: int,
     progress: Progress,
-    comparison: Comparison | None = None,
     companion: Companion | None = None,
 ) -> VerificationResult:
     """Compare the model with every candidate of `request` on the text of `plan`.
 
-    `comparison` runs the models; None takes one that holds the model in memory whole. `companion`
-    is compared with the same text.
+    `companion` is compared with the same text.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -165,18 +160,16 @@ def verify(
     """
     started = time.monotonic()
     measurements = MeasurementHooks(_list_scale_kinds(request), set(_list_scalable(request)))
-    if comparison is None:
-        comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
-
-    def open_runs(text: DataPlan, size: int = batch_size) -> TextRuns:
-        return TextRuns(comparison, list(batches(text, size)), progress)
-
-    runs = open_runs(plan)
+    model, geometry = reference.model, reference.model.geometry
+    text = list(batches(plan, batch_size))
     try:
-        compared = runs.run_stage(
-            "verifying",
+        compared = score(
+            model,
             list_emulations(request),
-            reference_hooks=measurements,
+            text,
+            measurements,
+            progress=progress,
+            stage="verifying",
             watched=None if companion is None else companion.watched,
         )
     except (ModelError, VerificationError) as error:
@@ -189,20 +182,18 @@ def verify(
             plan,
             batch_size=batch_size,
             progress=progress,
-            comparison=comparison,
             companion=companion,
         )
     _require_quantized(request.candidates, compared)
-    fits = _measure_fits(request, measurements, reference.geometry)
-    fitted = _run_fitted(runs, request, compared, fits)
+    fits = _measure_fits(request, measurements, geometry)
+    fitted = _run_fitted(request, compared, fits, model, text, progress)
     if companion is not None:
         companion.compare(
             ComparedText(
                 plan=plan,
                 candidates=request.candidates,
                 compared=compared,
-                comparison=comparison,
-                geometry=reference.geometry,
+                model=model,
                 batch_size=batch_size,
                 progress=progress,
             )
@@ -210,19 +201,23 @@ def verify(
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
-            TextRuns(comparison, choose_batches(plan, batch_size), progress),
-            reference.geometry,
+            TextRuns(model, choose_batches(plan, batch_size), progress),
+            geometry,
             request.sensitivity_of,
             request.numerics,
             sequences=min(SEQUENCES, len(plan.sequences)),
         )
     rule_choice = None
     if request.rule_search is not None:
-        texts = map(open_runs, split_text(plan))
-        rule_choice = choose_rules(reference.geometry, request.rule_search, *texts)
+        halves = (
+            TextRuns(model, list(batches(half, batch_size)), progress) for half in split_text(plan)
+        )
+        rule_choice = choose_rules(geometry, request.rule_search, *halves)
     noise = None
     if request.measures_noise:
-        noise = _measure_noise(open_runs, compared, plan, batch_size)
+        few, size = choose_noise_text(plan, batch_size)
+        again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
+        noise = compare_noise(compared.reference.logprobs, again.reference.logprobs, plan, few)
     report = _build_report(
         reference,
         request,
@@ -270,20 +265,15 @@ def leave_out(
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 
 
-def _measure_noise(
-    open_runs: Callable[[DataPlan, int], TextRuns],
-    compared: ComparisonResult,
-    plan: DataPlan,
-    batch_size: int,
+def compare_noise(
+    before: torch.Tensor, again: torch.Tensor, plan: DataPlan, few: DataPlan
 ) -> NoiseResult:
-    """Run the first sequences again in batches of another size, and compare the scores."""
-    text, size = choose_noise_text(plan, batch_size)
-    found = open_runs(text, size).run_stage("noise floor", {}).reference.logprobs.double()
-    whole = [length - 1 for length in plan.lengths[: len(text.sequences)]]
-    before = torch.split(compared.reference.logprobs[: sum(whole)], whole)
-    kept = [each[: length - 1] for each, length in zip(before, text.lengths, strict=True)]
-    changes = found - torch.cat(kept).double()
-    return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
+    """Compare the scores of the first sequences, run again in batches of another size."""
+    whole = [length - 1 for length in plan.lengths[: len(few.sequences)]]
+    parts = torch.split(before[: sum(whole)], whole)
+    kept = [each[: length - 1] for each, length in zip(parts, few.lengths, strict=True)]
+    changes = again.double() - torch.cat(kept).double()
+    return NoiseResult(tokens=len(again), kld=float(changes.square().mean()) / 2)
 
 
 def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
@@ -302,12 +292,14 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
-    """List the emulations that run beside the unquantized model, by name."""
-    candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
-    rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
-    served = list_decode_emulations(request.candidates) if request.scores_decoding else {}
-    return {**candidates, **request.others, **rules, **served}
+def list_emulations(request: VerificationRequest) -> list[Candidate]:
+    """List what runs beside the unquantized model; each has a name of its own."""
+    further = {
+        **request.others,
+        **{_rule_key(name): candidate for name, candidate in request.rules.items()},
+        **(list_decode_emulations(request.candidates) if request.scores_decoding else {}),
+    }
+    return [*request.candidates, *(replace(each, name=name) for name, each in further.items())]
 
 
 def _rule_key(rule: str) -> str:
@@ -318,7 +310,7 @@ def _rule_key(rule: str) -> str:
 class _Compared:
     """What was computed: scores, and how well the scales of each candidate fit."""
 
-    compared: ComparisonResult
+    compared: Scores
     found: Mapping[tuple[str, Site], torch.Tensor]
     """The sums of `MeasurementHooks`."""
     fits: Fits
@@ -333,7 +325,7 @@ def _list_scale_kinds(request: VerificationRequest) -> dict[str, Mapping[Site, Q
     kinds = {
         candidate.name: {
             site: quantizer
-            for site, quantizer in candidate.emulation.quantizers.items()
+            for site, quantizer in candidate.quantizers.items()
             if site in candidate.fitted and site.role is not Role.P
         }
         for candidate in request.candidates
@@ -349,15 +341,15 @@ def _list_scalable(request: VerificationRequest) -> Iterator[tuple[str, Site]]:
                 yield candidate.name, site
 
 
-def _require_quantized(candidates: Sequence[Candidate], compared: ComparisonResult) -> None:
+def _require_quantized(candidates: Sequence[Candidate], compared: Scores) -> None:
     """Refuse the result of an emulation that met none of the tensors it quantizes.
 
     Raises:
         VerificationError: naming the candidate.
     """
     for candidate in candidates:
-        asked = candidate.emulation.quantizers
-        if asked and not candidate.emulation.weights and not compared.damage[candidate.name]:
+        asked = candidate.quantizers
+        if asked and not candidate.weights and not compared.damage[candidate.name]:
             raise VerificationError(
                 f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
                 f"{next(iter(asked))} or another site",
@@ -377,7 +369,12 @@ def _measure_fits(
 
 
 def _run_fitted(
-    runs: TextRuns, request: VerificationRequest, compared: ComparisonResult, fits: Fits
+    request: VerificationRequest,
+    compared: Scores,
+    fits: Fits,
+    model: PreparedModel | StreamedModel,
+    text: Sequence[Batch],
+    progress: Progress,
 ) -> TokenScores | None:
     """Score the model with fitted scales, where scale 1.0 loses and no candidate's scales fit.
 
@@ -388,13 +385,14 @@ def _run_fitted(
     if unscaled is None or not list_losing(fits.get(SCALE_ONE, ())):
         return None
     others = [c for c in request.candidates if c.name != SCALE_ONE and not c.has_own_type]
-    cached = [c.name for c in others if not c.emulation.weights]
+    cached = [c.name for c in others if not c.weights]
     if others and not cached:
         return None
     if (fitting := find_fitting(cached, fits)) is not None:
         return compared.candidates[fitting]
-    fitted = {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)}
-    return runs.run_stage(_FITTED_NAME, fitted).candidates[_FITTED_NAME]
+    fitted = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
+    found = score(model, [fitted], text, progress=progress, stage=_FITTED_NAME)
+    return found.candidates[_FITTED_NAME]
 
 
 def _build_report(
@@ -407,10 +405,10 @@ def _build_report(
     """Build the report; `others` are fields of it that are measured apart."""
     compared = computed.compared
     lengths = plan.lengths
-    layer_of = reference.geometry.index_modules()
+    layer_of = reference.model.geometry.index_modules()
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
     ppl = compute_ppl(compared.reference.logprobs)
-    vocab_size = int(reference.model.config.get_text_config(decoder=True).vocab_size)
+    vocab_size = int(reference.model.model.config.get_text_config(decoder=True).vocab_size)
     broken = explain_broken(ppl, vocab_size)
     results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
     if broken:
@@ -477,7 +475,7 @@ def _withhold(result: CandidateResult) -> CandidateResult:
 def _pair_candidates(
     results: Sequence[CandidateResult],
     layers: Sequence[LayerResult],
-    compared: ComparisonResult,
+    compared: Scores,
     lengths: Sequence[int],
 ) -> tuple[PairedResult, ...]:
     """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
@@ -551,11 +549,11 @@ def _make_result(
     )
 
 
-def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) -> Iterator[str]:
+def _list_unmet_sites(request: VerificationRequest, compared: Scores) -> Iterator[str]:
     """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
     for candidate in request.candidates:
         met = compared.damage[candidate.name]
-        missed = [site for site in candidate.emulation.quantizers if site not in met]
+        missed = [site for site in candidate.quantizers if site not in met]
         if missed:
             yield (
                 f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
@@ -564,10 +562,10 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
             )
 
 
-def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:
+def _find_overflow(candidate: Candidate, compared: Scores) -> str:
     """Describe values that overflow because the engine does not saturate; empty without any."""
     for site, sums in compared.damage[candidate.name].items():
-        quantizer = candidate.emulation.quantizers.get(site)
+        quantizer = candidate.quantizers.get(site)
         count = Damage(*sums.tolist()).clipped
         if quantizer is not None and not quantizer.saturates and count:
             return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
@@ -575,17 +573,17 @@ def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:
 
 
 def _list_layer_rows(
-    candidates: Sequence[Candidate], compared: ComparisonResult, layer_of: Mapping[str, int]
+    candidates: Sequence[Candidate], compared: Scores, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
     for candidate in candidates:
-        quantizers = candidate.emulation.quantizers
+        quantizers = candidate.quantizers
         scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
         scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
 
 
 def _rank_rules(
-    request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
+    request: VerificationRequest, compared: Scores, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
     """Rank the rules, the smallest divergence first."""
     scores = {rule: compared.candidates[_rule_key(rule)] for rule in request.rules}

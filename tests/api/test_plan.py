@@ -26,7 +26,7 @@ from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
-from fp8calib.verification.compare.text_runs import TextRuns
+from fp8calib.verification.text_runs import TextRuns
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,10 @@ from transformers import AutoModelForCausalLM
 import fp8calib
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
-from fp8calib.data.sequences import Batch, DataPlan, batches
+from fp8calib.data.sequences import batches
 from fp8calib.engines.numerics import Numerics
-from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.results.hashes import RunHashes
-from fp8calib.verification.compare.text_runs import TextRuns
-from fp8calib.verification.verify import _measure_noise
+from fp8calib.verification.verify import choose_noise_text, compare_noise
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS
 
@@ -164,26 +160,13 @@ def test_every_key_that_the_page_names_is_there(verified: dict[str, Any], out: P
 def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
     rows = [Row("x:1", input_ids=tuple(range(3, 15)))] * 20
     plan = build_plan((), tokenizer=str, vocab_size=15, samples=20, seq_len=12, rows=rows)
-    sizes: list[tuple[int, ...]] = []
-
-    def run_again(found: Iterable[Batch], *_: Any, **__: Any) -> SimpleNamespace:
-        shapes = [tuple(batch.input_ids.shape) for batch in found]
-        sizes.extend(shapes)
-        scored = sum(rows * (length - 1) for rows, length in shapes)
-        return SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((scored,), -1.1)))
-
-    comparison: Any = SimpleNamespace(run=run_again, num_layers=0)
-
-    def open_runs(text: DataPlan, size: int) -> TextRuns:
-        return TextRuns(comparison, list(batches(text, size)), CallbackProgress(None))
-
     # Later tokens differ more: a cut sequence is compared with its own beginning.
-    one = torch.tensor([-1.0] * 2 + [-1.2] * 9)
-    scores: Any = SimpleNamespace(reference=SimpleNamespace(logprobs=one.repeat(20)))
+    before = torch.tensor([-1.0] * 2 + [-1.2] * 9).repeat(20)
     cases = ((1, [(4, 3)] * 4, 32, 0.1**2 / 2), (8, [(1, 12)] * 16, 176, 0.1**2 / 2))
     for batch_size, shapes, tokens, kld in cases:
-        sizes.clear()
-        found = _measure_noise(open_runs, scores, plan, batch_size)
-        assert sizes == shapes
+        few, size = choose_noise_text(plan, batch_size)
+        assert [tuple(batch.input_ids.shape) for batch in batches(few, size)] == shapes
+        scored = sum(rows * (length - 1) for rows, length in shapes)
+        found = compare_noise(before, torch.full((scored,), -1.1), plan, few)
         assert found.tokens == tokens
         assert found.kld == pytest.approx(kld, rel=1e-5)

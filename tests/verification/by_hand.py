@@ -6,10 +6,11 @@ The computations share no code with the product; only the opening of models does
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
@@ -37,10 +39,12 @@ from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import Selection, find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.planned import PlannedWeights, find_planned
 from fp8calib.verification.emulation.stored import find_stored
+from fp8calib.verification.score import Scores, score
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -64,6 +68,25 @@ class Subject:
     geometry: ModelGeometry
     originals: WeightSource
     selection: Selection
+
+    @property
+    def prepared(self) -> PreparedModel:
+        """The model in memory whole, as the product scores it."""
+        return PreparedModel(
+            geometry=self.geometry, unobserved={}, weights=self.originals, ignored=frozenset()
+        )
+
+
+def score_all(
+    subject: Subject,
+    candidates: Mapping[str, Candidate],
+    batches: Sequence[Batch],
+    advance: Callable[[int], None] = lambda _tokens: None,
+) -> Scores:
+    """Score candidates by the product, in a model that is in memory whole."""
+    named = [replace(each, name=name) for name, each in candidates.items()]
+    progress: Any = SimpleNamespace(stage=lambda *_, **__: None, advance=advance)
+    return score(subject.prepared, named, batches, progress=progress)
 
 
 @contextmanager
@@ -104,7 +127,7 @@ def match_plan(
 
 def emulate_scheme(
     subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: CalibrationStats | None = None
-) -> Emulation:
+) -> Candidate:
     """Ask the product what an engine makes of a plan of one scheme."""
     settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
     return emulate_plan(subject, settings, numerics, stats=stats)
@@ -116,7 +139,7 @@ def emulate_plan(
     numerics: Numerics,
     *,
     stats: CalibrationStats | None = None,
-) -> Emulation:
+) -> Candidate:
     """Ask the product what an engine makes of what `quantize` would write."""
     planned = match_plan(subject, settings, stats=stats)
     return emulate_linears(planned.weights, subject.geometry, numerics)
@@ -128,7 +151,7 @@ def emulate_checkpoint(
     numerics: Numerics,
     *,
     is_changed: Callable[[str], bool] = lambda _: False,
-) -> Emulation:
+) -> Candidate:
     """Ask the product what an engine makes of a checkpoint."""
     source = WeightSource(subject.model, checkpoint)
     weights, copied = find_stored(checkpoint, subject.geometry, source, is_changed=is_changed)
@@ -183,7 +206,7 @@ def plain_forward(model: PreTrainedModel, batch: Batch, cache: Any = None) -> to
 
 
 def emulate(
-    subject: Subject, emulation: Emulation, *batches: Batch, hooks: EmulationHooks | None = None
+    subject: Subject, emulation: Candidate, *batches: Batch, hooks: EmulationHooks | None = None
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
     hooks = hooks or EmulationHooks(emulation.quantizers, emulation.reads)

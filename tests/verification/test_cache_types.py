@@ -20,7 +20,7 @@ from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.kv_types.sizes import count_cache_bytes, explain_misfit
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.candidates import build_cache
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_cache_type
 from tests import zoo
 from tests.architectures.families import LATENT, build
@@ -62,7 +62,7 @@ def store_all(store: types_by_hand.OneVector) -> Change:
 def test_hidden_states_are_those_of_a_cache_by_hand(name: str, family: str, tmp_path: Path) -> None:
     with opened(zoo.build(family, head_dim=16), tmp_path) as subject:
         quantizers = emulate_cache_type(CACHE_TYPES[name], subject.geometry)
-        found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
+        found = emulate(subject, Candidate(quantizers=quantizers), *BATCHES)
         change = store_all(STORED[name])
         layers = [layer.index for layer, _ in subject.geometry.attentions()]
         for batch, hidden in zip(BATCHES, found, strict=True):
@@ -75,11 +75,11 @@ def test_hidden_states_are_those_of_a_cache_by_hand(name: str, family: str, tmp_
 def test_padding_takes_no_part_in_the_scale_of_a_sequence(tmp_path: Path) -> None:
     with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
         quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
-        padded, *_ = emulate(subject, Emulation(quantizers=quantizers), PADDED)
+        padded, *_ = emulate(subject, Candidate(quantizers=quantizers), PADDED)
         for row, length in enumerate(PADDED.lengths):
             one = replace(PADDED, input_ids=PADDED.input_ids[row : row + 1, :length])
             one = replace(one, lengths=(length,))
-            (alone,) = emulate(subject, Emulation(quantizers=quantizers), one)
+            (alone,) = emulate(subject, Candidate(quantizers=quantizers), one)
             assert torch.allclose(padded[row, :length], alone[0], atol=1e-5)
 
 
@@ -156,7 +156,7 @@ def test_latents_in_tiles_are_those_of_a_cache_by_hand(family: str, tmp_path: Pa
         assert torch.equal(key.fake(x).values, store_all(types_by_hand.fp8_tiles)(x))
         part = torch.randn(1, 1, 5, ROTARY)
         assert torch.equal(value.fake(part).values, part.bfloat16().float())
-        (hidden,) = emulate(subject, Emulation(quantizers=quantizers), BATCHES[1])
+        (hidden,) = emulate(subject, Candidate(quantizers=quantizers), BATCHES[1])
         plain = plain_forward(subject.model, BATCHES[1])
         assert 0 < float((hidden - plain).norm() / plain.norm()) < 0.1
 
@@ -299,7 +299,7 @@ def test_e5m2_divides_by_the_scales_of_the_table(tmp_path: Path) -> None:
         table = make_table(subject, values)
         found = build_cache("scaled", "fp8_e5m2", subject.geometry, PLAIN, table)
         x = torch.randn(1, 2, 4, 16)
-        quantizers = found.emulation.quantizers
+        quantizers = found.quantizers
         wanted = cast(x, 0.013, torch.float8_e5m2)
         assert torch.equal(quantizers[sites[0]].fake(x).values, wanted)
         assert torch.equal(quantizers[keys[0]].fake(x).values, cast(x, 1.0, torch.float8_e5m2))

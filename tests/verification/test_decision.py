@@ -97,9 +97,7 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
 def compare(subject: by_hand.Subject, request: VerificationRequest) -> VerificationResult:
     asked = ReferenceModel(
         name="tiny",
-        model=subject.model,
-        geometry=subject.geometry,
-        originals=subject.originals,
+        model=subject.prepared,
         dtype="float32",
         device="cpu",
     )
@@ -204,9 +202,7 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
 def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) -> None:
     """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
     candidate = build_unscaled("same", subject.geometry, E4M3FN, PLAIN)
-    nothing = type(candidate)(
-        name="same", description="", emulation=type(candidate.emulation)(quantizers={})
-    )
+    nothing = type(candidate)(name="same")
     request = VerificationRequest(numerics=PLAIN, candidates=(nothing,))
     verified = compare(subject, request)
     (result,) = verified.report.candidates

@@ -18,8 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 import fp8calib
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from tests import zoo
 from tests.cli.conftest import write_rows
@@ -171,10 +170,9 @@ def test_padding_to_the_left_changes_no_log_probability(make: Callable[[str], Ma
 def make_harsh(model: PreTrainedModel) -> Candidate:
     """Quantize K and V so that most of them clip, with one scale: 2**-11."""
     with fp8calib.emulate(model, "scale-1.0") as unscaled:
-        sites = unscaled.emulation.quantizers
+        sites = unscaled.quantizers
     harsh = Quantizer(fmt=E4M3FN, scale=torch.tensor(2.0**-11))
-    emulation = Emulation(quantizers=dict.fromkeys(sites, harsh))
-    return Candidate(name="harsh", description="", emulation=emulation)
+    return Candidate(name="harsh", quantizers=dict.fromkeys(sites, harsh))
 
 
 def test_the_cache_holds_what_the_format_can_hold(make: Callable[[str], Made]) -> None:

@@ -19,8 +19,9 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.damage_rows import list_layers, measure_fits
 from fp8calib.verification.emulation import emulate as emulate_module
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage, join_heads
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, LayerResult
@@ -70,11 +71,11 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     }  # fmt: skip
     quantizers = emulate_kv(make_table(llama, scales), PLAIN)
     hooks = EmulationHooks(quantizers)
-    emulate(llama, Emulation(quantizers=quantizers), *BATCHES, hooks=hooks)
+    emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
     ranges = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
     rows = list_layers("it", hooks.damage, ranges, llama.geometry.index_modules())
     looking = MeasurementHooks({"unscaled": quantizers})
-    emulate(llama, Emulation(), *BATCHES, hooks=looking)
+    emulate(llama, Candidate(), *BATCHES, hooks=looking)
 
     assert {row.site for row in rows} == set(map(str, scales))
     assert [row.sqnr_db for row in rows] == sorted(row.sqnr_db or 0 for row in rows)
@@ -130,7 +131,7 @@ def assert_row(row: LayerResult, expected: dict[str, float]) -> None:
     assert row.amax == pytest.approx(expected["amax"], rel=1e-6)
 
 
-def dynamic(subject: Subject) -> Emulation:
+def dynamic(subject: Subject) -> Candidate:
     """Ask the product for fp8-dynamic."""
     return emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN)
 
@@ -171,7 +172,7 @@ def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None
 def test_weights_are_measured_whole(llama: Subject) -> None:
     emulation = dynamic(llama)
     hooks = EmulationHooks({})
-    emulate(llama, Emulation(weights=emulation.weights), FULL, hooks=hooks)
+    emulate(llama, Candidate(weights=emulation.weights), FULL, hooks=hooks)
     assert len(hooks.damage) == 14
     for site, sums in hooks.damage.items():
         weight = llama.model.get_parameter(f"{site.module}.weight").detach()
@@ -231,7 +232,7 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
         )
         keep = {site: q for site, q in unscaled.items() if site.role is not Role.P}
         looking = MeasurementHooks({SCALE_ONE: keep}, {(SCALE_ONE, site) for site in keep})
-        emulate(subject, Emulation(), *BATCHES, hooks=looking)
+        emulate(subject, Candidate(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
     fits = measure_fits(looking.found, SCALE_ONE, subject.geometry.index_modules())
     assert {fit.site for fit in fits} == set(map(str, tensors))

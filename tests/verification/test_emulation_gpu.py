@@ -1,4 +1,4 @@
-"""Emulation on a GPU, or on a simulated one, beside the CPU's."""
+"""Candidate on a GPU, or on a simulated one, beside the CPU's."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
 from tests.verification import by_hand
@@ -112,7 +112,7 @@ def assert_same(
     """Compare the emulation with the plain forward, bit for bit."""
     quantizers = emulate_kv(table, numerics)
     assert set(quantizers) == set(scales), "no site of a layer that reads another's cache"
-    found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
+    found = emulate(subject, Candidate(quantizers=quantizers), *BATCHES)
     for batch, hidden in zip(BATCHES, found, strict=True):
         assert torch.equal(hidden, hand_forward(subject, batch, scales, quantize))
         assert not torch.equal(hidden, plain_forward(subject.model, batch))
@@ -228,7 +228,7 @@ def test_q_is_quantized_on_its_way_into_attention(subject: Subject) -> None:
     kv = {site: torch.full((1,), 0.01) for site in head_amaxes(subject)}
     spread = {site: value.expand(heads(subject, site)) for site, value in kv.items()}
     for batch in BATCHES:
-        (found,) = emulate(subject, Emulation(quantizers=quantizers), batch)
+        (found,) = emulate(subject, Candidate(quantizers=quantizers), batch)
         with changed_queries(subject.model, changes):
             expected = hand_forward(subject, batch, spread)
         assert torch.equal(found, expected)
@@ -253,7 +253,7 @@ def test_q_of_opt_is_quantized_before_the_model_scales_it(
             for _, attention in found.geometry.attentions()
         }
         quantizers = emulate_kv(query_table(found, values), WITH_QUERY)
-        (hidden,) = emulate(found, Emulation(quantizers=quantizers), FULL)
+        (hidden,) = emulate(found, Candidate(quantizers=quantizers), FULL)
         projections = [layer.self_attn.q_proj for layer in found.model.model.decoder.layers]
         hooks = [
             projection.register_forward_hook(lambda _m, _a, output: cast(output, 0.02))
@@ -297,7 +297,7 @@ def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subj
     table = make_table(llama, {**values, **queries}, per_head=True)
     llama.model.set_attn_implementation("eager")
     try:
-        (found,) = emulate(llama, Emulation(quantizers=emulate_kv(table, WITH_QUERY)), FULL)
+        (found,) = emulate(llama, Candidate(quantizers=emulate_kv(table, WITH_QUERY)), FULL)
         with patch.object(module, "eager_attention_forward", attend):
             spread = {site: torch.full((2,), 0.01) for site in sites}
             expected = hand_forward(llama, FULL, spread)
@@ -311,7 +311,7 @@ def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subj
 
 def test_q_without_a_scale_is_quantized_at_one(llama: Subject) -> None:
     quantizers = emulate_kv(make_unscaled_table(llama.geometry, E4M3FN), WITH_QUERY)
-    (found,) = emulate(llama, Emulation(quantizers=quantizers), FULL)
+    (found,) = emulate(llama, Candidate(quantizers=quantizers), FULL)
     ones = {site: torch.ones(2) for site in head_amaxes_without(llama)}
     with changed_queries(llama.model, [partial(cast, scale=1.0)] * 2):
         assert torch.equal(found, hand_forward(llama, FULL, ones))

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from fp8calib.engines.numerics import Numerics
 from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.verification.by_hand import (
@@ -67,12 +68,12 @@ def make_emulation(
     *,
     stats: CalibrationStats | None = None,
     numerics: Numerics = PLAIN,
-) -> Emulation:
+) -> Candidate:
     """Ask the product what a scheme does to the model."""
     return emulate_scheme(subject, scheme, numerics, stats=stats)
 
 
-def assert_same(subject: Subject, emulation: Emulation, expected_model: PreTrainedModel) -> None:
+def assert_same(subject: Subject, emulation: Candidate, expected_model: PreTrainedModel) -> None:
     """Compare hidden states: bit for bit without experts, whose kernels add in another order."""
     is_sparse = any(is_experts(module) for module in subject.model.modules())
     for batch, hidden in zip(BATCHES, emulate(subject, emulation, *BATCHES), strict=True):
@@ -165,7 +166,7 @@ def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_
         assert num_changed == layers * {"llama": 7, "gpt2": 4, "gpt_oss": 6}[family]
 
 
-def weights_held(subject: Subject, emulation: Emulation) -> dict[str, torch.Tensor]:
+def weights_held(subject: Subject, emulation: Candidate) -> dict[str, torch.Tensor]:
     """Copy every parameter while the emulation holds."""
     hooks = EmulationHooks({})
     with emulated(subject.model, subject.geometry, emulation, hooks, originals=subject.originals):

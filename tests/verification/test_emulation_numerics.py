@@ -18,7 +18,8 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
 from tests import zoo
@@ -244,7 +245,7 @@ def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
     assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
 
 
-def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Emulation:
+def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Candidate:
     """Ask the product what a scheme does in an engine."""
     return emulate_scheme(subject, SCHEMES[name], numerics, stats=stats)
 
@@ -304,12 +305,12 @@ def test_static_scales_are_multiplied_by_their_reciprocal(wide: Subject, tmp_pat
 # --- weights -----------------------------------------------------------------------------------
 
 
-def weight_held(subject: Subject, emulation: Emulation, name: str) -> torch.Tensor:
+def weight_held(subject: Subject, emulation: Candidate, name: str) -> torch.Tensor:
     """Copy a weight while the emulation holds."""
     with emulated(
         subject.model,
         subject.geometry,
-        Emulation(weights=emulation.weights),
+        Candidate(weights=emulation.weights),
         EmulationHooks({}),
         originals=subject.originals,
     ):

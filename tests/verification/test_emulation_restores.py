@@ -20,12 +20,8 @@ from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.run.forward.lm_head import open_lm_head
-from fp8calib.verification.emulation.emulate import (
-    Emulation,
-    EmulationHooks,
-    MeasurementHooks,
-    emulated,
-)
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import (
@@ -54,7 +50,7 @@ class Interrupted(Exception):  # noqa: N818 -- stands for anything that may happ
     """What a test raises in the middle."""
 
 
-def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Emulation:
+def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Candidate:
     """Quantize everything there is: K, V, q, inputs and weights."""
     table = make_unscaled_table(subject.geometry, E4M3FN)
     made = emulate_scheme(subject, SCHEMES[scheme], WITH_QUERY)
@@ -124,7 +120,7 @@ def test_weights_come_back_when_changing_them_fails_half_way(subject: Subject) -
     before = take(subject.model)
     emulation = make_emulation(subject)
     first, second, *_ = emulation.weights
-    failing = Emulation(weights=(first, _Failing(second.parameters)))
+    failing = Candidate(weights=(first, _Failing(second.parameters)))
     with pytest.raises(Interrupted):
         emulate(subject, failing, PADDED)
     assert_unchanged(subject.model, before)
@@ -165,7 +161,7 @@ def test_a_change_of_no_weights_touches_none(tmp_path: Path) -> None:
     """Not even to read them again: the checkpoint may be gone."""
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         before = take(subject.model)
-        emulation = Emulation(quantizers=make_emulation(subject).quantizers)
+        emulation = Candidate(quantizers=make_emulation(subject).quantizers)
         nowhere = replace(subject, originals=None)  # type: ignore[arg-type]
         emulate(nowhere, emulation, PADDED)
         assert_unchanged(subject.model, before)
@@ -177,7 +173,7 @@ def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
         weights = make_emulation(subject).weights
         quantizer = Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
         again = tuple(Requantized(parameters=w.parameters, quantizer=quantizer) for w in weights)
-        emulate(subject, Emulation(weights=(*weights, *again)), PADDED)
+        emulate(subject, Candidate(weights=(*weights, *again)), PADDED)
         assert_unchanged(subject.model, before)
 
 
@@ -219,7 +215,7 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
     ones = emulate_kv(table, Numerics(name="plain"))
     small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
     hooks = MeasurementHooks({"unscaled": ones, "small": small})
-    (found,) = emulate(subject, Emulation(), PADDED, hooks=hooks)
+    (found,) = emulate(subject, Candidate(), PADDED, hooks=hooks)
     assert torch.equal(found, plain_forward(subject.model, PADDED))
     assert set(hooks.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}
     assert hooks.damage == {}
@@ -233,6 +229,6 @@ def test_looking_skips_batches_without_a_fourth_sequence(tmp_path: Path) -> None
         seen = {}
         for first in range(6):
             hooks = MeasurementHooks({"unscaled": ones})
-            emulate(subject, Emulation(), make_batch([9, 9], first=first), hooks=hooks)
+            emulate(subject, Candidate(), make_batch([9, 9], first=first), hooks=hooks)
             seen[first] = bool(hooks.found)
     assert seen == {0: True, 1: False, 2: False, 3: True, 4: True, 5: False}

@@ -17,7 +17,6 @@ from transformers import AutoModelForMultimodalLM
 import fp8calib
 from fp8calib.errors import UsageError
 from fp8calib.jobs.verification import memory
-from fp8calib.verification.compare.streamed import StreamedComparison
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 
@@ -79,7 +78,6 @@ def streamed(streams: bool) -> Any:
         assert (mode.streaming is not None) == streams
         return mode
 
-    assert StreamedComparison
     return patch.object(memory, "plan_memory", chosen)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.verification.compare.paired import MARGIN, compare_paired
 from fp8calib.verification.figures import format_kld, format_mean_kld
+from fp8calib.verification.paired import MARGIN, compare_paired
 from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,

@@ -23,7 +23,7 @@ from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import changed_weights
 from tests import zoo
 from tests.architectures import families
@@ -246,7 +246,7 @@ def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
     assert sum(isinstance(each, torch.Tensor) for each in scales) == 2
 
 
-def held(subject: Subject, emulation: Emulation) -> Tensors:
+def held(subject: Subject, emulation: Candidate) -> Tensors:
     """Give all parameters while the emulation is in the model."""
     with changed_weights(subject.model, emulation.weights, subject.originals, {}, {}):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}

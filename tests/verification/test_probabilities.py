@@ -20,8 +20,9 @@ from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.observe.hooks import AttentionCall, HookedCache, open_hooks
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation import probabilities
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
+from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.probabilities import (
@@ -213,7 +214,7 @@ def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
         if attention.kind == "heads"
     }
     hooks = EmulationHooks(sites)
-    (found,) = emulate(subject, Emulation(quantizers=sites), FULL, hooks=hooks)
+    (found,) = emulate(subject, Candidate(quantizers=sites), FULL, hooks=hooks)
     expected = plain_forward(subject.model, FULL)
     is_met = bool(sites) and subject.model.config.model_type not in WITHOUT_INTERFACE
     assert set(hooks.damage) == (set(sites) if is_met else set())

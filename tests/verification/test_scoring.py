@@ -18,12 +18,12 @@ from fp8calib.errors import VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.run.forward.lm_head import open_lm_head
-from fp8calib.verification.compare import token_scores as scoring
-from fp8calib.verification.compare.comparison import ComparisonResult
-from fp8calib.verification.compare.token_scores import TokenScores, score_batch
-from fp8calib.verification.compare.whole import WholeComparison
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification import score as score_module
+from fp8calib.verification import token_scores as scoring
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.score import Scores
+from fp8calib.verification.token_scores import TokenScores, score_batch
 from tests import zoo
 from tests.kit.models import build_gemma3
 from tests.verification.by_hand import (
@@ -33,6 +33,7 @@ from tests.verification.by_hand import (
     make_batch,
     opened,
     padding_mask,
+    score_all,
 )
 
 BATCHES = [make_batch([5, 20, 13]), make_batch([20, 20], seed=12, first=3)]
@@ -76,10 +77,9 @@ def targets(batch: Batch) -> list[torch.Tensor]:
     return [row[1:length] for row, length in rows]
 
 
-def compare(subject: Subject, emulations: dict[str, Emulation]) -> ComparisonResult:
+def compare(subject: Subject, emulations: dict[str, Candidate]) -> Scores:
     """Run the product."""
-    comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
-    return comparison.run(BATCHES, emulations, advance=lambda _steps: None)
+    return score_all(subject, emulations, BATCHES)
 
 
 def test_the_reference_has_the_logprobs_of_the_whole_model(subject: Subject) -> None:
@@ -163,7 +163,7 @@ def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None
             lambda _module, args, _output: rows.append(args[0].flatten(0, -2).shape[0])
         )
         table = make_unscaled_table(subject.geometry, E4M3FN)
-        emulation = Emulation(quantizers=emulate_kv(table, PLAIN))
+        emulation = Candidate(quantizers=emulate_kv(table, PLAIN))
         with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
             compare(subject, {"one": emulation, "two": emulation})
         spy.remove()
@@ -228,11 +228,11 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
         kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
         emulations = {
             "w8a8": emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN),
-            "kv": Emulation(quantizers=kv),
+            "kv": Candidate(quantizers=kv),
         }
         found = []
         for limit in (0, 45, 10**6):
-            with patch.object(WholeComparison, "_tokens_at_once", lambda *_, limit=limit: limit):
+            with patch.object(score_module, "count_tokens_at_once", lambda *_, limit=limit: limit):
                 found.append(compare(subject, emulations))
     for other in found[1:]:
         for name in emulations:
@@ -245,9 +245,8 @@ def test_every_forward_pass_is_told(tmp_path: Path) -> None:
     told: list[int] = []
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulations = {"a": Emulation(quantizers=kv), "b": Emulation(quantizers=kv)}
-        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
-        comparison.run(BATCHES, emulations, advance=told.append)
+        emulations = {"a": Candidate(quantizers=kv), "b": Candidate(quantizers=kv)}
+        score_all(subject, emulations, BATCHES, told.append)
     assert sum(told) == 3 * (38 + 40)
 
 
@@ -259,13 +258,14 @@ def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path
     model = zoo.build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[77] = torch.nan
-    with opened(model, tmp_path / "m") as subject:
-        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
-        with pytest.raises(
+    with (
+        opened(model, tmp_path / "m") as subject,
+        pytest.raises(
             VerificationError,
             match=rf"the unquantized model: NaN or inf in the logits at sample {40 + row} ",
-        ):
-            comparison.run([batch], {}, advance=lambda _steps: None)
+        ),
+    ):
+        score_all(subject, {}, [batch])
 
 
 def test_a_head_gives_the_logits_of_the_model(subject: Subject) -> None:

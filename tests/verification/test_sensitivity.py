@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.engines.registry import find_emulated
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SensitivityResult
 from fp8calib.verification.sensitivity import find_skippable
 from tests.dialects.handmade import make_attention, make_geometry
@@ -32,7 +31,7 @@ def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
         SensitivityResult(layer=index, kld_mean=kld, ppl_ratio=1.0)
         for index, kld in enumerate(klds)
     ]
-    candidate = Candidate(name="it", description="", emulation=Emulation())
+    candidate = Candidate(name="it")
     geometry = make_geometry([make_attention(index) for index in range(len(klds))])
     found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
     assert found.skip_layers == skipped
@@ -49,7 +48,7 @@ def test_the_flag_names_all_layers_that_share_a_cache() -> None:
     ]
     attentions = [make_attention(index) for index in range(4)]
     attentions[3] = attentions[3].model_copy(update={"producer": 1})
-    candidate = Candidate(name="it", description="", emulation=Emulation())
+    candidate = Candidate(name="it")
     geometry = make_geometry(attentions)
     found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
     assert found.flag == "--kv-cache-dtype-skip-layers 1 3"
@@ -62,7 +61,7 @@ def test_a_layer_stands_out_by_more_than_its_error(error: float, skipped: tuple[
         SensitivityResult(layer=index, kld_mean=kld, kld_se=error, ppl_ratio=1.0)
         for index, kld in enumerate([0.001, 0.001, 0.009])
     ]
-    candidate = Candidate(name="it", description="", emulation=Emulation())
+    candidate = Candidate(name="it")
     geometry = make_geometry([make_attention(index) for index in range(3)])
     found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
     assert found.skip_layers == skipped

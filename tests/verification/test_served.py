@@ -17,8 +17,8 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
-from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_cache_type, emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
 from tests import zoo
@@ -107,7 +107,7 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
     cache_type = replace(CACHE_TYPES[name], num_plain_ends=0)
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = emulate_cache_type(cache_type, subject.geometry)
-        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         hooks = make_hooks(emulation)
         padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
         config = text_config(subject.model)
@@ -131,7 +131,7 @@ def test_engines_that_read_the_cache_generate_what_a_prompt_of_all_gives(
     """One pass of the emulation is then every step, for a prompt of any length."""
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        (hidden,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        (hidden,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
         config = text_config(subject.model)
         changes = [(cast_unscaled, cast_unscaled)] * config.num_hidden_layers
         make_cache = partial(SteppedCache, config, changes, raw_prompt=False)
@@ -147,9 +147,9 @@ def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None
     )
     with opened(zoo.build("llama", num_hidden_layers=1), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), numerics)
-        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         (served,) = emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
-        (everywhere,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        (everywhere,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
         prompt = count_prompt(FULL.lengths[0])
         plain = plain_forward(subject.model, FULL)
         torch.testing.assert_close(served[:, :prompt], plain[:, :prompt])
@@ -165,7 +165,7 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 ) -> None:
     with opened(zoo.build(family), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         (_, first), *_ = subject.geometry.attentions()
         with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
             emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
@@ -185,7 +185,7 @@ def test_cache_of_transformers_is_scored_as_its_own_class_generates(
     """The scale is that of the prompt, and some later tokens exceed it."""
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
-        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         found = emulate(subject, emulation, PADDED, FULL, hooks=make_hooks(emulation))
         make_cache = partial(QuantizedCache, "fp8", text_config(subject.model))
         for batch, hidden in zip((PADDED, FULL), found, strict=True):
@@ -193,7 +193,7 @@ def test_cache_of_transformers_is_scored_as_its_own_class_generates(
                 ids = batch.input_ids[row, :length]
                 wanted = generate_step_by_step(subject.model, ids, make_cache)
                 torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
-        (whole,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        (whole,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
         assert (whole - found[1])[:, -1].abs().max() > 1e-3
 
 

@@ -132,10 +132,10 @@ def test_hidden_states_are_those_of_a_layer_that_multiplies_by_one(
         candidate = build_kv_candidate("bare", table, OWN, origin="by hand")
         (note,) = candidate.notes
         assert "layers 2, 3 read the cache of other layers" in note
-        found = emulate(subject, candidate.emulation, *BATCHES)
+        found = emulate(subject, candidate, *BATCHES)
         plain = build_kv_candidate("bare", table, Numerics(name="plain"), origin="by hand")
-        assert not plain.emulation.reads
-        as_written = emulate(subject, plain.emulation, *BATCHES)
+        assert not plain.reads
+        as_written = emulate(subject, plain, *BATCHES)
 
         attentions = [attention for _, attention in subject.geometry.attentions()]
         scales = [

@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
 from fp8calib.model.load import load_model, open_source
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantization.by_hand import read, run
 from tests.quantization.stacked import STACKED, find_experts
@@ -30,7 +30,7 @@ class Opened(Subject):
 
     folder: Path
 
-    def emulate_stored(self, folder: Path) -> Emulation:
+    def emulate_stored(self, folder: Path) -> Candidate:
         """Open an FP8 checkpoint of it."""
         checkpoint = Fp8Checkpoint.open(folder, fuse=REFERENCE.fused_share_scales)
         return emulate_checkpoint(self, checkpoint, REFERENCE, is_changed=self._is_changed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +26,11 @@ from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.compare.comparison import ComparisonResult, advance_once
-from fp8calib.verification.compare.streamed import StreamedComparison
-from fp8calib.verification.compare.whole import WholeComparison
-from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.score import Scores, score
+from fp8calib.verification.score_streamed import StreamedLanes
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.kit.minutes import in_minutes
@@ -47,20 +49,20 @@ LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4]
 
 def make_emulations(
     model: LoadedModel, geometry: ModelGeometry, stats: CalibrationStats, checkpoint: Checkpoint
-) -> dict[str, Emulation]:
+) -> dict[str, Candidate]:
     """Make a candidate of every kind: KV alone, weights and inputs, weights alone, and both."""
     source = WeightSource(model, checkpoint)
     subject = Subject(model, geometry, source, find_selection(checkpoint))
 
-    def scheme(name: str) -> Emulation:
+    def scheme(name: str) -> Candidate:
         given = stats if "static" in name else None
         return emulate_scheme(subject, find_scheme(name), VLLM, stats=given)
 
     scaled = emulate_kv(compute_kv_scales(stats, E4M3FN), VLLM)
     static = scheme("fp8-static")
     return {
-        "kv": Emulation(quantizers=scaled),
-        "static and kv": Emulation(
+        "kv": Candidate(quantizers=scaled),
+        "static and kv": Candidate(
             quantizers={**static.quantizers, **scaled}, weights=static.weights
         ),
         "dynamic": scheme("fp8-dynamic"),
@@ -75,8 +77,8 @@ def compare(
     streamed: bool,
     dtype: torch.dtype = torch.float32,
     ram_bytes: int = 0,
-    choose: Callable[[dict[str, Emulation]], Mapping[str, Emulation]] = lambda found: found,
-) -> tuple[ComparisonResult, MeasurementHooks]:
+    choose: Callable[[dict[str, Candidate]], Mapping[str, Candidate]] = lambda found: found,
+) -> tuple[Scores, MeasurementHooks]:
     """Compare a folder's model with candidates of every kind, whole or streamed."""
     source = open_source(str(folder))
     with Checkpoint.open(folder) as checkpoint:
@@ -88,22 +90,19 @@ def compare(
         emulations = choose(make_emulations(model, geometry, stats, checkpoint))
         unscaled = emulate_kv(make_unscaled_table(geometry, E4M3FN), VLLM)
         looking = MeasurementHooks({"unscaled": dict(unscaled)})
-        weights = WeightSource(model, checkpoint)
-        todo = batches(plan, 3)
+        todo = list(batches(plan, 3))
+        told: list[int] = []
+        progress: Any = SimpleNamespace(advance=told.append)
+        named = [replace(each, name=name) for name, each in emulations.items()]
+        prepared = prepare(model, checkpoint)
         if not streamed:
-            comparison = WholeComparison(model, geometry, weights)
-            found = comparison.run(todo, emulations, reference_hooks=looking, advance=_ignore)
-            return found, looking
+            return score(prepared, named, todo, looking, progress=progress), looking
         streaming = Streaming(
             dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
         )
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        prepared = prepare(model, checkpoint)
         with open_streamed(prepared, checkpoint, tokens, streaming) as opened:
-            comparison_ = StreamedComparison(opened)
-            told: list[int] = []
-            advance = advance_once(comparison_, told.append)
-            found = comparison_.run(todo, emulations, reference_hooks=looking, advance=advance)
+            found = score(opened, named, todo, looking, progress=progress)
         assert sum(told) == plan.num_tokens * (len(emulations) + 1)
         return found, looking
 
@@ -125,11 +124,7 @@ def _measure(
     return _measured[folder]
 
 
-def _ignore(steps: int) -> None:
-    """Show no progress."""
-
-
-def require_same(whole: ComparisonResult, streamed: ComparisonResult) -> None:
+def require_same(whole: Scores, streamed: Scores) -> None:
     """Require the same bits everywhere."""
     assert streamed.candidates.keys() == whole.candidates.keys()
     pairs = [(whole.reference, streamed.reference)]
@@ -175,7 +170,7 @@ def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path
     MODELS["qwen3_moe"](tmp_path / "model")
     plan = make_plan(draw(LENGTHS, seed=9), packed=False)
 
-    def split(found: dict[str, Emulation]) -> dict[str, Emulation]:
+    def split(found: dict[str, Candidate]) -> dict[str, Candidate]:
         modules = {site.module for site in found["static and kv"].quantizers}
         layers = [{m for m in modules if m.startswith(f"model.layers.{i}.")} for i in (0, 1)]
         return {str(i): found["static and kv"].only(frozenset(m)) for i, m in enumerate(layers)}
@@ -196,7 +191,7 @@ def test_candidates_begin_at_the_first_layer_that_they_change(
     folder = tmp_path / "model"
     MODELS[name](folder)
 
-    def cut(found: dict[str, Emulation]) -> dict[str, Emulation]:
+    def cut(found: dict[str, Candidate]) -> dict[str, Candidate]:
         whole = found["static and kv"]
         layers = sorted({_layer_of(site.module) for site in whole.quantizers})
         parts = {
@@ -205,17 +200,17 @@ def test_candidates_begin_at_the_first_layer_that_they_change(
             )
             for layer in layers
         }
-        return {**parts, "nothing": Emulation(), "all": whole}
+        return {**parts, "nothing": Candidate(), "all": whole}
 
     run: list[tuple[int, int]] = []
-    original = StreamedComparison._run_batch
+    original = StreamedLanes._run_batch
 
-    def count(self: StreamedComparison, *args: Any, **more: Any) -> Any:
+    def count(self: StreamedLanes, *args: Any) -> None:
         run.append((args[1].number, args[2]))
-        return original(self, *args, **more)
+        original(self, *args)
 
     expected, _ = compare(folder, plan, streamed=False, choose=cut)
-    monkeypatch.setattr(StreamedComparison, "_run_batch", count)
+    monkeypatch.setattr(StreamedLanes, "_run_batch", count)
     found, _ = compare(folder, plan, streamed=True, choose=cut)
     require_same(expected, found)
     assert float(found.candidates["nothing"].klds.max()) == 0

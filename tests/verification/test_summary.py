@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.verification.compare.summary import (
+from fp8calib.verification.judge.gates import GATES, judge
+from fp8calib.verification.report import Verdict
+from fp8calib.verification.summary import (
     compute_ppl,
     standard_error,
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.compare.token_scores import TokenScores
-from fp8calib.verification.judge.gates import GATES, judge
-from fp8calib.verification.report import Verdict
+from fp8calib.verification.token_scores import TokenScores
 
 
 def make_scores(

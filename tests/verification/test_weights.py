@@ -18,7 +18,7 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity, find_scheme
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
@@ -188,7 +188,7 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
     return change_config(folder, quantization_config={**section, "weight_block_size": [128, 128]})
 
 
-def stored(subject: Subject, folder: Path, numerics: Numerics) -> Emulation:
+def stored(subject: Subject, folder: Path, numerics: Numerics) -> Candidate:
     """Ask the product what an engine makes of a checkpoint."""
     checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
     return emulate_checkpoint(subject, checkpoint, numerics)

@@ -27,11 +27,8 @@ from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import (
-    build_cache,
-    build_scheme,
-)
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.candidates import build_cache, build_scheme
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
 
 _UNSEEN = "its inputs cannot be emulated"
@@ -158,9 +155,9 @@ class GroupMaker:
         refused = self._refused[name]
         return [path for each in self._members if each.name in refused for path in each.linears]
 
-    def _emulate(self, name: str, model: LoadedModel) -> Emulation:
+    def _emulate(self, name: str, model: LoadedModel) -> Candidate:
         target, numerics = self._opened.target, self._opened.numerics
-        found = build_scheme(
+        return build_scheme(
             name,
             find_scheme(name),
             target,
@@ -170,9 +167,8 @@ class GroupMaker:
             stats=self._stats,
             ignore=self._list_ignored(name),
         )
-        return found.emulation
 
-    def _split(self, emulation: Emulation, model: LoadedModel) -> dict[str, Emulation]:
+    def _split(self, emulation: Candidate, model: LoadedModel) -> dict[str, Candidate]:
         """Split an emulation by group; what no hook sees is left out."""
         source = WeightSource(model, self._opened.target.checkpoint)
         group_of = {m.source: each.name for each in self._members for m in each.matrices}
@@ -183,7 +179,7 @@ class GroupMaker:
                 modules[name] |= {s.module for p in change.parameters for s in p.sites}
         return {name: emulation.only(frozenset(paths)) for name, paths in modules.items() if paths}
 
-    def _make_linears(self, parts: Mapping[str, Mapping[str, Emulation]]) -> Iterator[Group]:
+    def _make_linears(self, parts: Mapping[str, Mapping[str, Candidate]]) -> Iterator[Group]:
         layer_of = self._opened.target.geometry.index_modules()
         sizes = {name: _list_sizes(self._plans[name]) for name in parts}
         for each in self._members:
@@ -260,7 +256,7 @@ class GroupMaker:
                 ),
             )
 
-    def _emulate_cache(self) -> Emulation:
+    def _emulate_cache(self) -> Candidate:
         """Emulate the caches of all layers."""
         opened = self._opened
         name, numerics = opened.cache_type, opened.numerics
@@ -268,7 +264,7 @@ class GroupMaker:
         return build_cache(
             *(name, name, opened.target.geometry, numerics, table),
             factor=opened.emulated.scale_factor,
-        ).emulation
+        )
 
 
 def list_asked(opened: OpenedPlan) -> Sequence[str]:

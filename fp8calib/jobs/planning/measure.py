@@ -27,14 +27,15 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.memory_plan import MemoryPlan
+from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import Candidate, Target
-from fp8calib.verification.compare.comparison import advance_by_share
-from fp8calib.verification.compare.streamed import StreamedComparison
-from fp8calib.verification.compare.text_runs import AT_ONCE, TextRuns, count_in_rounds
+from fp8calib.verification.candidates import Target
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.planning.choices import Group, emulate_plan
 from fp8calib.verification.planning.gradients import can_estimate, estimate
 from fp8calib.verification.planning.search import Search
+from fp8calib.verification.score import AT_ONCE, count_by_share, count_in_rounds
+from fp8calib.verification.text_runs import TextRuns
 
 _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
@@ -48,7 +49,7 @@ class MeasuredPlan:
     maker: GroupMaker
     groups: Sequence[Group]
     sizes: Sizes
-    comparison: StreamedComparison
+    streamed: StreamedModel
     measurements: Measurements
     reporter: Reporter
 
@@ -66,7 +67,7 @@ class MeasuredPlan:
         """Give what runs plans on a text."""
         chosen = list(batches(text, self.opened.request.batch_size))
         return Runs(
-            TextRuns(self.comparison, chosen, self.reporter),
+            TextRuns(self.streamed, chosen, self.reporter),
             self.groups,
             self.measurements,
             text=text.fingerprint,
@@ -90,15 +91,16 @@ def open_measured(
     job, mode = _open_job(opened, maker)
     for text in mode.describe():
         reporter.say(text)
-    with open_reference(job, mode, reporter) as (reference, comparison):
-        assert isinstance(comparison, StreamedComparison)  # noqa: S101 -- always streamed
-        groups = maker.make(reference.model)
+    with open_reference(job, mode, reporter) as reference:
+        streamed = reference.model
+        assert isinstance(streamed, StreamedModel)  # noqa: S101 -- always
+        groups = maker.make(streamed.model)
         yield MeasuredPlan(
             opened=opened,
             maker=maker,
             groups=groups,
             sizes=_count_sizes(opened, groups),
-            comparison=comparison,
+            streamed=streamed,
             measurements=measurements,
             reporter=reporter,
         )
@@ -131,7 +133,7 @@ def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryP
         require_choices(maker, groups)
         whole = emulate_plan(groups, tuple(len(group.choices) - 1 for group in groups))
         names = map(str, range(AT_ONCE))
-        return [Candidate(name=name, description="", emulation=whole) for name in names]
+        return [replace(whole, name=name) for name in names]
 
     options = resolve_options(
         VerifyRequest(str(request.model), engine=opened.emulated.key, batch_size=request.batch_size)
@@ -172,11 +174,11 @@ def _find_slopes(measured: MeasuredPlan) -> dict[tuple[int, int], torch.Tensor]:
         total = 2 * sum(batch.num_tokens for batch in chosen)
         reporter.stage("gradients", total, unit="tokens")
         found = estimate(
-            measured.comparison.streamed,
+            measured.streamed,
             chosen,
             groups,
             seed=_SEED,
-            advance=advance_by_share(layers, reporter.advance),
+            advance=count_by_share(layers, reporter),
         )
         places = {place: name for name, place in names.items()}
         stored = {places[place]: slope for place, slope in found.items()}

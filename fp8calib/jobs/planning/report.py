@@ -19,14 +19,14 @@ from fp8calib.machine.command_line import spell_command
 from fp8calib.results.plan import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
 from fp8calib.results.record import BeforeAfter
 from fp8calib.stats.fingerprint import versions
-from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import Summary, summarize
-from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import Group, count_bytes
 from fp8calib.verification.planning.search import Cost, Found
 from fp8calib.verification.report import RunProvenance
+from fp8calib.verification.summary import Summary, summarize
+from fp8calib.verification.token_scores import TokenScores
 
 _CHOSEN = "plan"
 _SURE = 2.0

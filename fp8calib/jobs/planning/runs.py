@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
-from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import Group, emulate_plan
+from fp8calib.verification.score import count_in_rounds
+from fp8calib.verification.text_runs import TextRuns
+from fp8calib.verification.token_scores import TokenScores
 
 MEASURED_NAME = "measured.safetensors"
 _REFERENCE = "reference"

@@ -18,8 +18,9 @@ from fp8calib.numerics.rules import Rule
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
+from fp8calib.verification.candidates import OpenedCandidate, Target
 from fp8calib.verification.companion import Companion
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import RefusedCandidate
 from fp8calib.verification.verify import VerificationResult

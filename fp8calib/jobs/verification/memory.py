@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,10 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.streaming.model import open_streamed
-from fp8calib.verification.compare.comparison import Comparison
-from fp8calib.verification.compare.streamed import StreamedComparison
-from fp8calib.verification.compare.text_runs import split_rounds
-from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.emulation.probabilities import attending_bytes
+from fp8calib.verification.score import AT_ONCE
 from fp8calib.verification.sensitivity import split_by_layer
+from fp8calib.verification.token_scores import scoring_bytes
 from fp8calib.verification.verify import ReferenceModel, list_emulations
 
 
@@ -42,11 +41,11 @@ def choose_verification_mode(
         return MemoryPlan(prepared=job.prepared)
     found = list(batches(job.plan, job.options.request.batch_size))
     request = build_request(job, job.prepared.model)
-    emulations = list_emulations(request).values()
+    emulations = list_emulations(request)
     rounds, candidate = 0, request.sensitivity_of
     if candidate is not None:
-        layers = split_by_layer(job.target.geometry, candidate.emulation)
-        rounds = len(list(split_rounds(list(layers))))
+        layers = split_by_layer(job.target.geometry, candidate)
+        rounds = -(-len(layers) // AT_ONCE)
     logits = scoring_bytes(
         torch.device(job.device),
         int(job.source.text_config.vocab_size),
@@ -85,20 +84,18 @@ def choose_verification_mode(
 @contextmanager
 def open_reference(
     job: VerifyJob, mode: MemoryPlan, progress: Progress
-) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
-    """Load the model whole, or open it for streaming; None is the comparison of a whole model."""
+) -> Iterator[ReferenceModel]:
+    """Load the model whole, or open it for streaming."""
     prepared = job.load(mode, progress)
     reference = ReferenceModel(
         name=job.name,
-        model=prepared.model,
-        geometry=prepared.geometry,
-        originals=prepared.weights,
+        model=prepared,
         dtype=job.dtype,
         device=job.device,
     )
     if mode.streaming is None:
-        yield reference, None
+        yield reference
         return
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *job.plan.sequences])
     with open_streamed(prepared, job.checkpoint, tokens, mode.streaming) as streamed:
-        yield reference, StreamedComparison(streamed)
+        yield replace(reference, model=streamed)

@@ -29,7 +29,6 @@ from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
-    Candidate,
     OpenedCandidate,
     build_cache,
     build_checkpoint,
@@ -42,6 +41,7 @@ from fp8calib.verification.candidates import (
     takes_kv_scales,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.report import (
@@ -357,7 +357,7 @@ def list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterator
         return
     layer_of = job.target.geometry.index_modules()
     candidate = next(each for each in candidates if each.name == found.name)
-    for site, quantizer in candidate.emulation.quantizers.items():
+    for site, quantizer in candidate.quantizers.items():
         seen = found.stats.sites.get(site)
         if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
             continue

@@ -188,18 +188,19 @@ def run_verify_job(
         CalibrationError: a forward pass failed.
         VerificationError: a model gives NaN or infinity, or weights cannot be replaced.
     """
-    with PeakMemory() as peak, _open_held(job, mode, progress) as (reference, comparison):
-        request = build_request(job, reference.model)
+    with PeakMemory() as peak, _open_held(job, mode, progress) as reference:
+        request = build_request(job, reference.model.model)
         plan = job.plan
         if job.companion is not None:
-            plan = job.companion.begin(plan, None if mode.streaming else reference.model, progress)
+            plan = job.companion.begin(
+                plan, None if mode.streaming else reference.model.model, progress
+            )
         verified = compare(
             reference,
             request,
             plan,
             batch_size=job.options.request.batch_size,
             progress=progress,
-            comparison=comparison,
             companion=job.companion,
         )
     memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
@@ -242,7 +243,7 @@ def _open_held(job: VerifyJob, mode: MemoryPlan, progress: Progress) -> Iterator
     """Open the model; of one in memory, copy the weights that candidates replace."""
     if isinstance(job.checkpoint, LiveCheckpoint):
         emulations = list_emulations(build_request(job, job.prepared.model))
-        if any(each.weights for each in emulations.values()):
+        if any(each.weights for each in emulations):
             _refuse_inference_tensors(job.prepared.model)
             job.checkpoint.hold()
     with open_reference(job, mode, progress) as opened:

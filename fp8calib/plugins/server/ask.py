@@ -33,9 +33,8 @@ from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.score import ConnectedServer, ServerOptions, connect
 from fp8calib.plugins.server.written import count_given, write_text
 from fp8calib.requests.shared import SKIP_LAYERS
-from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.companion import ComparedText
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.report import SCALE_ONE, VerifyReport
 from fp8calib.verification.sensitivity import SEQUENCES
@@ -181,7 +180,7 @@ class ServerCompanion:
         )
         return plan
 
-    def list_emulations(self, candidates: Sequence[Candidate]) -> Mapping[str, Emulation]:
+    def list_emulations(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
         """List the faults that run beside the candidates."""
         self._faults = list_faults(candidates)
         return {name: fault.emulation for name, fault in self._faults.items()}
@@ -194,8 +193,7 @@ class ServerCompanion:
     def compare(self, text: ComparedText) -> None:
         """Find what explains the server's answers."""
         runner = FaultRunner(
-            comparison=text.comparison,
-            geometry=text.geometry,
+            model=text.model,
             candidates=text.candidates,
             plan=text.plan,
             batch_size=text.batch_size,

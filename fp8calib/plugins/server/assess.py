@@ -27,13 +27,13 @@ from fp8calib.plugins.server.result import (
     UnquantizedServer,
 )
 from fp8calib.plugins.server.sentences import Context, describe_diagnosis
-from fp8calib.verification.compare.summary import (
+from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.summary import (
     Summary,
     average,
     bounded_exp,
     summarize_logprobs,
 )
-from fp8calib.verification.figures import format_mean_kld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

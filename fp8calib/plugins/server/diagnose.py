@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 
 from fp8calib.plugins.server.hypotheses import Fault
-from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.summary import standard_error
 
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.plugins.server.result import EstimateResult
-from fp8calib.verification.compare.summary import average
-from fp8calib.verification.compare.token_scores import predicted_positions, split_sequences
+from fp8calib.verification.summary import average
+from fp8calib.verification.token_scores import predicted_positions, split_sequences
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 
 from fp8calib.data.sequences import Batch, DataPlan
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.progress import Progress
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.plugins.server.hypotheses import (
     Fault,
     has_scaled_kv,
@@ -19,10 +19,11 @@ from fp8calib.plugins.server.hypotheses import (
     lose_query_scales,
     mix_up_scales,
 )
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
+from fp8calib.run.streaming.model import StreamedModel
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.score import Scores, count_in_rounds
 from fp8calib.verification.sensitivity import choose_batches
+from fp8calib.verification.text_runs import TextRuns
 
 _MOST_TIMES = 10
 """Faults together run over at most so many times the tokens of the text..."""
@@ -35,11 +36,11 @@ def list_faults(candidates: Sequence[Candidate]) -> dict[str, Fault]:
     return {
         name: fault
         for candidate in candidates
-        for name, fault in lose_query_scales(candidate.name, candidate.emulation).items()
+        for name, fault in lose_query_scales(candidate.name, candidate).items()
     }
 
 
-def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
+def changes_of(compared: Scores, name: str) -> torch.Tensor:
     """Give what a candidate changes: fp64 [N]."""
     return (compared.candidates[name].logprobs - compared.reference.logprobs).double()
 
@@ -48,8 +49,7 @@ def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
 class FaultRunner:
     """Emulates faults of candidates with KV scales: of single layers, and of all of them."""
 
-    comparison: Comparison
-    geometry: ModelGeometry
+    model: PreparedModel | StreamedModel
     candidates: Sequence[Candidate]
     plan: DataPlan
     batch_size: int
@@ -58,7 +58,7 @@ class FaultRunner:
     @cached_property
     def bases(self) -> Sequence[str]:
         """The names of the candidates with KV scales."""
-        return [one.name for one in self.candidates if has_scaled_kv(one.emulation)]
+        return [one.name for one in self.candidates if has_scaled_kv(one)]
 
     @cached_property
     def _runs(self) -> TextRuns:
@@ -70,7 +70,7 @@ class FaultRunner:
             chosen.append(batch)
             if sum(each.num_tokens for each in chosen) >= most:
                 break
-        return TextRuns(self.comparison, chosen, self.progress)
+        return TextRuns(self.model, chosen, self.progress)
 
     @property
     def num_sequences(self) -> int:
@@ -94,11 +94,11 @@ class FaultRunner:
 
     def faults_of(self, base: str) -> dict[str, Fault]:
         """List the faults of a candidate, by their names."""
-        emulation = next(one.emulation for one in self.candidates if one.name == base)
+        emulation = next(one for one in self.candidates if one.name == base)
         return {
-            **list_layer_faults(base, emulation, self.geometry),
+            **list_layer_faults(base, emulation, self.model.geometry),
             **lose_kv_scales(base, emulation),
-            **mix_up_scales(base, emulation, self.geometry),
+            **mix_up_scales(base, emulation, self.model.geometry),
         }
 
     def _run(self, faults: Mapping[str, Fault], stage: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 
 CLIPPING = 8
 """A scale divided by less may not clip; dividing by a larger one clips the same large values."""
@@ -19,7 +19,7 @@ CLIPPING = 8
 class Fault:
     """A candidate with scales that are lost (1.0), too small or mixed up."""
 
-    emulation: Emulation
+    emulation: Candidate
     effect: str
     """What the server then does, in words."""
     layer: int | None = None
@@ -29,12 +29,12 @@ class Fault:
     """Whether the right scales are in the wrong places."""
 
 
-def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
+def lose_query_scales(name: str, emulation: Candidate) -> dict[str, Fault]:
     """Quantize q of a candidate at 1.0; empty where it is not quantized with another scale."""
     return _lose_scales(name, emulation, Role.Q) if _find_scaled(emulation, Role.Q) else {}
 
 
-def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
+def lose_kv_scales(name: str, emulation: Candidate) -> dict[str, Fault]:
     """Quantize K, or V, of a candidate at 1.0; empty unless both have other scales.
 
     Where only one of them has any, nothing but scale 1.0 is left without them.
@@ -44,7 +44,7 @@ def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     return _lose_scales(name, emulation, Role.K) | _lose_scales(name, emulation, Role.V)
 
 
-def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
+def mix_up_scales(name: str, emulation: Candidate, geometry: ModelGeometry) -> dict[str, Fault]:
     """Give K and V the scales of other places; without those that change nothing.
 
     A scale goes only to a place where one of the same shape is.
@@ -89,12 +89,12 @@ def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> d
     return faults
 
 
-def has_scaled_kv(emulation: Emulation) -> bool:
+def has_scaled_kv(emulation: Candidate) -> bool:
     """Tell whether K or V of any layer has a scale other than 1.0."""
     return bool(_find_scaled(emulation, *KV_ROLES))
 
 
-def list_layer_faults(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
+def list_layer_faults(name: str, emulation: Candidate, geometry: ModelGeometry) -> dict[str, Fault]:
     """List the faults of single layers of a candidate with KV scales, by their names."""
     scaled = _find_scaled(emulation, *KV_ROLES)
     faults: dict[str, Fault] = {}
@@ -120,14 +120,14 @@ def list_layer_faults(name: str, emulation: Emulation, geometry: ModelGeometry) 
 _ONE = torch.tensor(1.0)
 
 
-def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Fault]:
+def _lose_scales(name: str, emulation: Candidate, role: Role) -> dict[str, Fault]:
     lost = _rescale(emulation, dict.fromkeys(_find_scaled(emulation, role), _ONE))
     where = " in all layers" if role in KV_ROLES else ""
     effect = f"{role} is quantized at scale 1.0{where}"
     return {f"{name} without its {role} scales": Fault(emulation=lost, effect=effect, is_lost=True)}
 
 
-def _find_static(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+def _find_static(emulation: Candidate, *roles: Role) -> dict[Site, torch.Tensor]:
     """Find the static scales of some roles."""
     return {
         site: quantizer.scale
@@ -136,13 +136,13 @@ def _find_static(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]
     }
 
 
-def _find_scaled(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+def _find_scaled(emulation: Candidate, *roles: Role) -> dict[Site, torch.Tensor]:
     """Find those that are other than 1.0."""
     found = _find_static(emulation, *roles)
     return {site: scale for site, scale in found.items() if bool((scale != 1).any())}
 
 
-def _rescale(emulation: Emulation, scales: Mapping[Site, torch.Tensor]) -> Emulation:
+def _rescale(emulation: Candidate, scales: Mapping[Site, torch.Tensor]) -> Candidate:
     """Quantize some sites with other scales."""
     quantizers = emulation.quantizers
     changed = {site: replace(quantizers[site], scale=scale) for site, scale in scales.items()}

@@ -10,7 +10,6 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.plugins.server.assess import Assessment
 from fp8calib.plugins.server.diagnose import ServerFinding
 from fp8calib.plugins.server.result import SERVER
-from fp8calib.verification.compare.summary import compute_ppl, list_figures, summarize_positions
 from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -21,6 +20,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
+from fp8calib.verification.summary import compute_ppl, list_figures, summarize_positions
 
 
 def add_server(

@@ -19,7 +19,8 @@ from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import AttentionCall
-from fp8calib.verification.emulation.emulate import NO_READS, Emulation, EmulationHooks, Reads
+from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
+from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 _HINT = "leave out --decode"
@@ -39,7 +40,7 @@ def find_decoded(lengths: Sequence[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def make_hooks(emulation: Emulation) -> EmulationHooks:
+def make_hooks(emulation: Candidate) -> EmulationHooks:
     """Make the hooks of an emulation."""
     kind = ServedHooks if emulation.prompt_in_16_bits else EmulationHooks
     return kind(emulation.quantizers, emulation.reads)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from fp8calib.observe.hooks import (
     open_hooks,
 )
 from fp8calib.run.forward.decoder import Decoder
+from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
 from fp8calib.verification.emulation.damage import (
     DamageRow,
     DamageSums,
@@ -41,49 +41,12 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
     ParameterReader,
-    Requantized,
-    WeightChange,
     changed_weights,
 )
 
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
 _REMEMBERED_INPUTS = 2
-
-
-Reads = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By the module of a layer that reads another's cache: what K and V are multiplied by, 0-dim or
-[H, 1, 1] with H KV heads, where the engine reads them with other scales than they were written."""
-NO_READS: Reads = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emulation:
-    """What is quantized, and how."""
-
-    quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """For K, V, q and inputs; other sites stay unquantized."""
-    weights: tuple[WeightChange, ...] = ()
-    reads: Reads = field(default_factory=dict)
-    prompt_in_16_bits: bool = False
-    """Attention of a prompt reads K, V and q as they were before the cache (`served`)."""
-
-    def only(self, modules: frozenset[str]) -> Emulation:
-        """Keep what belongs to `modules`, the paths of attention modules and linears.
-
-        Of weights without a site, those that are copied stay: norms with factors folded in.
-        """
-        return replace(
-            self,
-            quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
-            reads={module: each for module, each in self.reads.items() if module in modules},
-            weights=tuple(change for change in self.weights if _belongs(change, modules)),
-        )
-
-
-def _belongs(change: WeightChange, modules: frozenset[str]) -> bool:
-    sites = {site.module for parameter in change.parameters for site in parameter.sites}
-    return sites <= modules if sites else not isinstance(change, Requantized)
 
 
 class EmulationHooks:
@@ -299,7 +262,7 @@ def _pair(key: Quantizer | None, value: Quantizer | None, x: torch.Tensor) -> Qu
 def emulated(
     model: PreTrainedModel,
     geometry: ModelGeometry,
-    emulation: Emulation,
+    emulation: Candidate,
     hooks: EmulationHooks,
     *,
     originals: ParameterReader,

@@ -19,7 +19,7 @@ from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
-from fp8calib.verification.emulation.emulate import Reads
+from fp8calib.verification.emulation.candidate import Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 

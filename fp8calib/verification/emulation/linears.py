@@ -14,7 +14,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.from_amax import SMALLEST_SCALE
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, StoredWeights
 from fp8calib.verification.emulation.weights import Requantized, WeightChange, find_rounded
@@ -36,7 +36,7 @@ def emulate_linears(
     numerics: Numerics,
     *,
     copied: Iterable[CopiedParameter] = (),
-) -> Emulation:
+) -> Candidate:
     """Emulate an engine that loads these weights, and tensors `copied` beside them."""
     is_rounded = find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
@@ -60,7 +60,7 @@ def emulate_linears(
             if quantizer is not None:
                 sites = (Site(site.module, Role.INPUT) for site in parameter.sites)
                 quantizers |= dict.fromkeys(sites, quantizer)
-    return Emulation(quantizers=quantizers, weights=(*changes, *copied))
+    return Candidate(quantizers=quantizers, weights=(*changes, *copied))
 
 
 def _quantize_inputs(

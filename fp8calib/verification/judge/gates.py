@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
-from fp8calib.verification.compare.paired import t_quantile
-from fp8calib.verification.compare.summary import Summary
 from fp8calib.verification.figures import format_error, format_mean_kld
+from fp8calib.verification.paired import t_quantile
 from fp8calib.verification.report import Verdict
+from fp8calib.verification.summary import Summary
 
 _LEAST_MARGIN = 0.01
 _LEAST_CLUSTERS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.planning.arrays import Plan
 
 IN_16_BITS = "16 bits"
@@ -20,7 +20,7 @@ class Choice:
     """A scheme, a type of the KV cache, or `IN_16_BITS`."""
     size_bytes: int
     """Of the weights with their scales, or of the cache of the tokens that are counted."""
-    emulation: Emulation = field(default_factory=Emulation)
+    emulation: Candidate = field(default_factory=Candidate)
     """Of this group alone."""
 
 
@@ -48,17 +48,17 @@ class Group:
         return next((i for i, each in enumerate(self.choices) if each.name == name), 0)
 
 
-def join_emulations(parts: Iterable[Emulation]) -> Emulation:
+def join_emulations(parts: Iterable[Candidate]) -> Candidate:
     """Join the emulations of several groups."""
     found = list(parts)
-    return Emulation(
+    return Candidate(
         quantizers={site: each for part in found for site, each in part.quantizers.items()},
         weights=tuple(change for part in found for change in part.weights),
         reads={module: each for part in found for module, each in part.reads.items()},
     )
 
 
-def emulate_plan(groups: Sequence[Group], plan: Plan) -> Emulation:
+def emulate_plan(groups: Sequence[Group], plan: Plan) -> Candidate:
     """Emulate the choices of all groups."""
     pairs = zip(groups, plan, strict=True)
     return join_emulations(group.choices[choice].emulation for group, choice in pairs)

@@ -11,7 +11,7 @@ Each layer's weights are read twice, and quantized once for all sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,8 +28,7 @@ from fp8calib.run.forward.lm_head import LmHead, open_lm_head
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import StreamedModel
-from fp8calib.verification.compare.comparison import Advance
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import WeightChange
 from fp8calib.verification.planning.choices import Group
@@ -96,7 +95,7 @@ def estimate(
     groups: Sequence[Group],
     *,
     seed: int,
-    advance: Advance,
+    advance: Callable[[int], None],
 ) -> dict[Place, torch.Tensor]:
     """Give the derivative in the direction of each choice, by token: fp32 [N], as of scores.
 
@@ -122,7 +121,7 @@ class _Walk:
         groups: Sequence[Group],
         *,
         seed: int,
-        advance: Advance,
+        advance: Callable[[int], None],
     ) -> None:
         self.decoder = Decoder(streamed.model)
         self._streamed = streamed
@@ -299,7 +298,7 @@ class _Pricing:
         }
         self._values = dict(model.named_parameters())
         self._plain: dict[str, torch.Tensor] = {}
-        self._choices: list[tuple[Place, Emulation, list[_Product]]] = []
+        self._choices: list[tuple[Place, Candidate, list[_Product]]] = []
         made: list[tuple[WeightChange, _Product]] = []
         for g, group in enumerate(groups):
             if layer.index not in group.layers or not can_estimate(group):
@@ -308,7 +307,7 @@ class _Pricing:
                 products = [self._change(each, made) for each in self._list_own(choice.emulation)]
                 self._choices.append(((g, c), choice.emulation, products))
 
-    def _list_own(self, emulation: Emulation) -> list[WeightChange]:
+    def _list_own(self, emulation: Candidate) -> list[WeightChange]:
         return [
             change
             for change in emulation.weights

@@ -15,12 +15,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fp8calib.verification.compare.summary import Summary, average, summarize
-from fp8calib.verification.compare.text_runs import count_in_rounds, fit_in_rounds
-from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
 from fp8calib.verification.planning.frontier import Frontier, find_frontier, list_changes, repair
+from fp8calib.verification.score import count_in_rounds
+from fp8calib.verification.summary import Summary, average, summarize
+from fp8calib.verification.text_runs import fit_in_rounds
+from fp8calib.verification.token_scores import TokenScores, split_sequences
 
 _LAYERS_SHARE = 0.75
 """The share of a pass that is spent in the layers; the head takes the rest."""

@@ -20,12 +20,12 @@ from fp8calib.numerics.schemes import find_scheme
 from fp8calib.recipe import load_recipe
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.verification.candidates import (
-    Candidate,
     Target,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
 )
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
 from scripts.benchmarks.workers.calibration_pass import Setup, set_up
@@ -40,9 +40,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, numerics)
         reference = ReferenceModel(
             name="bench",
-            model=setup.model,
-            geometry=geometry,
-            originals=setup.prepared.weights,
+            model=setup.prepared,
             dtype=dtype,
             device=device,
         )

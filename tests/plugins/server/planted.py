@@ -19,7 +19,8 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.scales.scale_table import Scale, ScaleSource
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
 from tests.plugins.server.fake import Predict
@@ -76,17 +77,17 @@ class Runner:
             self._model = load_model(source, dtype=dtype, device="cpu", device_map=None)
             self._originals = WeightSource(self._model, checkpoint)
 
-    def predict(self, emulation: Emulation) -> Predict:
+    def predict(self, emulation: Candidate) -> Predict:
         """Give what a server with this emulation predicts."""
         return lambda ids: self._run(emulation, [ids])[0]
 
-    def score(self, emulation: Emulation, text: Sequence[Sequence[int]]) -> torch.Tensor:
+    def score(self, emulation: Candidate, text: Sequence[Sequence[int]]) -> torch.Tensor:
         """Give the log-probability of every token but the first; sequences of one length."""
         tokens = torch.tensor(text)[:, 1:]
         logprobs = self._run(emulation, text)[:, :-1]
         return logprobs.gather(2, tokens.unsqueeze(2)).flatten()
 
-    def _run(self, emulation: Emulation, text: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _run(self, emulation: Candidate, text: Sequence[Sequence[int]]) -> torch.Tensor:
         """Give the log-probabilities of the next token: [B, L, V]."""
         tokens = torch.tensor([list(ids) for ids in text])
         lengths = (tokens.shape[1],) * len(tokens)
@@ -99,12 +100,12 @@ class Runner:
         with open_lm_head(self._model) as head:
             return torch.log_softmax(head.logits(hidden).float(), -1)
 
-    def emulate(self, scales: Mapping[Site, float] | None) -> Emulation:
+    def emulate(self, scales: Mapping[Site, float] | None) -> Candidate:
         """Emulate the KV cache with these scales; None: 1.0."""
         table = make_unscaled_table(self.geometry, E4M3FN)
         if scales is not None:
             table = replace(table, scales={**table.scales, **_make_scales(scales)})
-        return Emulation(quantizers=emulate_kv(table, self.numerics))
+        return Candidate(quantizers=emulate_kv(table, self.numerics))
 
 
 def _make_scales(scales: Mapping[Site, float]) -> dict[Site, Scale]:

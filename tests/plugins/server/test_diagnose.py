@@ -24,7 +24,7 @@ from fp8calib.plugins.server.hypotheses import (
     lose_kv_scales,
     lose_query_scales,
 )
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.candidate import Candidate
 from tests.plugins.server import planted
 
 SEQUENCES = 12
@@ -50,12 +50,12 @@ Effect = tuple[Fault, torch.Tensor]
 
 def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> Effect:
     """Give what a fault of a layer changes."""
-    return Fault(emulation=Emulation(), effect="", layer=layer, is_lost=is_lost), found
+    return Fault(emulation=Candidate(), effect="", layer=layer, is_lost=is_lost), found
 
 
 def lost_in_all(found: torch.Tensor) -> Effect:
     """Give what K or V at 1.0 in all layers changes."""
-    return Fault(emulation=Emulation(), effect="", is_lost=True), found
+    return Fault(emulation=Candidate(), effect="", is_lost=True), found
 
 
 def explain(found: Diagnosis, given: Changes, effects: Mapping[str, Effect]) -> Diagnosis:
@@ -192,7 +192,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def emulate(
     runner: planted.Runner,
-    emulations: Mapping[str, Emulation],
+    emulations: Mapping[str, Candidate],
     text: Sequence[Sequence[int]],
     reference: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
@@ -245,13 +245,13 @@ def test_servers_that_lose_scales_are_told_from_right_and_unquantized_ones(
     }
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, planted.VOCABULARY, (6, 64), generator=generator).tolist()
-    reference = here.score(Emulation(), text)
+    reference = here.score(Candidate(), text)
     candidates = emulate(here, emulations, text, reference)
     effects = emulate(here, {n: each.emulation for n, each in faults.items()}, text, reference)
     for dtype in (torch.float32, torch.bfloat16):
         there = planted.Runner(tmp_path, dtype)
         for expected, fault in SERVERS.items():
-            emulation = Emulation()
+            emulation = Candidate()
             if fault is not None:
                 layer, roles, scale = fault
                 changed = {

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fp8calib.verification.compare.token_scores import (
+from fp8calib.verification.report import PositionResult
+from fp8calib.verification.token_scores import (
     TokenScores,
     predicted_positions,
     select_lengths,
     split_sequences,
 )
-from fp8calib.verification.report import PositionResult
 
 MIN_CLUSTERS = 2
 """With fewer clusters the standard error is unknown."""

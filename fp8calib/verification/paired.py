@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8calib.verification.compare.summary import count_clusters, standard_error
 from fp8calib.verification.report import PairedAnswer, PairedResult
+from fp8calib.verification.summary import count_clusters, standard_error
 
 MARGIN = 0.1
 """Differences of less than this share of the base's divergence do not matter."""

@@ -1,0 +1,229 @@
+"""Score a model and its FP8 candidates on the same text: log-probabilities and KL divergences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.data.sequences import Batch
+from fp8calib.errors import VerificationError
+from fp8calib.geometry.sites import Site
+from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
+from fp8calib.machine.progress import Progress
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.lm_head import open_lm_head
+from fp8calib.run.streaming.model import StreamedModel
+from fp8calib.verification.emulation.candidate import Candidate, blaming
+from fp8calib.verification.emulation.decoding import make_hooks
+from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.score_streamed import StreamedLanes
+from fp8calib.verification.token_scores import (
+    Logits,
+    TokenScores,
+    join_scores,
+    score_batch,
+    split_sequences,
+)
+
+AT_ONCE = 8
+"""Candidates of a round: their hidden states wait for the head together, and every round runs the
+unquantized model again."""
+_HIDDEN_SHARE = 6
+"""Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
+_REFERENCE = "the unquantized model"
+_OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
+_NO_OVERFLOW = {
+    True: "the logits are NaN or inf before anything is quantized: are the model's files damaged?",
+    False: "quantization turned finite numbers into them: look at its scales (`fp8calib show`)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Scores of the reference and of every candidate, and what quantization did to tensors."""
+
+    reference: TokenScores
+    candidates: dict[str, TokenScores]
+    damage: dict[str, dict[Site, torch.Tensor]]
+    """Candidate -> site -> sums of `measure_damage`, on the CPU."""
+    weight_scales: dict[str, dict[Site, ScaleRange]]
+    """Candidate -> weight -> the scales it was quantized with."""
+
+
+def score(
+    model: PreparedModel | StreamedModel,
+    candidates: Sequence[Candidate],
+    batches: Sequence[Batch],
+    hooks: EmulationHooks | None = None,
+    *,
+    progress: Progress,
+    stage: str = "",
+    watched: Sequence[torch.Tensor] | None = None,
+) -> Scores:
+    """Score the unquantized model and every candidate on every batch.
+
+    Args:
+        model: in memory whole, or streamed: then each layer is read once for all candidates. The
+            scores are the same, bit for bit.
+        candidates: each has a name of its own.
+        batches: the text.
+        hooks: measure tensors of the unquantized model without changing them.
+        progress: hears of tokens: of all models together in a `stage` of its own, else of each
+            model, whatever its layers are.
+        stage: the name of that stage; empty where the caller has begun one.
+        watched: for each sequence, tokens [L - 1, W] whose log-probabilities by the unquantized
+            model are kept (`TokenScores.watched`).
+
+    Raises:
+        VerificationError: a model gives NaN or inf; the message names it and the sample.
+    """
+    num_layers = len(model.geometry.layers) if isinstance(model, StreamedModel) else 1
+    if stage:
+        progress.stage(
+            stage,
+            sum(batch.num_tokens for batch in batches) * num_layers,
+            unit="tokens",
+            layers=num_layers if isinstance(model, StreamedModel) else 0,
+            batches=0 if isinstance(model, StreamedModel) else len(batches),
+        )
+    advance = count_by_share(len(candidates) + 1 if stage else num_layers, progress)
+    names = tuple(candidate.name for candidate in candidates)
+    models = [(Candidate(), hooks or EmulationHooks({}))]
+    models += [(candidate, make_hooks(candidate)) for candidate in candidates]
+    scored: list[list[TokenScores]] = []
+    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
+
+    def add(batch: Batch, hidden: Sequence[torch.Tensor], logits: Logits) -> None:
+        """Score one batch by the last hidden state [B, S, C] of every model."""
+        named = None
+        if watched is not None:
+            named = torch.cat(list(watched[batch.first : batch.first + len(batch.lengths)]))
+        found = score_batch(batch, hidden[0], hidden[1:], logits, vocab_size, named)
+        for name, each in zip((_REFERENCE, *names), found, strict=True):
+            with blaming(name):
+                _require_finite(name, each, batch, model.model.dtype)
+        scored.append(found)
+
+    if isinstance(model, StreamedModel):
+        StreamedLanes(model, models, batches, advance, vocab_size).run(add)
+    else:
+        _run_whole(model, models, batches, advance, add)
+    reference, *others = (join_scores(parts) for parts in zip(*scored, strict=True))
+    found = [each for _, each in models[1:]]
+    damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in found]
+    return Scores(
+        reference=reference,
+        candidates=dict(zip(names, others, strict=True)),
+        damage=dict(zip(names, damage, strict=True)),
+        weight_scales=dict(zip(names, (each.weight_scales for each in found), strict=True)),
+    )
+
+
+def score_in_rounds(
+    model: PreparedModel | StreamedModel,
+    candidates: Sequence[Candidate],
+    batches: Sequence[Batch],
+    *,
+    progress: Progress,
+    stage: str,
+) -> Iterator[Scores]:
+    """Score `AT_ONCE` candidates at a time, in one stage."""
+    passes = count_in_rounds(len(candidates))
+    progress.stage(stage, passes * sum(batch.num_tokens for batch in batches), unit="tokens")
+    for start in range(0, len(candidates), AT_ONCE):
+        yield score(model, candidates[start : start + AT_ONCE], batches, progress=progress)
+
+
+def count_in_rounds(num_candidates: int) -> int:
+    """Count the passes over a text that candidates take in rounds, with the unquantized model's."""
+    return num_candidates + -(-num_candidates // AT_ONCE)
+
+
+def count_by_share(share: int, progress: Progress) -> Callable[[int], None]:
+    """Count tokens once that are counted `share` times."""
+    done = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        before, done = done, done + tokens
+        progress.advance(done // share - before // share)
+
+    return advance
+
+
+def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
+    good = scores.logprobs.isfinite() & scores.klds.isfinite()
+    if bool(good.all()):
+        return
+    parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
+    sample = next(number for number, part in parts if not bool(part.all()))
+    raise VerificationError(
+        f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",
+        hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
+    )
+
+
+# --- a model in memory whole ----------------------------------------------------------------------
+
+
+def _run_whole(
+    model: PreparedModel,
+    models: Sequence[tuple[Candidate, EmulationHooks]],
+    batches: Sequence[Batch],
+    advance: Callable[[int], None],
+    add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
+) -> None:
+    """Run batches through the unquantized model and its candidates.
+
+    Weights change once for a group of batches, whose hidden states wait; the group's size keeps
+    these a small part of the memory that the weights take.
+    """
+    keep_freed_memory()
+    decoder = Decoder(model.model)
+    changes_weights = any(candidate.weights for candidate, _ in models)
+    limit = count_tokens_at_once(model.model, len(models)) if changes_weights else 0
+    for group in _group(batches, limit):
+        hidden: list[list[torch.Tensor]] = []
+        for candidate, hooks in models:
+            with (
+                blaming(candidate.name),
+                emulated(
+                    *(model.model, model.geometry, candidate, hooks),
+                    originals=model.weights,
+                    decoder=decoder,
+                ) as run,
+            ):
+                hidden.append([])
+                for batch in group:
+                    hidden[-1].append(run(batch))
+                    advance(batch.num_tokens)
+        if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
+            return_freed_memory()
+        with open_lm_head(model.model) as head:
+            for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
+                add(batch, states, head.logits)
+
+
+def _group(batches: Sequence[Batch], limit: int) -> Iterator[list[Batch]]:
+    """Group batches of at most so many tokens together; those of a larger one are its own."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and sum(each.input_ids.numel() for each in (*group, batch)) > limit:
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
+
+
+def count_tokens_at_once(model: LoadedModel, num_models: int) -> int:
+    """Count the tokens whose hidden states, of so many models, may wait for the head."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    config = model.config.get_text_config(decoder=True)
+    per_token = config.hidden_size * model.dtype.itemsize * num_models
+    return int(weights // _HIDDEN_SHARE // per_token)
