@@ -155,6 +155,11 @@ class ScaleOptions(_Section):
     """How statistics become scales."""
 
     rule: RuleField = _key(keys.RULE)
+    rules: dict[str, RuleField] = Field(
+        default={},
+        description="other rules of some K and V, by patterns like those of `ignore` for "
+        "`model.layers.3.self_attn.k` and `.v`; the first pattern that matches counts",
+    )
     fallback: Fallback | None = _key(keys.FALLBACK)
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
 

@@ -15,6 +15,7 @@ REMOVED: dict[str, str] = {
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --pipeline-parallel-size": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --tensor-parallel-size": "it is an option of `fp8calib vllm calibrate`",
+    "plan --kv-cache-dtype": "a plan has the KV cache in FP8 or in 16 bits",
     "plan --rounding": "`fp8calib gptq --scheme RECIPE` rounds the weights of a plan by GPTQ",
     "quantize --no-shared-scales": "weights that engines load as one always share a scale",
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
@@ -56,6 +57,7 @@ REMOVED: dict[str, str] = {
     "verify --server-logprobs": _SERVER,
     "verify --server-model": _SERVER,
     "verify --server-timeout": _SERVER,
+    "verify --sensitivity": "`fp8calib plan MODEL --max-ratio R` measures what each layer costs",
     "verify --tasks": "`fp8calib.emulate` makes a model that an evaluation of your own runs on",
 }
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""

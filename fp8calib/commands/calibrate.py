@@ -60,7 +60,6 @@ from fp8calib.jobs.resumable.work_folder import (
     remove_outputs,
     work_folder,
 )
-from fp8calib.jobs.rule_auto import check_auto, choose_site_rules, hold_out, plan_search
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
@@ -77,6 +76,7 @@ from fp8calib.results.written import WrittenCheck
 from fp8calib.run.processes import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.run.text_engine import TextEngine
+from fp8calib.scales.site_rules import find_site_rules
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -145,7 +145,7 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
         return _tell_finished(job, finished)
     mode = choose_calibration_mode(job)
     if request.dry_run:
-        return make_run_plan(job, mode, **plan_search(job))
+        return make_run_plan(job, mode)
     if job.out is None:
         stats, measured = run_job(job, mode, None)
         return make_calibrate_result(job, stats, measured) if job.group.is_first else None
@@ -204,7 +204,6 @@ def _open_job(
     make_engine: Callable[[ResumableJob], TextEngine] | None,
 ) -> Iterator[ResumableJob]:
     _check_observed(recipe)
-    check_auto(recipe, request, group.size, has_engine=make_engine is not None)
     with (
         open_run_model(
             request,
@@ -219,6 +218,7 @@ def _open_job(
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_query(recipe)
         _check_excluded(recipe, prepared)
+        find_site_rules(recipe.scales.rules, prepared.geometry)  # refuses unmatched patterns
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         check_overlay_source(
             prepared.geometry,
@@ -251,7 +251,7 @@ def _open_job(
                 tokenizer=request.tokenizer,
             )
             specs = recipe.data.sources if rows is None else ()
-            job = hold_out(replace(job, plan=text, specs=specs))
+            job = replace(job, plan=text, specs=specs)
         check_shard(job)
         yield job
 
@@ -356,9 +356,6 @@ def _write_all(
 ) -> CalibrateResult:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
-    choice, rule = None, None
-    if job.held_out is not None:
-        choice, rule = choose_site_rules(job, stats)
     written = write_formats(
         stats,
         recipe.formats,
@@ -368,13 +365,12 @@ def _write_all(
         source=job.checkpoint.stored,
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
-        rule=rule or recipe.scales.rule,
+        rule=recipe.scales.rule,
+        rules=recipe.scales.rules,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    result = make_calibrate_result(
-        job, stats, measured, files=files, notes=written.notes
-    ).model_copy(update={"rule_choice": choice})
+    result = make_calibrate_result(job, stats, measured, files=files, notes=written.notes)
     result = add_checkpoint(job, stats, folder, result)
     if request.check:
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +38,15 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
+        RecipeError: the recipe is invalid, or a pattern of it matches nothing.
         ModelError: the statistics are damaged, or not all shards of one run; or the model cannot be
             read, or is another one.
         ExportError: a scale cannot be computed, or a format not written.
     """
-    recipe = apply_request(open_recipe("kv"), replace(request, formats=request.formats or ()))
+    made = open_recipe("kv" if request.recipe is None else str(request.recipe))
+    if request.recipe is None:
+        made = made.model_copy(update={"formats": ()})
+    recipe = apply_request(made, request)
     if not recipe.formats and len(list_stats(request.stats)) == 1:
         raise UsageError(
             "export: --format is missing",
@@ -99,6 +102,7 @@ def _export(task: ExportTask) -> ExportResult:
                 query=query.is_written,
                 fallback=recipe.scales.fallback,
                 rule=recipe.scales.rule,
+                rules=recipe.scales.rules,
                 quantized=None if weights is None else weights.tables,
                 attachment=attachment,
                 cache_type=task.cache_type,

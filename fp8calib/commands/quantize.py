@@ -19,6 +19,7 @@ from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
+from fp8calib.recipe import ScaleOptions
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult
 
@@ -45,6 +46,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             request=request,
             model=model,
             asked=asked,
+            scales=ScaleOptions() if recipe is None else recipe.scales,
             stats=stats,
             inputs=inputs,
             reporter=reporter,

@@ -43,7 +43,6 @@ from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.page import is_page, write_page
-from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -118,12 +117,6 @@ def _describe_plan(job: VerifyJob, mode: MemoryPlan) -> RunPlan:
     """Describe the planned run."""
     planned = build_request(job, job.prepared.model)
     names = [each.name for each in planned.candidates]
-    search = planned.rule_search
-    searched = {}
-    if search is not None:
-        searched["rule_search"] = describe_search(
-            job.target.geometry, len(search.options), *split_text(job.plan)
-        )
     return RunPlan(
         plan={
             "model": job.name,
@@ -138,7 +131,6 @@ def _describe_plan(job: VerifyJob, mode: MemoryPlan) -> RunPlan:
             "sequences": len(job.plan.sequences),
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
-            **searched,
             **mode.as_json(),
         }
     )

@@ -21,9 +21,8 @@ from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule
-from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.scales.compute import NO_RULES, compute_kv_scales, compute_linear_scales
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.scales.site_rules import SiteRules
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _KV_ALONE = (
@@ -149,7 +148,8 @@ def write_formats(
     source: Checkpoint | None,
     query: bool,
     fallback: Fallback | None,
-    rule: Rule | SiteRules = AMAX,
+    rule: Rule = AMAX,
+    rules: Mapping[str, Rule] = NO_RULES,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
     cache_type: str = "",
@@ -170,11 +170,10 @@ def write_formats(
     check_overlay_source(
         stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
     )
-    kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
-    of_inputs = AMAX if isinstance(rule, SiteRules) else rule
-    linear_scales = cache(
-        partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=of_inputs)
+    kv_scales = cache(
+        partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule, rules=rules)
     )
+    linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
     written: list[Path] = []
     notes: list[Note] = []
     for dialect in map(find_dialect, dict.fromkeys(formats)):

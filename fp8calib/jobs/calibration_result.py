@@ -64,6 +64,7 @@ def make_calibrate_result(
         resumed_sequences=measured.resumed,
         ranks=measured.num_ranks,
         rule=str(job.recipe.scales.rule),
+        rules={pattern: str(rule) for pattern, rule in job.recipe.scales.rules.items()} or None,
         coverage=Coverage(observed=len(stats.sites), skipped=stats.header.skipped),
         saturation=compute_saturation(stats),
         positions=compute_position_saturation(stats),

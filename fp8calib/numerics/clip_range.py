@@ -8,7 +8,6 @@ from math import inf
 import numpy as np
 import torch
 
-from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram import LOWEST_OCTAVE
 from fp8calib.numerics.histogram_estimates import Spread, spread_counts
@@ -48,11 +47,6 @@ def find_clip_range(
     theirs. Histograms are sampled: of the values they miss only the amax is known, and it counts as
     one value. `percentile:100` is the amax exactly.
     """
-    if rule.kind is RuleKind.AUTO:
-        raise UsageError(
-            "--rule auto: it needs the model and held-out text, not statistics alone",
-            hint="calibrate with --rule auto, or see what verify --rules auto chooses",
-        )
     if rule.kind is RuleKind.ONE:
         return ClipRange(fixed=fmt.max)
     if rule.kind is RuleKind.HEADROOM:

@@ -41,8 +41,6 @@ class RuleKind(StrEnum):
     """The amax times the given factor."""
     ONE = "1.0"
     """What makes the scale of K, V and inputs 1.0; that of q stays."""
-    AUTO = "auto"
-    """One of the others for each tensor, chosen on held-out text by what the model loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +58,13 @@ class Rule:
 
 AMAX = Rule(RuleKind.AMAX)
 ONE = Rule(RuleKind.ONE)
-AUTO = Rule(RuleKind.AUTO)
-PER_HEAD = "per-head"
-"""The name of what is no rule of a tensor: the amax of each head."""
 
 
 _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {
     RuleKind.PERCENTILE: ("0 < P <= 100", lambda percent: 0 < percent <= 100),
     RuleKind.HEADROOM: ("1 <= H <= 1024", lambda factor: 1 <= factor <= MOST_HEADROOM),
 }
-KNOWN_RULES = (
-    "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0, "
-    "auto (where text is run)"
-)
+KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0"
 
 
 def parse_rule(text: str) -> Rule:
@@ -82,6 +74,12 @@ def parse_rule(text: str) -> Rule:
         UsageError: the rule is unknown or its number is invalid; the message lists all rules.
     """
     name, colon, number = text.partition(":")
+    if name == "auto":
+        raise UsageError(
+            "rule auto was removed: `fp8calib plan` chooses the rule of each K and V by what the "
+            "model loses",
+            hint="the recipe that it writes has them",
+        )
     if name not in {str(kind) for kind in RuleKind}:
         like = suggest(name, [str(kind) for kind in RuleKind])
         raise _refusal(f"unknown rule {text!r}", like)

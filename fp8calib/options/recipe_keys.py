@@ -95,13 +95,12 @@ SEED = Option(
 )
 RULE = Option(
     "--rule",
-    metavar="amax|percentile:P|mse|headroom:H|1.0|auto",
+    metavar="amax|percentile:P|mse|headroom:H|1.0",
     check=_check_rule,
     key="scales.rule",
     default=AMAX,
     help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
-    "squared error), headroom:H (H times amax) or 1.0. calibrate also has auto: the rule of each K "
-    "and V by what the model loses on a fifth of the text, held out. Weights always use amax.",
+    "squared error), headroom:H (H times amax) or 1.0. Weights always use amax.",
 )
 FALLBACK = Option(
     "--fallback",

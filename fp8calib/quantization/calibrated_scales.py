@@ -72,7 +72,9 @@ def find_kv_scales(
     """
     if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
         return NO_SCALES
-    table = compute_kv_scales(stats, E4M3FN, rule=options.rule, fallback=options.fallback)
+    table = compute_kv_scales(
+        stats, E4M3FN, rule=options.rule, rules=options.rules, fallback=options.fallback
+    )
 
     def name(attention: Attention, role: Role) -> tuple[str, ...]:
         has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint

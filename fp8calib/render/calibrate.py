@@ -36,10 +36,6 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     if result.saturation is not None and result.sequences >= NUM_QUARTERS:
         yield result.saturation.describe_half()
     yield from _describe_experts(result.experts)
-    if result.rule_choice is not None:
-        yield f"rules: {result.rule_choice.sentence}"
-        if result.rule_choice.flag:
-            yield f"serve with {result.rule_choice.flag}"
     sizes = result.kv_bytes_per_token
     yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
     yield f"written to {result.out}: {list_top_level(result.files)}"

@@ -7,16 +7,14 @@ from collections.abc import Iterable, Iterator
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.verify import VerifyResult
-from fp8calib.verification.figures import format_db, format_mean_kld, format_share
+from fp8calib.verification.figures import format_db, format_share
 from fp8calib.verification.report import (
-    RuleChoiceResult,
     VerifyReport,
     candidates_table,
     describe_pair,
 )
 from fp8calib.verification.tables import (
     cache_table,
-    choice_tables,
     decoding_table,
     list_shown_pairs,
     rules_table,
@@ -44,28 +42,15 @@ def describe(
     if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
         yield Line()
         yield _tabulate_diagnosis(result)
-    yield from _describe_sensitivity(result)
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
-    if result.rule_choice is not None:
-        yield from describe_choice(result.rule_choice)
     if result.decoding:
         yield Line()
         yield decoding_table(result.decoding)
         yield from (Line(f"  {each.sentence}") for each in result.decoding)
     yield Line()
     yield Answer("\n".join(answer))
-
-
-def describe_choice(choice: RuleChoiceResult) -> Iterator[Block]:
-    """Describe what `auto` chose, and how it was judged."""
-    for table in choice_tables(choice):
-        yield Line()
-        yield table
-    yield Line(f"rules: {choice.sentence}")
-    if choice.flag:
-        yield Line(f"serve with {choice.flag}")
 
 
 def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
@@ -113,25 +98,3 @@ def _tabulate_diagnosis(report: VerifyReport) -> Table:
     of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
     title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
     return Table(title=title, columns=list(known), rows=list(zip(*known.values(), strict=True)))
-
-
-def _describe_sensitivity(report: VerifyReport) -> Iterator[Block]:
-    found = report.sensitivity
-    if found is None:
-        return
-    yield Line()
-    title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
-    rows = [
-        [
-            str(layer.layer),
-            format_mean_kld(layer.kld_mean, layer.kld_se),
-            f"{layer.ppl_ratio:.4f}",
-        ]
-        for layer in found.layers[:_SHOWN_SITES]
-    ]
-    yield Table(title=title, columns=["layer", "KLD mean ± se", "ratio"], rows=rows)
-    if found.skip_layers:
-        named = ", ".join(map(str, found.skip_layers))
-        yield Line(f"layers worth leaving unquantized: {named}  {found.flag}".rstrip())
-    else:
-        yield Line("no layer is worth leaving unquantized: none stands out")

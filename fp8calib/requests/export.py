@@ -34,6 +34,15 @@ class ExportRequest:
     ]
     out: Annotated[str | Path, Option("--out", metavar="DIR", reads=Path, help="Output folder.")]
     _: KW_ONLY
+    recipe: Annotated[
+        str | Path | None,
+        Option(
+            "--recipe",
+            metavar="FILE",
+            reads=str,
+            help="A recipe whose rules and formats are used, such as that of `fp8calib plan`.",
+        ),
+    ] = None
     formats: Annotated[str | Sequence[str] | None, FORMATS] = None
     tp: Annotated[int | Sequence[int] | None, TP] = None
     model: Annotated[

@@ -96,8 +96,7 @@ class VerifyRequest:
             reads=str,
             collect=_split,
             check=_check_rule,
-            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2; auto: "
-            "choose one for each K and V on half of the text, and judge the choice on the other.",
+            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
     kv_cache_dtype: Annotated[
@@ -139,9 +138,6 @@ class VerifyRequest:
             help="Also score text as it is served: half of each sequence as a prompt, then token "
             "by token.",
         ),
-    ] = False
-    sensitivity: Annotated[
-        bool, Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False
     fp8_dtype: Annotated[
         str,

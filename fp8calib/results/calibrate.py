@@ -18,7 +18,6 @@ from fp8calib.results.written import WrittenCheck
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.stats.calibration_stats import Skipped
 from fp8calib.stats.saturation import PositionSaturation, Saturation
-from fp8calib.verification.report import RuleChoiceResult
 
 if TYPE_CHECKING:
     from fp8calib.jobs.stats import CalibrationStats
@@ -61,7 +60,7 @@ class CalibrateResult(Result):
     """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
-    left_out = ("shard", "quantize", "rule_choice")
+    left_out = ("shard", "quantize", "rules")
 
     stats: CalibrationStats = Field(exclude=True)
     was_finished: bool = Field(default=False, exclude=True)
@@ -97,8 +96,8 @@ class CalibrateResult(Result):
     resumed_sequences: int
     ranks: int
     rule: str
-    rule_choice: RuleChoiceResult | None = None
-    """What `--rule auto` chose."""
+    rules: dict[str, str] | None = None
+    """Those of the recipe for single K and V, by pattern."""
     coverage: Coverage
     saturation: Saturation | None
     positions: PositionSaturation | None

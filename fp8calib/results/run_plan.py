@@ -71,8 +71,6 @@ class Plan(ResourcePlan):
     linears: NotRequired[int]
     output_size_bytes: NotRequired[int]
     work_disk_bytes: NotRequired[int]
-    rule_search: NotRequired[str]
-    """`--rules auto`, `--rule auto`: the most that choosing costs."""
 
 
 class BudgetPlan(ResourcePlan):

@@ -7,9 +7,9 @@ dequantize. Where the amax is zero or no token reached a site, the scale is a li
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from itertools import product
+from types import MappingProxyType
 
 import torch
 
@@ -28,10 +28,11 @@ from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
 from fp8calib.scales.ranks import max_per_rank
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, fill_missing
-from fp8calib.scales.site_rules import SiteRules
+from fp8calib.scales.site_rules import find_site_rules
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
 
+NO_RULES: Mapping[str, Rule] = MappingProxyType({})
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 """Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
 
@@ -57,7 +58,8 @@ def compute_kv_scales(
     per_head: bool = False,
     query: bool = False,
     fallback: Fallback | None = None,
-    rule: Rule | SiteRules = AMAX,
+    rule: Rule = AMAX,
+    rules: Mapping[str, Rule] = NO_RULES,
 ) -> ScaleTable:
     """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
 
@@ -67,13 +69,15 @@ def compute_kv_scales(
 
     A fallback of None is `layer-max` for tensors of zeros, and refuses sites that no token reached.
     Where `rule` needs a missing histogram (q never has one), the amax is used, and the table lists
-    the site in `kept_amax`.
+    the site in `kept_amax`. `rules` has those of other K and V, by pattern (`find_site_rules`).
 
     Raises:
         UsageError: `tp` does not fit the heads.
+        RecipeError: a pattern of `rules` matches no K or V.
         ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
     """
     check_heads(stats.geometry, tp)
+    by_site = find_site_rules(rules, stats.geometry)
     roles = (Role.K, Role.V, Role.Q) if query else (Role.K, Role.V)
     scales: dict[Site, Scale] = {}
     kept_amax: dict[Site, str] = {}
@@ -82,13 +86,13 @@ def compute_kv_scales(
         for role in roles:
             site, owner = attention.site(role), attention if role is Role.Q else producer
             seen = _in_one_cache(stats, owner, role, fallback)
-            own = _choose_rule(rule, owner.site(role))
+            own = by_site.get(owner.site(role), rule)
+            if own == ONE and role is Role.Q:  # no rule makes the scale of q 1.0
+                own = AMAX
             clip_range = _clip_range(own, seen.values(), fmt)
             scale = _kv_scale(
                 attention, role, seen[role], clip_range, fmt, tp=tp, per_head=per_head
             )
-            if per_head and _is_shared_by_heads(rule, owner.site(role)):
-                scale = replace(scale, values=_find_largest(scale.values))
             if owner is not attention:
                 scale = Scale(values=scale.values, source=ScaleSource.SHARED)
             elif clip_range.kept_amax:
@@ -106,22 +110,6 @@ def compute_kv_scales(
         kept_amax=kept_amax,
         origin=stats.origin,
     )
-
-
-def _choose_rule(rule: Rule | SiteRules, site: Site) -> Rule:
-    """Choose the rule of a site; no rule makes the scale of q 1.0."""
-    own = rule.of(site) if isinstance(rule, SiteRules) else rule
-    return AMAX if own == ONE and site.role is Role.Q else own
-
-
-def _is_shared_by_heads(rule: Rule | SiteRules, site: Site) -> bool:
-    return isinstance(rule, SiteRules) and site.role is not Role.Q and site not in rule.by_head
-
-
-def _find_largest(values: torch.Tensor) -> torch.Tensor:
-    """Give every head the largest scale; NaN where no head has one."""
-    largest = values.nan_to_num(0.0).amax(-1, keepdim=True)
-    return torch.where(largest > 0, largest, torch.nan).expand_as(values)
 
 
 def compute_linear_scales(

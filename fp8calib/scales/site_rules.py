@@ -1,23 +1,35 @@
-"""The rules that were chosen site by site."""
+"""The rules of K and V that differ from layer to layer: `scales.rules` of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from fp8calib.geometry.sites import Site
-from fp8calib.numerics.rules import AMAX, Rule
+from fp8calib.errors import RecipeError
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import matches_pattern
+from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.numerics.rules import Rule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRules:
-    """The rules that were chosen for K and V of each layer."""
+def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[Site, Rule]:
+    """Give K and V the rule of the first pattern that matches `model.layers.3.self_attn.k`.
 
-    sites: Mapping[Site, Rule] = field(default_factory=dict)
-    """Other sites use their amax."""
-    by_head: frozenset[Site] = frozenset()
-    """The sites with a scale for each head, where a format holds them; others have one."""
+    Sites that none matches are left out.
 
-    def of(self, site: Site) -> Rule:
-        """Give the rule of a site."""
-        return self.sites.get(site, AMAX)
+    Raises:
+        RecipeError: a pattern matches no K or V, or is not a valid regular expression.
+    """
+    if not rules:
+        return {}
+    sites = [attention.site(role) for _, attention in geometry.attentions() for role in KV_ROLES]
+    found: dict[Site, Rule] = {}
+    for pattern, rule in rules.items():
+        try:
+            matched = [site for site in sites if matches_pattern(pattern, str(site))]
+        except ValueError as error:
+            raise RecipeError(f"scales.rules: {pattern!r} is {error}") from error
+        if not matched:
+            hint = f"they look like {sites[0]}" if sites else ""
+            raise RecipeError(f"scales.rules: {pattern!r} matches no K or V", hint=hint)
+        found = dict.fromkeys(matched, rule) | found
+    return found

@@ -231,29 +231,6 @@ class HistogramResult(_Model):
     """scale * smallest subnormal / 2: below this, values flush to zero."""
 
 
-class SensitivityResult(_Model):
-    """One layer quantized at a time."""
-
-    layer: int
-    kld_mean: float
-    kld_se: float | None = None
-    ppl_ratio: float
-
-
-class Sensitivity(_Model):
-    """Which layers are worth leaving unquantized."""
-
-    candidate: str
-    sequences: int
-    layers: tuple[SensitivityResult, ...]
-    skip_layers: tuple[int, ...]
-    flag: str
-    """Leaves these layers unquantized: the engine's flag, or `--ignore` of `fp8calib quantize`.
-
-    Empty without one.
-    """
-
-
 class RuleResult(_Model):
     """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
@@ -265,43 +242,6 @@ class RuleResult(_Model):
     kld_se: float | None = None
     against_best: PairedResult | None = None
     """Its divergence minus that of the first rule of the list; None for that one."""
-
-
-class SiteRuleResult(_Model):
-    """The rule of what shares a scale, quantized alone: K or V of a layer, or both of latents."""
-
-    layer: int
-    sites: tuple[str, ...]
-    rule: str
-    """Better than amax outside the noise; empty without one: that of all others."""
-    kld: float
-    """With this rule, or else with amax."""
-    kld_se: float | None
-    against_amax: PairedResult | None
-    """The rule of the smallest divergence against amax; None where that is it."""
-
-
-class RuleChoiceResult(_Model):
-    """The rule of each K and V, chosen by what the model loses: `--rules auto`."""
-
-    candidate: str
-    options: tuple[str, ...]
-    is_gained: bool
-    """Whether the choice is better than amax on other text than it was made on."""
-    default: str
-    """The rule of all sites that `rules` does not name."""
-    rules: Mapping[str, str]
-    left_layers: tuple[int, ...]
-    """The layers whose cache stays in 16 bits."""
-    flag: str
-    """The engine's option for that; empty without any."""
-    sites: tuple[SiteRuleResult, ...]
-    """Those of the layers that lose most, which were measured with every rule."""
-    judged: tuple[RuleResult, ...]
-    """The choice, and each rule everywhere, on other text; empty where the choice is amax."""
-    chosen_on_tokens: int
-    judged_on_tokens: int
-    sentence: str
 
 
 class DecodeResult(_Model):
@@ -412,10 +352,7 @@ class VerifyReport(WithOverview, _Model):
     """Whether all types of the KV cache are compared: then none of them was asked for."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone."""
-    sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
-    rule_choice: RuleChoiceResult | None = None
-    """With `--rules auto`."""
     decoding: tuple[DecodeResult, ...] = ()
     """With `--decode`: each candidate with a KV cache."""
     memory: Mapping[str, Any] = {}

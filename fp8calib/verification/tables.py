@@ -20,7 +20,6 @@ from fp8calib.verification.report import (
     DecodeResult,
     LayerResult,
     PairedResult,
-    RuleChoiceResult,
     RuleResult,
     VerifyReport,
     describe_pair,
@@ -108,34 +107,6 @@ def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:
         rows=rows,
         words=(0, 2),
     )
-
-
-def choice_tables(choice: RuleChoiceResult) -> Iterator[Table]:
-    """Make the tables of a choice of rules: the sites that were measured, and the judgement."""
-    rows = [
-        [
-            " and ".join(each.sites),
-            each.rule or "as all others",
-            format_mean_kld(each.kld, each.kld_se),
-            "-"
-            if each.against_amax is None
-            else f"{each.against_amax.candidate} {describe_pair(each.against_amax)}",
-        ]
-        for each in choice.sites
-    ]
-    yield Table(
-        title=f"{choice.candidate}: rules of the layers that lose most, each K and V quantized "
-        f"alone, on {choice.chosen_on_tokens:,} tokens",
-        columns=["site", "rule", "KLD mean ± se", "the best against amax"],
-        rows=rows,
-        words=(0, 1, 3),
-    )
-    if choice.judged:
-        yield rules_table(
-            choice.judged,
-            title=f"{choice.candidate}: the choice, and each rule everywhere, on "
-            f"{choice.judged_on_tokens:,} other tokens",
-        )
 
 
 def decoding_table(results: Sequence[DecodeResult]) -> Table:

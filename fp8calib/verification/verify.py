@@ -57,14 +57,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.rule_choice import (
-    RuleSearch,
-    choose_rules,
-    make_rule_result,
-    split_text,
-)
 from fp8calib.verification.score import Scores, score
-from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
 from fp8calib.verification.summary import (
     average,
     compute_ppl,
@@ -72,7 +65,6 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.text_runs import TextRuns
 from fp8calib.verification.token_scores import TokenScores
 
 
@@ -115,8 +107,6 @@ class VerificationRequest:
     """Whether a warning of the gate is a failure."""
     others: Mapping[str, Candidate] = field(default_factory=dict)
     """What a companion lets run beside the candidates, by name."""
-    sensitivity_of: Candidate | None = None
-    rule_search: RuleSearch | None = None
     measures_noise: bool = False
     """Whether the unquantized model runs again, in batches of another size."""
     scores_decoding: bool = False
@@ -198,21 +188,6 @@ def verify(
                 progress=progress,
             )
         )
-    sensitivity = None
-    if request.sensitivity_of is not None:
-        sensitivity = measure_sensitivity(
-            TextRuns(model, choose_batches(plan, batch_size), progress),
-            geometry,
-            request.sensitivity_of,
-            request.numerics,
-            sequences=min(SEQUENCES, len(plan.sequences)),
-        )
-    rule_choice = None
-    if request.rule_search is not None:
-        halves = (
-            TextRuns(model, list(batches(half, batch_size)), progress) for half in split_text(plan)
-        )
-        rule_choice = choose_rules(geometry, request.rule_search, *halves)
     noise = None
     if request.measures_noise:
         few, size = choose_noise_text(plan, batch_size)
@@ -223,8 +198,6 @@ def verify(
         request,
         plan,
         _Compared(compared=compared, found=measurements.found, fits=fits, fitted=fitted),
-        sensitivity=sensitivity,
-        rule_choice=rule_choice,
         noise=noise,
         duration_s=time.monotonic() - started,
     )
@@ -247,7 +220,6 @@ def leave_out(
     if not rest or len(rest) == len(request.opened):
         return None
     candidates = tuple(c for c in request.candidates if c.name != error.candidate)
-    is_sensitive = request.sensitivity_of is not None
     is_diagnosed = request.diagnosis_of != error.candidate
     refused = RefusedCandidate(name=error.candidate, why=error.message)
     return replace(
@@ -256,7 +228,6 @@ def leave_out(
         opened=rest,
         left_out=(*request.left_out, refused),
         warnings=(*request.warnings, str(refused)),
-        sensitivity_of=candidates[0] if is_sensitive else None,
         diagnosis_of=request.diagnosis_of if is_diagnosed else "",
         per_head=request.per_head if is_diagnosed else {},
     )
@@ -591,11 +562,16 @@ def _rank_rules(
     found = {rule: summarize(each, compared.reference, lengths) for rule, each in scores.items()}
     ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
     return tuple(
-        make_rule_result(
-            request.rules_of,
-            rule,
-            found[rule],
-            None if rule == ranked[0] else compare_paired(rule, ranked[0], klds, lengths),
+        RuleResult(
+            candidate=request.rules_of,
+            rule=rule,
+            ppl_ratio=found[rule].ppl_ratio,
+            ppl_ratio_se=found[rule].ppl_ratio_se,
+            kld_mean=found[rule].kld_mean,
+            kld_se=found[rule].kld_se,
+            against_best=None
+            if rule == ranked[0]
+            else compare_paired(rule, ranked[0], klds, lengths),
         )
         for rule in ranked
     )

@@ -149,14 +149,12 @@ def test_tables_are_printed_for_people(model: Path, held_out: Path, files: Path)
         *QUICK,
         "--scales",
         files,
-        "--sensitivity",
         "--rules",
         "amax,mse,percentile:99,headroom:2",
     )
     for words in (
         "scale-1.0",
         "sites of lowest SQNR",
-        "one layer at a time",
         "the smallest KLD first",
     ):
         assert words in outcome.out
@@ -373,7 +371,8 @@ def test_scale_one_decides_where_there_are_no_other_scales(
     assert (alone.code, alone.json["passed"]) == (8, False)
     assert "is within one standard error of" in alone.json["candidates"][0]["verdict_why"]
     # no site loses at scale 1.0: calibrating cannot help
-    assert alone.json["next"] == f"fp8calib verify {model} --sensitivity"
+    limit = f"{(mine + one) / 2:g}"
+    assert alone.json["next"] == f"fp8calib plan {model} --scheme none --max-kld {limit}"
 
 
 def test_the_answer_is_the_first_line_and_the_last(model: Path, held_out: Path) -> None:
@@ -819,43 +818,6 @@ def test_scales_of_another_format_are_refused(
     succeed("verify", model, "--data", data, *QUICK, *options, "--json")
 
 
-def test_layers_that_cost_much_more_than_the_others_are_left_out(
-    model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    def widen(wide: Any) -> None:
-        for layer in (1, 3):
-            attention = wide.model.layers[layer].self_attn
-            attention.v_proj.weight *= 4096
-            attention.o_proj.weight /= 4096
-
-    save_changed(model, tmp_path / "model", widen, num_hidden_layers=5)
-    arguments = ("verify", tmp_path / "model", "--data", held_out, *QUICK, "--sensitivity")
-    found = succeed(*arguments, "--json").json["sensitivity"]
-    assert sorted(found["skip_layers"]) == [1, 3]
-    assert found["flag"].startswith("--kv-cache-dtype-skip-layers ")
-
-
-def test_the_layer_that_fp8_weights_break_is_left_out(
-    model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    """One input channel of its down_proj leaves FP8 no room for the others."""
-
-    def spoil(spoilt: Any) -> None:
-        mlp = spoilt.model.layers[3].mlp
-        mlp.up_proj.weight[0] *= 2e7
-        mlp.down_proj.weight[:, 0] /= 2e7
-        mlp.down_proj.weight *= 20
-
-    save_changed(model, tmp_path / "model", spoil, num_hidden_layers=5)
-    gate = tmp_path / "gate.yaml"
-    gate.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
-    scheme = ("--scheme", "fp8-dynamic", "--sensitivity", "--gate", gate)
-    lines = run("verify", tmp_path / "model", "--data", held_out, *QUICK, *scheme).out.splitlines()
-    command = f"fp8calib quantize {tmp_path / 'model'} --scheme fp8-dynamic"
-    assert lines[-2] == f"next: {command} --out model-fp8-dynamic --ignore model.layers.3"
-    assert "layers worth leaving unquantized: 3  --ignore model.layers.3" in lines
-
-
 def test_tensors_that_the_model_has_no_parameter_for_are_named(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -890,10 +852,11 @@ def test_fp8_weights_end_with_the_command_that_helps(
     asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
     lines = run(*asked, "--scales", out).out.splitlines()
     assert not [line for line in lines if line.startswith("K, V and q at scale 1.0")]
-    assert lines[-2] == f"next: fp8calib verify {model} --scales '{out}' --sensitivity"
+    assert lines[-2] == f"next: fp8calib plan {model} --max-kld 1e-09"
     assert "fail (KLD" in lines[-1]
     lines = run(*asked, "--scheme", "w8a16").out.splitlines()
-    assert lines[-2] == f"next: fp8calib verify {model} --scheme w8a16 --sensitivity"
+    planned = "--scheme w8a16 --kv-tokens 0 --max-kld 1e-09"
+    assert lines[-2] == f"next: fp8calib plan {model} {planned}"
 
 
 def test_the_page_ends_with_the_command_and_the_hashes(

@@ -73,7 +73,7 @@ def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
 def test_an_option_that_two_commands_have_is_described_once() -> None:
     text = make_commands({"one": ExportRequest, "two": ExportRequest})
     assert text.count("Overwrite earlier output;") == 1
-    assert text.count("Also `--out`, `--format`, `--tp`") == 2
+    assert text.count("Also `--out`, `--recipe`, `--format`, `--tp`") == 2
 
 
 def test_the_page_is_made_without_the_parser_and_torch() -> None:
@@ -140,7 +140,8 @@ def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
         fp8calib.__all__, key=lambda name: (isinstance(getattr(fp8calib, name), type), name)
     )
     (export,) = re.findall(r"^## export\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
-    assert "    *,\n    formats: str | Sequence[str] | None = None,\n" in export
+    assert "    *,\n    recipe: str | Path | None = None,\n" in export
+    assert "    formats: str | Sequence[str] | None = None,\n" in export
     assert "    force: bool = False,\n" in export
     assert ") -> ExportResult\n" in export
     assert "* `force`: Overwrite earlier output;" in export

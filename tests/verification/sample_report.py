@@ -15,8 +15,6 @@ from fp8calib.verification.report import (
     LayerResult,
     PositionResult,
     RuleResult,
-    Sensitivity,
-    SensitivityResult,
     Verdict,
     VerifyReport,
 )
@@ -48,7 +46,6 @@ def make_report() -> VerifyReport:
         ),
         diagnosis=_make_diagnosis(random, amax),
         histograms=_make_histograms(random, amax),
-        sensitivity=_make_sensitivity(random),
         rules=_make_rules(),
         warnings=(
             "calibration and verification text overlap: 3 of 64 sequences were seen in "
@@ -188,21 +185,6 @@ def _make_histograms(
                 )
             )
     return tuple(made)
-
-
-def _make_sensitivity(random: np.random.Generator) -> Sensitivity:
-    klds = np.exp(random.normal(-9, 0.5, LAYERS))
-    klds[[0, 16]] = [2.1e-3, 9e-4]
-    return Sensitivity(
-        candidate=OVERLAY,
-        sequences=16,
-        layers=tuple(
-            SensitivityResult(layer=layer, kld_mean=float(kld), ppl_ratio=1 + float(kld) / 3)
-            for layer, kld in enumerate(klds)
-        ),
-        skip_layers=(0, 16),
-        flag="--kv-cache-dtype-skip-layers 0 16",
-    )
 
 
 def _make_rules() -> tuple[RuleResult, ...]:

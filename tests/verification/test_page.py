@@ -159,7 +159,6 @@ def test_a_report_with_everything_has_every_part_in_its_order() -> None:
         "KL divergence by position",
         "Signal to quantization noise by layer",
         "The worst sites",
-        "Sensitivity: one layer quantized at a time",
         "Scale rules",
         "Magnitudes and the range of the format",
         "Other figures of the candidates",

@@ -27,8 +27,6 @@ from fp8calib.verification.report import (
     HistogramResult,
     KvNeed,
     PositionResult,
-    Sensitivity,
-    SensitivityResult,
     VerifyReport,
 )
 from tests.kit.reports import make_candidate, make_layer, make_small
@@ -309,33 +307,6 @@ def test_the_layers_that_scale_one_does_not_fit_are_named() -> None:
         "Keys: scale 1.0 does not fit layer 1.",
         "Values: scale 1.0 fits every layer.",
     ]
-
-
-@pytest.mark.parametrize(
-    ("skipped", "flag", "said"),
-    [
-        ((1,), "--skip 1", "To leave the layers that stand out unquantized, use --skip 1"),
-        ((), "", "No layer is worth leaving unquantized: none stands out."),
-    ],
-)
-def test_layers_worth_leaving_unquantized_stand_out(
-    skipped: tuple[int, ...], flag: str, said: str
-) -> None:
-    layers = tuple(
-        SensitivityResult(layer=layer, kld_mean=kld, ppl_ratio=1.0)
-        for layer, kld in enumerate((0.01, 0.1))
-    )
-    sensitivity = Sensitivity(
-        candidate="a", sequences=2, layers=layers, skip_layers=skipped, flag=flag
-    )
-    section = find_section(make_small(sensitivity=sensitivity), "Sensitivity")
-    figure = section.figures[0]
-    assert len(figure.legend) == 1 + bool(skipped)
-    decade = (FLOOR - CEILING) / 5  # 1e-6 to 0.1
-    (kept, *_), (*_, last) = [draw_points(figure, STYLES[n].css) for n in (0, bool(skipped))]
-    assert kept[1] == pytest.approx(FLOOR - 4 * decade, abs=0.06)
-    assert last[1] == CEILING
-    assert section.findings == [said]
 
 
 def test_scale_one_looks_the_same_in_every_report_and_no_two_candidates_look_alike() -> None:

@@ -166,7 +166,7 @@ def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -
 
 
 def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path) -> None:
-    """Candidates that change one layer each, as `--sensitivity` makes them."""
+    """Candidates that change one layer each, as `plan` makes them."""
     MODELS["qwen3_moe"](tmp_path / "model")
     plan = make_plan(draw(LENGTHS, seed=9), packed=False)
 

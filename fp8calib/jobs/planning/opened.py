@@ -26,9 +26,9 @@ from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target, takes_kv_scales
 from fp8calib.verification.report import FP8_CACHE
-from fp8calib.verification.sensitivity import SEQUENCES
 
 _TAG = "fp8calib plan"
+SEQUENCES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

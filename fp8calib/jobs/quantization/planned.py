@@ -44,7 +44,7 @@ from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequan
 from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
-from fp8calib.recipe import Quantize
+from fp8calib.recipe import Quantize, ScaleOptions
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
@@ -63,6 +63,8 @@ class QuantizeTask:
     model: str
     """A folder or Hub id, also of a model that is in memory."""
     asked: PlanSettings
+    scales: ScaleOptions
+    """How statistics become scales: as a recipe says it."""
     stats: CalibrationStats | None
     """For the scales of inputs, K and V."""
     inputs: Sequence[Path]
@@ -166,7 +168,7 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
     folder = _find_folder(task.model, request.revision)
     opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
     with opened as checkpoint:
-        plan, notes = _plan_checkpoint(checkpoint, asked, task.stats)
+        plan, notes = _plan_checkpoint(checkpoint, asked, task.stats, task.scales)
         if not request.allow_unservable and (note := require_servable(plan, checkpoint.folder)):
             task.reporter.warn(note)
         kept = None
@@ -184,7 +186,10 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
 
 
 def _plan_checkpoint(
-    checkpoint: Checkpoint, asked: PlanSettings, stats: CalibrationStats | None
+    checkpoint: Checkpoint,
+    asked: PlanSettings,
+    stats: CalibrationStats | None,
+    options: ScaleOptions,
 ) -> tuple[QuantizePlan, tuple[str, ...]]:
     """Plan a checkpoint of an open model; gives notes on its scales too."""
     check_unquantized(checkpoint)
@@ -192,7 +197,7 @@ def _plan_checkpoint(
     scales = NO_SCALES
     if stats is not None:
         check_stats_model(stats, checkpoint)
-        scales = find_scales(stats, checkpoint, asked, selection)
+        scales = find_scales(stats, checkpoint, asked, selection, options)
     return make_plan(checkpoint, asked, selection, scales=scales), scales.notes
 
 
@@ -206,7 +211,7 @@ def replay_settings(
         ExportError: the statistics do not fit, or the checkpoint cannot be written so.
     """
     with Checkpoint.open(folder) as checkpoint:
-        plan, _ = _plan_checkpoint(checkpoint, asked, stats)
+        plan, _ = _plan_checkpoint(checkpoint, asked, stats, ScaleOptions())
         return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
 
 

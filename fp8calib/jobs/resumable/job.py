@@ -58,8 +58,6 @@ class ResumableJob(RunModel):
     force: bool
     engine: TextEngine | None = None
     """What runs the text; None runs it with transformers."""
-    held_out: DataPlan | None = None
-    """The text that rules are chosen on; None where none are."""
     reporter: Reporter
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""

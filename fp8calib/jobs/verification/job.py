@@ -37,9 +37,6 @@ class VerifyOptions:
     numerics: Numerics
     scheme: Scheme | None
     rules: tuple[Rule, ...]
-    """`auto` is alone."""
-    by_head: bool = True
-    """Whether `auto` may choose a scale for each head."""
     fmt: Fp8Format
     cache_types: Collection[str] = ()
     """Types of the KV cache to compare, beside FP8 with scales."""

@@ -17,8 +17,6 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.streaming.model import open_streamed
 from fp8calib.verification.emulation.probabilities import attending_bytes
-from fp8calib.verification.score import AT_ONCE
-from fp8calib.verification.sensitivity import split_by_layer
 from fp8calib.verification.token_scores import scoring_bytes
 from fp8calib.verification.verify import ReferenceModel, list_emulations
 
@@ -42,10 +40,6 @@ def choose_verification_mode(
     found = list(batches(job.plan, job.options.request.batch_size))
     request = build_request(job, job.prepared.model)
     emulations = list_emulations(request)
-    rounds, candidate = 0, request.sensitivity_of
-    if candidate is not None:
-        layers = split_by_layer(job.target.geometry, candidate)
-        rounds = -(-len(layers) // AT_ONCE)
     logits = scoring_bytes(
         torch.device(job.device),
         int(job.source.text_config.vocab_size),
@@ -72,8 +66,7 @@ def choose_verification_mode(
             num_models=len(emulations) + 1,
             changes_weights=any(each.weights for each in emulations),
             changes_inputs=Role.INPUT in roles,
-            # `--rules auto` chooses on half of the text, and judges on the other.
-            walks=1 + request.measures_noise + rounds + 2 * (request.rule_search is not None),
+            walks=1 + request.measures_noise,
             always_streams=always_streams,
         ),
         find_limits(job.device, job.memory),

@@ -17,7 +17,7 @@ from fp8calib.kv_types.cache_types import (
     explain_not_emulated,
 )
 from fp8calib.numerics.formats import FP8_FORMATS, Fp8Format
-from fp8calib.numerics.rules import AUTO, Rule, parse_rule
+from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.requests.shared import SKIP_LAYERS, Stats
 from fp8calib.requests.verify import VerifyRequest
@@ -107,13 +107,9 @@ def _list_plain_caches(request: VerifyRequest, engine: Engine) -> Collection[int
         UsageError: the engine has no option for it, or no KV cache is emulated.
     """
     layers = request.kv_cache_dtype_skip_layers or ()
-    others = {
-        "--scheme, which quantizes no KV cache": request.scheme is not None,
-        "--rules auto, which finds such layers": AUTO in _parse_rules(request.rules or ()),
-        "--sensitivity, which finds such layers": request.sensitivity,
-    }
-    if layers and (clash := next((name for name, given in others.items() if given), "")):
-        raise UsageError(f"{SKIP_LAYERS} and {clash}", hint="leave out one of the two")
+    if layers and request.scheme is not None:
+        what = f"{SKIP_LAYERS} and --scheme, which quantizes no KV cache"
+        raise UsageError(what, hint="leave out one of the two")
     if layers and engine is not REFERENCE and not engine.can_skip_caches:
         raise UsageError(
             f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
@@ -183,7 +179,4 @@ def _parse_rules(names: Sequence[str]) -> tuple[Rule, ...]:
     for rule in rules:
         if rules.count(rule) > 1:
             raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
-    if AUTO in rules and len(rules) > 1:
-        hint = "run the command twice, or use auto alone: it compares its own rules"
-        raise UsageError("--rules: auto cannot stand beside other rules", hint=hint)
     return rules

@@ -12,7 +12,7 @@ import torch
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.geometry.sites import Site
-from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
+from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
     EMULATED,
@@ -23,7 +23,7 @@ from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.model.load import LoadedModel
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.histogram import lower_edge
-from fp8calib.numerics.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
+from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
@@ -50,7 +50,6 @@ from fp8calib.verification.report import (
     HistogramResult,
     KvCacheResult,
 )
-from fp8calib.verification.rule_choice import RuleSearch
 from fp8calib.verification.verify import VerificationRequest
 
 
@@ -66,7 +65,6 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
-    is_auto = AUTO in job.options.rules
     first = _first_with_kv(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
@@ -74,9 +72,8 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         engine=engine.key,
         engine_version=engine.release,
         candidates=candidates,
-        rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
+        rules=dict(_build_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
-        rule_search=_build_search(job, rules_of) if rules_of and is_auto else None,
         per_head=_build_per_head(job, first),
         diagnosis_of=first.name if first else "",
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
@@ -84,7 +81,6 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         gate=job.options.gate,
         is_strict=asked.strict,
         others={} if job.companion is None else job.companion.list_emulations(candidates),
-        sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
         scores_decoding=asked.decode,
         refused=tuple(job.refused),
@@ -284,36 +280,6 @@ def _find_rules_stats(job: VerifyJob) -> OpenedCandidate | None:
         "--rules needs statistics, and no --scales holds any",
         hint="pass the stats.safetensors that calibrate wrote",
     )
-
-
-_SEARCHED = (
-    AMAX,
-    Rule(RuleKind.PERCENTILE, 99.9),
-    Rule(RuleKind.PERCENTILE, 99),
-    Rule(RuleKind.MSE),
-    ONE,
-)
-"""The rules that `auto` chooses among, beside a scale for each head."""
-
-
-def list_searched(options: VerifyOptions) -> list[str]:
-    """List what `auto` chooses among: rules, and a scale for each head where the engine uses it."""
-    numerics = options.numerics
-    has_heads = numerics.kv_per_head and not numerics.kv_heads_share_largest and options.by_head
-    return [*map(str, _SEARCHED), *([PER_HEAD] if has_heads else [])]
-
-
-def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
-    """Build what `--rules auto` chooses among."""
-    numerics = job.options.numerics
-
-    def quantize(name: str) -> dict[Site, Quantizer]:
-        per_head = name == PER_HEAD
-        rule = AMAX if per_head else parse_rule(name)
-        return emulate_kv(_compute_table(job, opened, rule=rule, per_head=per_head), numerics)
-
-    options = {name: quantize(name) for name in list_searched(job.options)}
-    return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:

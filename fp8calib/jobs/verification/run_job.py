@@ -27,7 +27,6 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
-from fp8calib.numerics.rules import AUTO
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.recipe import Data
 from fp8calib.run.memory_plan import MemoryPlan
@@ -53,8 +52,6 @@ _SETTINGS = (
     *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
     *("samples", "seq_len", "batch_size", "pack", "text_column"),
 )
-LEAST_FOR_AUTO = 2
-"""The sequences without which rules cannot be chosen and judged."""
 
 
 def plan_verified(
@@ -108,8 +105,6 @@ def open_verify_job(
     if request.decode and not bool(find_decoded(list(map(len, plan.sequences))).any()):
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
-    if AUTO in options.rules:
-        _check_auto(plan, opened)
     if companion is not None and say is not None:
         plan = companion.connect(model.source, plan, say)
     job = VerifyJob(
@@ -309,26 +304,6 @@ def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Ite
     for name, share in _find_overlaps(plan, opened):
         about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
         yield f"{name}: {about} of this text was used for calibration, so its figures are too good"
-
-
-def _check_auto(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> None:
-    """Refuse text on which rules cannot be chosen and judged.
-
-    Raises:
-        UsageError: it is one sequence, or part of it made the statistics.
-    """
-    if len(plan.sequences) < LEAST_FOR_AUTO:
-        raise UsageError(
-            f"--rules auto: {len(plan.sequences)} sequences are too few: some choose, others judge",
-            hint="use more text, or a shorter --seq-len",
-        )
-    for name, share in _find_overlaps(plan, opened):
-        if share >= _SMALLEST_SHARE:
-            raise UsageError(
-                f"--rules auto: about {share:.0%} of this text made the statistics of {name}, "
-                "which then seem better than they are",
-                hint="use other text",
-            )
 
 
 def _warn_of_ignored_kv(

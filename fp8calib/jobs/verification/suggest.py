@@ -8,20 +8,18 @@ from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
-from fp8calib.jobs.verification.options import list_scales
 from fp8calib.kv_types.cache_types import E5M2_CACHE
 from fp8calib.numerics.formats import E5M2, NVFP4_CACHE
 from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.judge.decide import has_kv_only
+from fp8calib.verification.judge.gates import GATES, load_gate
 from fp8calib.verification.report import CandidateResult, Remedy, VerifyReport
 
 
 def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that helps most; empty where none does."""
-    if report.rule_choice is not None and report.rule_choice.is_gained:
-        return f"fp8calib calibrate {shlex.quote(report.model)} --rule auto"
     own = _find_own_type(report)
     if own is not None and has_kv_only(report.decision.candidate or own.name, report.layers):
         return _serve_type(report, request, own)
@@ -39,16 +37,8 @@ def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
             command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
-        case Remedy.FIND_LAYERS if report.sensitivity is not None:
-            command = _skip_layers(report, request, stats)
         case Remedy.FIND_LAYERS:
-            scheme = "" if request.scheme is None else f" --scheme {request.scheme}"
-            scales = (
-                f" --scales {named}"
-                if report.decision.candidate in map(str, list_scales(request.scales))
-                else ""
-            )
-            command = f"fp8calib verify {model}{scheme}{scales} --sensitivity"
+            command = _plan(report, request)
         case Remedy.USE if request.scheme is not None:
             command = _quantize(report, request.scheme, stats)
         case Remedy.SERVE | Remedy.USE:
@@ -92,15 +82,17 @@ def _find_folder(candidate: Path) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
 
 
-def _skip_layers(report: VerifyReport, request: VerifyRequest, stats: Path) -> str:
-    """Spell the command that leaves out the layers that stand out; empty where there is none."""
-    found = report.sensitivity
-    if found is None or not found.flag or found.candidate != report.decision.candidate:
-        return ""
+def _plan(report: VerifyReport, request: VerifyRequest) -> str:
+    """Spell the plan that leaves as much in 16 bits as the gate asks for."""
+    failed = next(each for each in report.candidates if each.name == report.decision.candidate)
+    gate = GATES[failed.gate] if request.gate is None else load_gate(request.gate)
+    parts = "--scheme none" if has_kv_only(failed.name, report.layers) else ""
     if request.scheme is not None:
-        return f"{_quantize(report, request.scheme, stats)} {found.flag}"
-    served = "" if found.flag.startswith("--ignore") else _serve(report, request)
-    return f"{served} {found.flag}" if served else ""
+        parts = f"--scheme {request.scheme} --kv-tokens 0"
+    limit = f"--max-ratio {gate.pass_at:g}"
+    if gate.kld_fail_above:
+        limit = f"--max-kld {gate.kld_fail_above:g}"
+    return " ".join(filter(None, ("fp8calib plan", shlex.quote(report.model), parts, limit)))
 
 
 def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:

@@ -18,6 +18,7 @@ from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.plugins.gptq.job import open_gptq, plan_gptq, run_gptq
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult
+from fp8calib.recipe import ScaleOptions
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.processes import open_process_group
 
@@ -52,6 +53,7 @@ def run(
             request=request,
             model=model,
             asked=asked,
+            scales=ScaleOptions() if recipe is None else recipe.scales,
             stats=stats,
             inputs=inputs,
             reporter=reporter,

@@ -53,7 +53,6 @@ from fp8calib.quantization.calibrated_scales import (
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
-    PlanSettings,
     QuantizePlan,
     make_plan,
     select_linears,
@@ -114,7 +113,7 @@ def open_gptq(
             check_stats_model(task.stats, checkpoint)
         else:
             _check_measured(job, split_static(task.asked, selection)[0])
-        expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
+        expected = _plan_checkpoint(job, task, selection, None)
         if not request.allow_unservable and (note := require_servable(expected, folder)):
             task.reporter.warn(note)
         yield GptqJob(task=task, request=request, job=job, selection=selection, expected=expected)
@@ -160,7 +159,7 @@ def run_gptq(
         stats, _ = run_job(job, mode, work)
         if not job.group.is_first:
             return None
-        plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
+        plan = _plan_checkpoint(job, task, opened.selection, stats)
         planned = Planned(checkpoint=job.checkpoint, plan=plan)
         with open_codes(work.path) as codes:
             written = write_planned(task, planned, codes, device="cpu")
@@ -241,17 +240,17 @@ def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
 
 def _plan_checkpoint(
     job: ResumableJob,
-    asked: PlanSettings,
+    task: QuantizeTask,
     selection: Selection,
-    given: CalibrationStats | None,
     measured: CalibrationStats | None,
 ) -> QuantizePlan:
     """Plan the checkpoint; input scales that are still to be measured are 1, at their places."""
+    asked = task.asked
     static = split_static(asked, selection)[0]
-    measures_inputs = bool(static) and given is None
-    stats = given or (measured if measures_inputs else None)
+    measures_inputs = bool(static) and task.stats is None
+    stats = task.stats or (measured if measures_inputs else None)
     if stats is not None:
-        scales = find_scales(stats, job.checkpoint, asked, selection)
+        scales = find_scales(stats, job.checkpoint, asked, selection, task.scales)
     elif measures_inputs:
         ones = {matrix.module: torch.tensor(1.0) for matrix in static}
         scales = CalibratedScales(inputs=ones, kv={})

@@ -24,7 +24,7 @@ from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.plugins.server.assess import Assessment, ServerAnswers, ServerEvidence, assess
 from fp8calib.plugins.server.client import RequestCount, find_endpoint
 from fp8calib.plugins.server.decoding import DecodingAnswers
-from fp8calib.plugins.server.faults import FaultRunner, changes_of, list_faults
+from fp8calib.plugins.server.faults import SEQUENCES, FaultRunner, changes_of, list_faults
 from fp8calib.plugins.server.hypotheses import Fault
 from fp8calib.plugins.server.recognise import require_kind
 from fp8calib.plugins.server.request import ServerRequest
@@ -37,7 +37,6 @@ from fp8calib.verification.companion import ComparedText
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.report import SCALE_ONE, VerifyReport
-from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.verify import VerificationResult
 
 Value = TypeVar("Value")
@@ -264,7 +263,6 @@ def check_dump(request: ServerRequest) -> None:
     ignored = {
         "--scales": request.scales,
         "--scheme": request.scheme,
-        "--sensitivity": request.sensitivity,
         "--rules": request.rules,
         "--kv-cache-dtype": request.kv_cache_dtype,
         SKIP_LAYERS: request.kv_cache_dtype_skip_layers,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from fp8calib.data.sequences import Batch, DataPlan
+from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.plugins.server.hypotheses import (
@@ -22,9 +22,10 @@ from fp8calib.plugins.server.hypotheses import (
 from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.score import Scores, count_in_rounds
-from fp8calib.verification.sensitivity import choose_batches
 from fp8calib.verification.text_runs import TextRuns
 
+SEQUENCES = 8
+"""Answers are asked for again, and faults emulated, on at most so many sequences."""
 _MOST_TIMES = 10
 """Faults together run over at most so many times the tokens of the text..."""
 _LEAST_TOKENS = 512
@@ -66,7 +67,9 @@ class FaultRunner:
         passes = max((count_in_rounds(len(self.faults_of(base))) for base in self.bases), default=0)
         most = max(_MOST_TIMES * self.plan.num_tokens // max(passes, 1), _LEAST_TOKENS)
         chosen: list[Batch] = []
-        for batch in choose_batches(self.plan, self.batch_size):
+        for batch in batches(self.plan, self.batch_size):
+            if batch.first >= SEQUENCES:
+                break
             chosen.append(batch)
             if sum(each.num_tokens for each in chosen) >= most:
                 break

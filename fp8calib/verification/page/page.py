@@ -151,7 +151,6 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
     filled.sort(key=lambda row: (order.get(row.site, len(order)), row.site[-1:], row.layer))
     drawn, missing = filled[:_MOST_HISTOGRAMS], max(len(filled) - _MOST_HISTOGRAMS, 0)
     anchors = {row.site: f"histogram-{index}" for index, row in enumerate(drawn)}
-    choice = report.rule_choice
     yield Section(title="Candidates in pairs", table=tables.pairs_table(report))
     yield Section(title="Types of the KV cache", table=tables.cache_table(report))
     yield Section(
@@ -170,13 +169,8 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
     has_links = any(row.site in anchors for row in worst)
     lead = "A name links to its histogram." if has_links else ""
     yield Section(title="The worst sites", lead=lead, table=sites if worst else None)
-    yield _make_sensitivity(report)
     rules = tables.rules_table(report.rules) if report.rules else None
-    sentences = []
-    if choice is not None:
-        *_, rules = tables.choice_tables(choice)
-        sentences.append(choice.sentence)
-    yield Section(title="Scale rules", findings=sentences, table=rules)
+    yield Section(title="Scale rules", table=rules)
     yield Section(
         title="Decoding",
         findings=[each.sentence for each in report.decoding],
@@ -207,29 +201,6 @@ def _draw_positions(report: VerifyReport, styles: Mapping[str, Style]) -> list[F
     x_title = "first position of the range"
     chart = charts.kld_chart("Mean KL divergence", places, series, x_title=x_title, low=-6)
     return [chart] if known else []
-
-
-def _make_sensitivity(report: VerifyReport) -> Section:
-    found, title = report.sensitivity, "Sensitivity: one layer quantized at a time"
-    if found is None:
-        return Section(title=title)
-    rows = sorted(found.layers, key=lambda row: row.layer)
-    skipped = [row if row.layer in found.skip_layers else None for row in rows]
-    kept = [row if row.layer not in found.skip_layers else None for row in rows]
-    series = [
-        ("quantize", charts.STYLES[0], kept),
-        ("leave unquantized", charts.STYLES[1], skipped),
-    ]
-    places = [(str(row.layer), f"layer {row.layer}") for row in rows]
-    advice = "No layer is worth leaving unquantized: none stands out."
-    if found.flag:
-        advice = f"To leave the layers that stand out unquantized, use {found.flag}"
-    return Section(
-        title=title,
-        lead=f"Mean KL divergence over {found.sequences} sequences.",
-        figures=[charts.kld_chart(found.candidate, places, series, x_title="layer", low=-6)],
-        findings=[advice],
-    )
 
 
 def _list_needs(report: VerifyReport) -> Iterator[str]:

@@ -323,7 +323,6 @@ def test_a_dump_of_another_machine_replaces_the_model(
             ("--sampled",),
             ("--scheme", "fp8-dynamic"),
             ("--scales", model),
-            ("--sensitivity",),
             ("--rules", "amax"),
             ("--dry-run",),
         ):
