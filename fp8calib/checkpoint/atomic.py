@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from fp8calib.checkpoint.disk import explain_os_error, find_existing
-from fp8calib.checkpoint.folder_lock import FolderLock
+from fp8calib.checkpoint.folder_lock import locked_folder
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.errors import UsageError
 
-_MOUNTS = Path("/proc/self/mountinfo")
-_TOKEN_DIGITS = 8
-_MAX_NAME_BYTES = 200  # file systems allow 255; the rest is for the temporary suffix
+_REPLACED = ".{}.fp8calib-old"
+_MAX_NAME_BYTES = 200
+"""File systems allow 255; the rest is for what is put around a name."""
 
 
 @contextmanager
@@ -27,45 +26,78 @@ def output_folder(
 ) -> Iterator[Path]:
     """Give a temporary folder, and rename it to `path` on success.
 
-    The temporary folder is a hidden sibling of `path`. It is inside `path` if the whole folder
-    cannot or should not be renamed: it is a mount point (a container's volume) or the working
-    directory, or its parent is not writable. In that case, and if `path` holds owned files that the
-    run did not write, entries are replaced one by one; after a failure the old ones are restored.
+    The temporary folder is a hidden sibling of `path`. Entries of `path` that the run did not write
+    stay: other owned ones, and what commands printed with `--json`.
 
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
-    any exception, the temporary folder and the parent folders made for it are removed. A process
-    that is killed leaves its temporary folder; the next run with the same `path` removes it.
-    The arguments are those of `check_output`. What commands printed with `--json` may lie in
-    `path`, and stays there.
+    any exception, the temporary folder and the parent folders made for it are removed. What a
+    killed process leaves is removed by the next run with the same `path`; until then, `path` holds
+    the old output or the new one, or its next run puts the old one back.
+    The arguments are those of `check_output`.
     """
-    check_output(path, owned, force, inputs=inputs)
-    with opened_target(path) as target:
-        with explained(path):
-            staging, lock = _make_staging(target)
+    check = partial(check_output, path, owned, force, inputs=inputs)
+    with opened_staging(path, ".{}.fp8calib-tmp", check) as (staging, _):
+        remove_entries(staging)
         try:
             with explained(path, staging):
                 yield staging
-                check_output(path, owned, force, inputs=inputs)  # again: hours may have passed
-                put_in_place(staging, target)
+                check()  # again: hours may have passed
+                put_in_place(staging, path.resolve())
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            lock.close()
 
 
 @contextmanager
-def opened_target(path: Path) -> Iterator[Path]:
-    """Resolve an output folder, make its parents, and remove what killed runs left beside it.
+def opened_staging(path: Path, name: str, check: Callable[[], None]) -> Iterator[tuple[Path, int]]:
+    """Make and lock a folder beside `path`, called `name` with that of `path` in it.
 
-    Parents that are empty at the end are removed.
+    It is removed if it is empty at the end, and so are the parents made for it. `check` refuses an
+    output that cannot be written.
     """
-    target, made_parents = path.resolve(), list[Path]()
+    check()
+    target = path.resolve()
+    staging, old = _name_beside(target, name), _name_beside(target, _REPLACED)
+    with explained(path), _made(target.parent), locked_folder(staging) as lock:
+        try:
+            if old.exists() and not target.exists():  # a run was killed between two renames
+                old.rename(target)
+                check()
+            shutil.rmtree(old, ignore_errors=True)
+            yield staging, lock
+        finally:
+            with suppress(OSError):
+                staging.rmdir()
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """Rename a complete temporary folder to its final name; what it does not replace stays."""
+    replaced = _name_beside(target, _REPLACED)
+    if target.is_dir():
+        shutil.copymode(target, staging)
+        for entry in target.iterdir():
+            kept = staging / entry.name
+            if kept.exists():
+                continue
+            if entry.is_dir():
+                shutil.copytree(entry, kept, copy_function=_link)
+            else:
+                _link(entry, kept)
+        target.rename(replaced)
     try:
-        with explained(path):
-            _make_folders(target.parent, made_parents)
-            _remove_leftovers(target)
-        yield target
-    finally:
-        _remove_empty(made_parents)
+        staging.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 @contextmanager
@@ -78,40 +110,6 @@ def explained(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise explain_os_error(error, path, needed_bytes=needed_bytes) from error
 
 
-def _make_staging(target: Path) -> tuple[Path, FolderLock]:
-    """Make a folder and lock it; in between, another run may take it for a leftover."""
-    while True:
-        staging = choose_staging_parent(target) / _name_temporary(target)
-        staging.mkdir()
-        with suppress(FileNotFoundError):
-            lock = FolderLock(staging)
-            if lock.acquire_now(if_unknown=True) and staging.is_dir():
-                return staging, lock
-            lock.close()
-
-
-def put_in_place(staging: Path, target: Path) -> None:
-    """Rename a complete temporary folder, or its entries, to its final name."""
-    new = {entry.name for entry in staging.iterdir()}
-    old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
-    replaced = staging.with_name(f"{staging.name}.old")
-    if target.is_dir():
-        shutil.copymode(target, staging)
-    try:
-        if staging.parent == target or not old <= new:
-            replaced.mkdir()
-            away = [(target / name, replaced / name) for name in sorted(old & new)]
-            _move_all([*away, *((staging / name, target / name) for name in sorted(new))])
-        elif old:
-            _move_all([(target, replaced), (staging, target)])
-        else:
-            staging.rename(target)
-    except BaseException:
-        _remove_empty([replaced])  # all that was moved there is back
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def check_output(
     path: Path, owned: frozenset[str], force: bool, *, inputs: Collection[Path] = ()
 ) -> None:
@@ -122,7 +120,7 @@ def check_output(
     `inputs`, which the command reads.
 
     Raises:
-        UsageError: the folder is not empty, or cannot be created or written.
+        UsageError: the folder is not empty, or cannot be created, replaced or written.
     """
     try:
         target = path.resolve()
@@ -132,8 +130,14 @@ def check_output(
                 raise UsageError(message, hint="name another folder")
         if target.exists():
             _check_entries(path, owned, force)
-        for folder in (choose_staging_parent(target), *([target] if target.is_dir() else [])):
-            _refuse_unwritable(folder, path)
+            _refuse_unwritable(target, path)
+        if target.is_mount() or Path.cwd().is_relative_to(target):
+            raise UsageError(
+                f"{path}: a mount point or the working directory, which a whole folder cannot "
+                "replace",
+                hint=f"name a folder in it, such as {path / 'out'}",
+            )
+        _refuse_unwritable(find_existing(target.parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
@@ -165,33 +169,40 @@ def write_file_atomic(path: Path, data: bytes) -> None:
     """
     check_output_file(path)
     target = path.resolve()
-    temporary = target.with_name(_name_temporary(target))
-    made_parents: list[Path] = []
+    temporary = _name_beside(target, f".{{}}.tmp-{secrets.token_hex(4)}")
     try:
-        _make_folders(target.parent, made_parents)
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        with _made(target.parent):
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise explain_os_error(error, path, needed_bytes=len(data)) from error
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder and its parents; remove those that are empty at the end."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        _remove_empty(made_parents)
+            for parent in made:
+                parent.rmdir()
 
 
 def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     if not path.is_dir():
         raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
-    target = path.resolve()
-    temporary = _match_temporary(target)  # of another run, or of a killed one
-    names = {entry.name for entry in target.iterdir() if not temporary.fullmatch(entry.name)}
-    if not names:
-        return
-    refuse_unknown_entries(path, {name for name in names - owned if not is_result(target / name)})
-    if not force:
+    names = {entry.name for entry in path.iterdir()}
+    refuse_unknown_entries(path, {name for name in names - owned if not is_result(path / name)})
+    if names and not force:
         message = f"{path}: the folder is not empty"
         raise UsageError(message, hint="use --force to replace its files, or another folder")
 
@@ -215,90 +226,18 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
         raise UsageError(f"{path}: {folder} cannot be written", hint="name another path")
 
 
-def choose_staging_parent(target: Path) -> Path:
-    """Choose the parent of the temporary folder: `target`'s parent, or `target` if necessary."""
-    parent = find_existing(target.parent)
-    if target.is_dir() and (
-        Path.cwd().is_relative_to(target)
-        or _is_mount_point(target)
-        or not os.access(parent, os.W_OK | os.X_OK)
-    ):
-        return target
-    return parent
+def _name_beside(target: Path, name: str) -> Path:
+    stem = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
+    return target.with_name(name.format(stem))
 
 
-def _is_mount_point(path: Path) -> bool:
-    """Tell whether a path is a mount point, bind mounts (container volumes) included."""
-    if path.is_mount():
-        return True
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-    except OSError:  # not Linux
-        return False
-    spelled = str(path).replace("\\", "\\134").replace(" ", "\\040")
-    return any(line.split(" ")[4] == spelled for line in lines)
-
-
-def _make_folders(path: Path, made: list[Path]) -> None:
-    """Create a folder and its missing parents; append each to `made`, outermost first."""
-    for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
-        folder.mkdir(exist_ok=True)
-        made.append(folder)
-
-
-def _remove_empty(folders: Collection[Path]) -> None:
-    """Remove the folders (innermost last) that exist and are empty."""
-    for folder in reversed(list(folders)):
-        with suppress(OSError):
-            folder.rmdir()
-
-
-def _name_temporary(target: Path) -> str:
-    name = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
-    return f".{name}.tmp-{secrets.token_hex(_TOKEN_DIGITS // 2)}"
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of `target` that no process has locked.
-
-    A folder stays if its run was killed while it replaced earlier output, which is now beside the
-    folder, or if a later run can continue it.
-    """
-    pattern, kept = _match_temporary(target), name_kept_staging(target)
-    parents = [folder for folder in (target.parent, target) if folder.is_dir()]
-    for entry in [entry for folder in parents for entry in folder.iterdir()]:
-        is_replacing = entry.with_name(f"{entry.name}.old").exists()
-        is_temporary = pattern.fullmatch(entry.name) and entry.suffix != ".old"
-        if not is_temporary or is_replacing or entry.name == kept or entry.is_symlink():
-            continue
-        # Another run may be faster, or it is not ours to remove.
-        with suppress(OSError), closing(FolderLock(entry)) as lock:
-            if lock.acquire_now(if_unknown=False):
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def name_kept_staging(target: Path) -> str:
-    """Name the temporary folder inside `target` of a run that a later one can continue."""
-    return f".{target.name}.tmp-{hashlib.sha256(target.name.encode()).hexdigest()[:_TOKEN_DIGITS]}"
-
-
-def _match_temporary(target: Path) -> re.Pattern[str]:
-    """Match the names of temporary folders of `output_folder`."""
-    stem = re.escape(_name_temporary(target)[:-_TOKEN_DIGITS])
-    return re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
-
-
-def _move_all(moves: Collection[tuple[Path, Path]]) -> None:
-    """Rename in order; after a failure, undo the renames and raise."""
-    done: list[tuple[Path, Path]] = []
-    try:
-        for source, destination in moves:
-            source.rename(destination)
-            done.append((source, destination))
-    except BaseException:
-        for source, destination in reversed(done):
-            destination.rename(source)
-        raise
+def remove_entries(folder: Path) -> None:
+    """Empty a folder."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def measure_folder(folder: Path) -> int:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import (
     check_output,
-    choose_staging_parent,
     explained,
-    name_kept_staging,
-    opened_target,
+    opened_staging,
     put_in_place,
-    write_file_atomic,
+    remove_entries,
 )
-from fp8calib.checkpoint.folder_lock import FolderLock
-from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
+from fp8calib.checkpoint.folder_lock import share_lock
+from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
 """A file with a JSON object: `tag`, which identifies the run for a later one, and the progress
@@ -47,28 +46,22 @@ def resumable_folder(
 
     With `resume` it is that of an interrupted run of the same `tag`, if there is one. `on_old` is
     called with it before anything in it is changed. `is_shared` lets other processes of this run
-    lock it too. If it must be inside `path` (a mount point, the working directory), it is named
-    like other temporary folders, which later runs do not count as contents.
+    lock it too.
     """
-    check_output(path, owned, force, inputs=inputs)
-    with opened_target(path) as target, ExitStack() as locked:
-        with explained(path):
-            parent = choose_staging_parent(target)
-            is_inside = parent == target
-            name = name_kept_staging(target) if is_inside else f"{target.name}.partial"
-            staging = parent / name
-            lock = locked.enter_context(closing(_open_staging(staging, tag, resume, on_old)))
+    check = partial(check_output, path, owned, force, inputs=inputs)
+    with opened_staging(path, "{}.partial", check) as (staging, lock):
+        _prepare(staging, tag, resume, on_old)
         if is_shared:
-            lock.share()
+            share_lock(lock)
         is_kept = False
         try:
             with explained(path, staging):
                 yield staging
                 is_kept = True  # until it is renamed, a later run can still continue
-                check_output(path, owned, force, inputs=inputs)  # again: hours may have passed
-                put_in_place(staging, target)
+                check()  # again: hours may have passed
+                put_in_place(staging, path.resolve())
                 is_kept = False
-                remove_progress_file(target)
+                remove_progress_file(path)
         except kept_after as error:
             is_kept = is_kept or _is_kept(staging, error, is_shared)
             raise
@@ -82,56 +75,25 @@ def resumable_folder(
                 shutil.rmtree(staging, ignore_errors=True)
 
 
-def _open_staging(
-    staging: Path, tag: str, resume: bool, on_old: Callable[[Path], object]
-) -> FolderLock:
-    """Continue in a folder, or make it, and lock it."""
-    try:
-        if staging.exists():
-            with closing(FolderLock(staging)) as lock:
-                lock.acquire()
-                _check_old(staging, tag, resume)
-                on_old(staging)
-                if not resume:
-                    shutil.rmtree(staging)
-        try:
-            staging.mkdir(exist_ok=True)
-        except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
-            raise UsageError(
-                f"{staging}: cannot be created: {error.strerror}",
-                hint="name another output folder",
-            ) from error
-        with ExitStack() as failed:
-            lock = failed.enter_context(closing(FolderLock(staging)))
-            lock.acquire()
-            if _read_tag(staging / PROGRESS_NAME) is None:
-                write_file_atomic(staging / PROGRESS_NAME, json.dumps({"tag": tag}).encode())
-            failed.pop_all()
-            return lock
-    except (FileNotFoundError, ExportError) as error:
-        if staging.exists():
-            raise
-        raise UsageError(
-            f"{staging}: another run was using this folder, and has just ended",
-            hint="run the command again",
-        ) from error
-
-
-def _check_old(staging: Path, tag: str, resume: bool) -> None:
-    """Refuse a folder that no interrupted run made, or that this run cannot continue."""
+def _prepare(staging: Path, tag: str, resume: bool, on_old: Callable[[Path], object]) -> None:
+    """Continue what an interrupted run left, or begin: refuse a folder that no run made."""
     progress = staging / PROGRESS_NAME
-    for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # a run was killed very early
-        path.unlink(missing_ok=True)
-    if not progress.is_file() and any(staging.iterdir()):
-        raise UsageError(
-            f"{staging}: the folder is not empty, and was not made by an interrupted run",
-            hint="move it away, or name another output folder",
-        )
-    if resume and _read_tag(progress) not in (None, tag):
-        raise UsageError(
-            f"{staging}: the interrupted run had another model or other options",
-            hint="omit --resume to start again, or use the options of that run",
-        )
+    if any(staging.iterdir()):
+        if not progress.is_file():
+            raise UsageError(
+                f"{staging}: the folder is not empty, and was not made by an interrupted run",
+                hint="move it away, or name another output folder",
+            )
+        if resume and _read_tag(progress) not in (None, tag):
+            raise UsageError(
+                f"{staging}: the interrupted run had another model or other options",
+                hint="omit --resume to start again, or use the options of that run",
+            )
+        on_old(staging)
+        if not resume:
+            remove_entries(staging)
+    if _read_tag(progress) is None:
+        progress.write_text(json.dumps({"tag": tag}))
 
 
 def _is_kept(staging: Path, error: BaseException, is_shared: bool) -> bool:

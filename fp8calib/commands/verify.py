@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.data.specs import Specs
@@ -22,7 +21,6 @@ from fp8calib.jobs.verification.job import JobCompanion, VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import (
     if_quantized,
-    list_output_files,
     list_scales,
     resolve_options,
 )
@@ -159,11 +157,10 @@ def finish(
         is_strict=request.strict,
     )
     try:
-        with output_files(list_output_files(request)) as places:
-            if request.dump is not None:
-                write_dump(places[Path(request.dump)], verified)
-            if request.report is not None:
-                write_page(result, places[Path(request.report)], command=result.next)
+        if request.dump is not None:
+            write_dump(Path(request.dump), verified)
+        if request.report is not None:
+            write_page(result, Path(request.report), command=result.next)
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
         raise
@@ -201,7 +198,6 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
             )
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise UsageError(f"--report and --dump are both {outputs[0]}")
-    probe_output_files(outputs)
 
 
 def _refuse_input(path: Path, source: Path) -> None:

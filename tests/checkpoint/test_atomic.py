@@ -8,11 +8,12 @@ import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fp8calib.checkpoint import folder_lock
 from fp8calib.checkpoint.atomic import (
     check_output,
     check_output_file,
@@ -84,24 +85,11 @@ def refuse_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return arm
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Path]:
-    """Mount a folder on another one of the same file system, as containers do."""
-    source, folder = tmp_path / "volume", tmp_path / "root" / "out"
-    source.mkdir()
-    folder.mkdir(parents=True)
-    command = ["mount", "--bind", str(source), str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_new_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "out"
     with output_folder(path, owned=OWNED) as folder:
         assert folder.parent == path.parent
-        assert folder.name.startswith(".out.tmp-")
+        assert folder.name == ".out.fp8calib-tmp"
         _fill(folder)
         assert not path.exists()
 
@@ -211,39 +199,25 @@ def test_a_failing_exchange_restores_the_old_folder(
     assert _list_tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3, 4])
-def test_a_failing_exchange_inside_a_mount_point_restores_every_entry(
-    mounted: Path, refuse_rename: Callable[[int], None], failing: int
+def test_a_mount_point_and_the_working_directory_are_refused(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _write(mounted, text="old")
-    before = _list_tree(mounted)
-    refuse_rename(failing)
-
-    with pytest.raises(ExportError, match="Input/output error"):
-        _write(mounted, force=True)
-
-    assert _list_tree(mounted) == before
-
-
-def test_a_mount_point_is_filled_from_inside(mounted: Path) -> None:
-    with output_folder(mounted, owned=OWNED) as folder:
-        assert folder.parent == mounted
-        _fill(folder)
-    assert _list_tree(mounted) == FILLED
-    _write(mounted, force=True, text="newer")
-    assert _list_tree(mounted) == {"stats": "newer", "tree": "", "tree/leaf": "newer"}
-    assert _list_tree(mounted.parent.parent / "volume") == _list_tree(mounted)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (small_disk, Path(), tmp_path / "here"):
+        with pytest.raises(UsageError, match="a mount point or the working directory") as caught:
+            _write(path)
+        assert f"such as {path / 'out'}" in caught.value.hint
+    _write(small_disk / "out")
+    _write(Path("out"))
 
 
-def test_the_working_directory_stays_the_same_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    inode = tmp_path.stat().st_ino
-    _write(Path())
+def test_what_cannot_be_linked_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
 
-    assert _list_tree(tmp_path) == FILLED
-    assert tmp_path.stat().st_ino == inode
+    monkeypatch.setattr(os, "link", refuse)
+    test_force_leaves_an_owned_entry_that_the_run_does_not_write(tmp_path)
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
@@ -266,40 +240,68 @@ with output_folder(Path(sys.argv[1]), owned=frozenset({"stats"})) as folder:
 """
 
 
+def _start(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _KILLED, str(path)]
+    running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "ready\n"
+    return running
+
+
 def test_a_killed_run_leaves_nothing_after_the_next(tmp_path: Path) -> None:
-    """What a living run, another output or an interrupted replacement has stays."""
+    """What other outputs have stays."""
     path = tmp_path / "out"
-    others = ("out.tmp-0123abcd", ".out.tmp-0123abc", ".another.tmp-0123abcd", ".out.tmp-0123abcd")
-    for name in (*others, ".out.tmp-0123abcd.old"):
+    for name in (".out.tmp-0123abcd", ".another.fp8calib-tmp", "out.fp8calib-tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stats").write_text("x")
     kept = _list_tree(tmp_path)
-    running = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "ready\n"
-        during = _list_tree(tmp_path)
-        assert len(during) == len(kept) + 2
-        _write(path)
-        assert _list_tree(tmp_path).items() >= during.items()
+    with _start(path) as running:
+        assert len(_list_tree(tmp_path)) == len(kept) + 2
         running.kill()
-    _write(path, force=True, text="again")
-    left = {name: text for name, text in _list_tree(tmp_path).items() if name[:3] != "out"}
-    assert left == {name: text for name, text in kept.items() if name[:3] != "out"}
-    assert _list_tree(path)["stats"] == "again"
+    _write(path)
+
+    assert _list_tree(tmp_path) == {
+        **kept,
+        "out": "",
+        **{f"out/{name}": text for name, text in FILLED.items()},
+    }
 
 
-def test_what_a_killed_run_left_inside_is_not_a_stranger(mounted: Path) -> None:
-    (mounted / ".out.tmp-0123abcd").mkdir()
-    (mounted / ".out.tmp-0123abcd" / "stats").write_text("half")
-    _write(mounted)
+def test_two_runs_do_not_write_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "_TIMEOUT_S", 0.2)
+    with _start(tmp_path / "out") as running:
+        during = _list_tree(tmp_path)
+        with pytest.raises(UsageError, match="another run is using this folder"):
+            _write(tmp_path / "out")
+        assert _list_tree(tmp_path) == during
+        running.kill()
 
-    assert (mounted / "stats").read_text() == "new"
+
+def test_a_run_killed_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    before = _list_tree(tmp_path)
+    path.rename(tmp_path / ".out.fp8calib-old")
+    with pytest.raises(UsageError, match="not empty"):
+        _write(path)
+    assert _list_tree(tmp_path) == before
+
+    path.rename(tmp_path / ".out.fp8calib-old")
+    _write(path, force=True, text="newer")
+    assert _list_tree(path)["stats"] == "newer"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_killed_after_its_renames_leaves_nothing_after_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    path.rename(tmp_path / ".out.fp8calib-old")
+    path.mkdir()
+    _write(path, force=True)
+    assert _list_tree(path) == FILLED
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_filled_by_someone_else_meanwhile_is_not_replaced(tmp_path: Path) -> None:

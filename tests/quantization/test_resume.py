@@ -20,7 +20,7 @@ from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
-from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
+from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, run, save
 
 SHARDS = 3
 
@@ -177,25 +177,6 @@ def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     assert not is_finished(found.out, other.plan)
     (found.out / "config.json").unlink()
     assert not is_finished(found.out, found.plan)
-
-
-def test_an_output_in_the_working_directory_can_be_resumed(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the folder itself cannot be renamed over."""
-    out = tmp_path / "out"
-    out.mkdir()
-    monkeypatch.chdir(out)
-    with pytest.raises(KeyboardInterrupt):
-        stop(source, Path())
-    assert len(list(out.iterdir())) == 1
-    resumed = run(source, Path(), "w8a16", resume=True)
-    assert len(resumed.written.resumed) == 1
-    whole = run(source, tmp_path / "whole", "w8a16")
-    assert {n: t.tolist() for n, t in read(out).items() if "scale" in n} == {
-        n: t.tolist() for n, t in read(whole.out).items() if "scale" in n
-    }
-    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.out.iterdir())
 
 
 def test_force_replaces_an_output_and_nothing_else(tmp_path: Path, source: Path) -> None:
