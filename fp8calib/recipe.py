@@ -198,9 +198,6 @@ class Quantize(_Section):
     ignore: tuple[str, ...] = Field(
         default=(), description="modules to leave unquantized, as for quantize --ignore"
     )
-    kv_cache_dtype: str = Field(
-        default="", description="the type of the KV cache to serve with; empty for FP8"
-    )
     kv_cache_dtype_skip_layers: tuple[int, ...] = Field(
         default=(), description="layers whose KV cache is served in 16 bits"
     )

@@ -49,6 +49,7 @@ _STAGES = {
     "check": "verification",
     # of plug-ins
     "gptq": "export",
+    "kv-types": "verification",
     "plan": "verification",
     "server": "verification",
     "vllm": "calibration",

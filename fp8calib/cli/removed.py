@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 _SERVER = "`fp8calib server URL MODEL` compares a running server with the candidates"
 
+_KV_TYPES = "`fp8calib kv-types MODEL` compares the types of a KV cache"
+
 _GPTQ = "it was an option of `quantize --rounding gptq`: `fp8calib gptq` has it"
 
 REMOVED: dict[str, str] = {
@@ -15,7 +17,7 @@ REMOVED: dict[str, str] = {
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --pipeline-parallel-size": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --tensor-parallel-size": "it is an option of `fp8calib vllm calibrate`",
-    "plan --kv-cache-dtype": "a plan has the KV cache in FP8 or in 16 bits",
+    "plan --kv-cache-dtype": "a plan has caches in FP8 and in 16 bits; `kv-types` compares others",
     "plan --rounding": "`fp8calib gptq --scheme RECIPE` rounds the weights of a plan by GPTQ",
     "quantize --no-shared-scales": "weights that engines load as one always share a scale",
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
@@ -39,8 +41,11 @@ REMOVED: dict[str, str] = {
     "recipes": "`calibrate --help` lists the recipes; docs/reference.md explains every key",
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",
+    "export --kv-cache-dtype": "the scales of a kv-overlay are those of an NVFP4 cache too",
     "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
-    "verify --gpu": "`plan --gpu` plans for a GPU; `verify` names the GPUs of each cache type",
+    "verify --gpu": "`plan --gpu` plans for a GPU; `kv-types --gpu` compares what it serves",
+    "verify --kv-cache-dtype": _KV_TYPES,
+    "verify --kv-memory": _KV_TYPES,
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
     "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",

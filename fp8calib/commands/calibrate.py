@@ -422,7 +422,6 @@ def _check_written(
         folder / asked.folder,
         job.folder / asked.folder,
         path=asked.folder,
-        cache_type=asked.kv_cache_dtype,
         plain_caches=asked.kv_cache_dtype_skip_layers,
     )
     return (*found, *checkpoint)

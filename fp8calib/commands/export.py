@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignor
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import join_stats, list_stats
-from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
@@ -61,8 +60,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
             if model is None
             else stack.enter_context(saved_model(model, Path(request.out), request.tokenizer))
         )
-        cache_type = _check_cache_type(request, recipe.formats, recipe.scales.fp8_dtype)
-        task = ExportTask(request=request, recipe=recipe, model=place, cache_type=cache_type)
+        task = ExportTask(request=request, recipe=recipe, model=place)
         _check_weights(task)
         result = _export(task)
     more = () if model is None else warn_of_tokenizer(model, request.tokenizer, result.files)
@@ -105,7 +103,6 @@ def _export(task: ExportTask) -> ExportResult:
                 rules=recipe.scales.rules,
                 quantized=None if weights is None else weights.tables,
                 attachment=attachment,
-                cache_type=task.cache_type,
             )
             checked = _check_written(task, target, folder)
             job = CardJob(
@@ -144,26 +141,6 @@ def _check_written(
     if not task.request.check:
         return ()
     return check_formats(task.recipe.formats, folder, task.out)
-
-
-def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str) -> str:
-    """Give the type of the KV cache; empty for FP8.
-
-    Raises:
-        UsageError: a format has no scales for it.
-    """
-    name = request.kv_cache_dtype
-    if name == "fp8":
-        return ""
-    known = [each for each in list_format_names() if name in find_dialect(each).cache_types]
-    for each in formats:
-        if each not in known:
-            fault = f"--kv-cache-dtype {name}: --format {each} has no scales for it"
-            raise UsageError(fault, hint=f"use {', '.join(known)}")
-    if dtype != E4M3FN.name:
-        fault = f"--kv-cache-dtype {name} stores no scales for {dtype}"
-        raise UsageError(fault, hint="leave out --fp8-dtype")
-    return name
 
 
 def _check_weights(task: ExportTask) -> None:

@@ -37,6 +37,7 @@ from fp8calib.stats.calibration_stats import (
     save_stats,
 )
 from fp8calib.verification.planning.choices import list_uniform
+from fp8calib.verification.report import FP8_CACHE
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
@@ -105,7 +106,7 @@ def _plan(
     request = opened.request
     with open_measured(opened, stats, measurements, reporter) as measured:
         groups, sizes = measured.groups, measured.sizes
-        caches = () if measured.maker.refused_cache else (opened.cache_type,)
+        caches = () if measured.maker.refused_cache else (FP8_CACHE,)
         uniform = list_uniform(groups, caches=caches)
         search = measured.open_search()
         found = search.search(make_budget(request, sizes), uniform.values())

@@ -58,7 +58,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             checked = check_written(
                 outcome.folder,
                 outcome.out,
-                cache_type="" if served is None else served.kv_cache_dtype,
                 plain_caches=() if served is None else served.kv_cache_dtype_skip_layers,
             )
             result = result.model_copy(update={"checked": checked})

@@ -9,8 +9,6 @@ from fp8calib.commands.check import check_path
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.errors import Fp8CalibError, format_ranges
 from fp8calib.requests.check import CheckRequest
 from fp8calib.results.check import EngineResult
@@ -47,7 +45,6 @@ def check_written(
     *,
     path: str = ".",
     tp: int = 1,
-    cache_type: str = "",
     plain_caches: Sequence[int] = (),
 ) -> tuple[WrittenCheck, ...]:
     """Check a checkpoint.
@@ -57,7 +54,6 @@ def check_written(
         target: where it will be.
         path: how the result names it.
         tp: ranks.
-        cache_type: the type of the KV cache to serve with; empty for FP8, or for the model's own.
         plain_caches: the layers whose KV cache stays in 16 bits.
     """
     engines = [find_replayed(name) for name in list_defaults()]
@@ -74,9 +70,8 @@ def check_written(
             )
             for engine in engines
         )
-    flag = cache_type or find_cache_flag(open_folder(written))
     return tuple(
-        _sum_up(path, target, engine, report.engines[engine.key], flag, plain_caches, tp)
+        _sum_up(path, target, engine, report.engines[engine.key], plain_caches, tp)
         for engine in engines
     )
 
@@ -86,17 +81,15 @@ def _sum_up(
     target: Path,
     engine: Engine,
     found: EngineResult,
-    cache_type: str,
     plain_caches: Sequence[int],
     tp: int,
 ) -> WrittenCheck:
-    why = _explain_cache(engine, cache_type, plain_caches) or found.reason
+    why = _explain_cache(engine, plain_caches) or found.reason
     verdict = "not ok" if found.ok and why else found.verdict
     command = ""
     if verdict == "ok" and engine.launch is not None:
-        has_kv = found.asks_for_kv or bool(cache_type)
         skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
-        spelled = engine.launch.spell(str(target), has_kv=has_kv, cache_type=cache_type, tp=tp)
+        spelled = engine.launch.spell(str(target), has_kv=found.asks_for_kv, tp=tp)
         command = f"{spelled} {skip}".rstrip()
     return WrittenCheck(
         path=path,
@@ -107,10 +100,8 @@ def _sum_up(
     )
 
 
-def _explain_cache(engine: Engine, cache_type: str, plain_caches: Sequence[int]) -> str:
+def _explain_cache(engine: Engine, plain_caches: Sequence[int]) -> str:
     """Say why an engine cannot serve a KV cache as it is wanted; empty if it can."""
-    if cache_type and cache_type not in engine.cache_types:
-        return f"it has no --kv-cache-dtype {cache_type}"
     if plain_caches and not engine.can_skip_caches:
         return f"it cannot leave the KV cache of layers {format_ranges(plain_caches)} in 16 bits"
     return ""

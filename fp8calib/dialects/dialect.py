@@ -136,8 +136,6 @@ class WriteJob:
     """The caller writes the quantized weights of each rank beside the scales."""
     attachment: Attachment = NO_ATTACHMENT
     """How the scales are added to a model that is quantized already, or has scales."""
-    cache_type: str = ""
-    """The type of the KV cache that the scales are for, if it is not FP8."""
     quantized: QuantizedSource | None = None
     """The model, if it is quantized already."""
     replaced: frozenset[str] = frozenset()
@@ -208,7 +206,6 @@ class WriteJob:
 
         return make_metadata(
             fmt=fmt,
-            cache_type=self.cache_type,
             origin=self.table.origin,
             provenance=self.provenance,
             geometry=self.table.geometry,
@@ -250,8 +247,6 @@ class Dialect:
     """It has a scale for each KV head."""
     has_query: bool = False
     """It has a place for the scale of q."""
-    cache_types: tuple[str, ...] = ()
-    """The types of the KV cache beside FP8 that its scales can be for."""
     has_linears: bool = False
     """It has scales of weights and activations."""
     joins_kv: bool = False

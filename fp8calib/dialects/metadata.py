@@ -66,7 +66,6 @@ class Provenance:
 def make_metadata(
     *,
     fmt: Fp8Format | None = None,
-    cache_type: str = "",
     origin: CalibrationOrigin | None,
     provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
@@ -75,11 +74,9 @@ def make_metadata(
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; what is None is left out.
 
-    Only scales of a known model record their granularity and the shapes of its attention. A type of
-    the cache that is not FP8 is recorded instead of the format.
+    Only scales of a known model record their granularity and the shapes of its attention.
     """
-    dtype = cache_type or ("" if fmt is None else fmt.dtype_name)
-    metadata = {DTYPE_KEY: dtype} if dtype else {}
+    metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:

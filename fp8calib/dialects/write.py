@@ -152,15 +152,13 @@ def write_formats(
     rules: Mapping[str, Rule] = NO_RULES,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
-    cache_type: str = "",
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files. `attachment` records how the scales belong to a model that is quantized already,
-    `cache_type` for which KV cache they are, if it is not FP8.
+    weights' files. `attachment` records how the scales belong to a model that is quantized already.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
@@ -186,7 +184,6 @@ def write_formats(
                 table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 linears=linears,
                 with_rank_weights=quantized is not None,
-                cache_type=cache_type,
             )
             place = Path(dialect.path(tp))
             written.append(out / place)

@@ -55,7 +55,6 @@ class Launch:
         model: str,
         *,
         has_kv: bool = True,
-        cache_type: str = "",
         tp: int = 1,
     ) -> str:
         """Give the whole command line, quoted for a shell.
@@ -63,12 +62,10 @@ class Launch:
         Args:
             model: a checkpoint folder.
             has_kv: whether the KV cache is quantized.
-            cache_type: to what; empty for FP8.
             tp: the number of ranks.
         """
         parts = [self.command, shlex.quote(model)]
-        flag, _, fp8 = self.kv_flag.partition(" ")
-        parts += [f"{flag} {cache_type or fp8}".strip()] if has_kv else []
+        parts += [self.kv_flag] if has_kv else []
         parts += [self.ranks_flag, str(tp)] if tp > 1 else []
         return " ".join(parts)
 

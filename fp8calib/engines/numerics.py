@@ -17,6 +17,9 @@ from typing import Any
 
 from fp8calib.numerics.formats import E4M3FN, Rounding
 
+SPARSE_LATENTS = ("deepseek_v32", "glm_moe_dsa")
+"""The model types with sparse attention to latents."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:

@@ -50,12 +50,6 @@ def list_emulated() -> list[str]:
     return [key for key, engine in ENGINES.items() if engine.numerics is not None]
 
 
-def list_cache_types() -> list[str]:
-    """List the values of --kv-cache-dtype that an engine offers."""
-    engines = [each for one in ENGINES.values() for each in (one, *one.releases)]
-    return sorted({name for engine in engines for name in engine.cache_types})
-
-
 def list_offering(name: str) -> list[str]:
     """List the engines that offer a value of --kv-cache-dtype, the newest release of each.
 

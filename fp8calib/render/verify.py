@@ -14,7 +14,6 @@ from fp8calib.verification.report import (
     describe_pair,
 )
 from fp8calib.verification.tables import (
-    cache_table,
     decoding_table,
     list_shown_pairs,
     rules_table,
@@ -34,9 +33,6 @@ def describe(
         yield Line(result.decision.details)
     yield Line()
     yield from _describe_candidates(result)
-    if (caches := cache_table(result)) is not None:
-        yield Line()
-        yield caches
     yield from more
     yield from _list_sites(result)
     if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
@@ -73,7 +69,7 @@ def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
 def _list_sites(report: VerifyReport) -> Iterator[Block]:
     for candidate in report.candidates:
         rows = [row for row in report.layers if row.candidate == candidate.name]
-        if rows and not candidate.has_own_type:  # no scale of theirs could be another
+        if rows:
             yield Line()
             title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
             yield sites_table(rows[:_SHOWN_SITES], title=title)

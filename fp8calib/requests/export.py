@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.numerics.formats import NVFP4_CACHE
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.requests import shared
@@ -63,15 +62,6 @@ class ExportRequest:
     fallback: Annotated[str | None, FALLBACK] = None
     fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
     query_scale: Annotated[str | None, QUERY_SCALE] = None
-    kv_cache_dtype: Annotated[
-        str,
-        Option(
-            "--kv-cache-dtype",
-            choices=("fp8", NVFP4_CACHE),
-            help="The KV cache that kv-overlay is for: fp8 (default) or nvfp4, whose global scales "
-            "it then holds.",
-        ),
-    ] = "fp8"
     with_weights: Annotated[
         bool,
         Option(

@@ -100,15 +100,6 @@ class PlanRequest:
             help="Tokens of the KV cache whose bytes count; 0 leaves the cache in 16 bits.",
         ),
     ] = 8192
-    kv_cache_dtype: Annotated[
-        str,
-        Option(
-            "--kv-cache-dtype",
-            metavar="NAME",
-            check=shared.check_cache_type,
-            help="The type of the KV cache where it is quantized, such as int8_per_token_head.",
-        ),
-    ] = "fp8"
     passes: Annotated[
         int,
         Option(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
-from fp8calib.engines.registry import list_cache_types
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import DATA
@@ -56,14 +55,6 @@ def check_gate(gate: str) -> None:
         f"--gate {gate}: neither a gate ({', '.join(GATE_NAMES)}) nor a file",
         hint=suggest(gate, GATE_NAMES),
     )
-
-
-def check_cache_type(name: str, *others: str) -> None:
-    """Refuse what no engine's --kv-cache-dtype takes, nor is one of `others`."""
-    known = [*others, *list_cache_types()]
-    if name not in known:
-        hint = suggest(name, known, what="types")
-        raise UsageError(f"--kv-cache-dtype {name}: unknown type", hint=hint)
 
 
 def require_input(hint: str) -> Callable[[Path], None]:

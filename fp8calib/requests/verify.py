@@ -27,10 +27,6 @@ def _check_rule(name: str) -> None:
         parse_rule(name)
 
 
-def _check_cache_type(name: str) -> None:
-    shared.check_cache_type(name, "all")
-
-
 def _split_layers(names: str) -> tuple[int, ...]:
     try:
         return tuple(int(name) for name in _split(names))
@@ -38,10 +34,6 @@ def _split_layers(names: str) -> tuple[int, ...]:
         raise UsageError(
             f"{shared.SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
         ) from None
-
-
-def _read_kv_memory(text: str) -> float:
-    return shared.read_gib(text, "--kv-memory")
 
 
 def check_scales(path: str) -> None:
@@ -99,18 +91,6 @@ class VerifyRequest:
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
-    kv_cache_dtype: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--kv-cache-dtype",
-            metavar="NAME,...|all",
-            reads=str,
-            collect=_split,
-            check=_check_cache_type,
-            help="Types of the KV cache to compare with FP8, such as "
-            "int8_per_token_head,nvfp4; all: every one that the engine offers.",
-        ),
-    ] = None
     kv_cache_dtype_skip_layers: Annotated[
         Sequence[int] | None,
         Option(
@@ -119,16 +99,6 @@ class VerifyRequest:
             reads=str,
             collect=_split_layers,
             help="Layers whose KV cache stays in 16 bits, as vLLM's option of this name leaves it.",
-        ),
-    ] = None
-    kv_memory: Annotated[
-        float | None,
-        Option(
-            "--kv-memory",
-            metavar="GIB",
-            parser=_read_kv_memory,
-            help="Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB): how many tokens fit is "
-            "told for each type.",
         ),
     ] = None
     decode: Annotated[

@@ -23,12 +23,10 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
-from fp8calib.kv_types.sizes import count_cache_bytes, count_layer_bytes
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
@@ -48,7 +46,6 @@ from fp8calib.verification.emulation.coverage import (
 )
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
-    emulate_cache_type,
     emulate_kv,
     explain_plain_cache,
     find_misreads,
@@ -59,7 +56,6 @@ from fp8calib.verification.emulation.kv import (
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.planned import find_planned
 from fp8calib.verification.emulation.stored import find_stored
-from fp8calib.verification.report import FP8_CACHE, KvCacheResult
 
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
@@ -257,7 +253,6 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
         quantizers=emulate_kv(table, numerics),
         reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        kv_cache=_make_fp8_cache(table.geometry, table.fmt, numerics),
         engine_prompt_in_16_bits=not numerics.prompt_reads_cache,
         notes=(
             *_note_misreads(name, reads, table.geometry),
@@ -288,80 +283,6 @@ def _note_misreads(name: str, reads: Reads, geometry: ModelGeometry) -> Iterator
         )
 
 
-def _make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> KvCacheResult:
-    """Describe a KV cache in FP8 with a scale for a tensor or a head."""
-    return KvCacheResult(
-        dtype=E5M2_CACHE if fmt is E5M2 else FP8_CACHE,
-        uses_scales=fmt is not E5M2 or numerics.kv_scales_e5m2,
-        bytes_per_token=count_cache_bytes(FP8_CACHE, geometry),
-    )
-
-
-def takes_kv_scales(dtype: str, numerics: Numerics) -> bool:
-    """Tell whether an engine stores a type of the KV cache by scales that are calibrated."""
-    if dtype == E5M2_CACHE:
-        return numerics.kv_scales_e5m2
-    return dtype not in CACHE_TYPES or CACHE_TYPES[dtype].has_global_scales
-
-
-def build_cache(
-    name: str,
-    dtype: str,
-    geometry: ModelGeometry,
-    numerics: Numerics,
-    table: ScaleTable | None = None,
-    *,
-    factor: float = 1.0,
-) -> Candidate:
-    """Build a candidate whose KV cache has a type of `EMULATED`, which fits the model.
-
-    `table` has the calibrated scales; None: 1.0. Those of a type with global scales are multiplied
-    by `factor`, as the engine does.
-    """
-    if dtype in CACHE_TYPES:
-        cache_type = CACHE_TYPES[dtype]
-        return _build_own_type(name, cache_type, geometry, table, factor=factor)
-    fmt = E5M2 if dtype == E5M2_CACHE else E4M3FN
-    if table is None:
-        plain = build_unscaled(name, geometry, fmt, numerics)
-    else:
-        scales = replace(table, fmt=fmt)
-        plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
-    if fmt is not E5M2:
-        return plain
-    cache = _make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
-    return replace(plain, fitted={}, kv_cache=cache)
-
-
-def _build_own_type(
-    name: str,
-    cache_type: CacheType,
-    geometry: ModelGeometry,
-    table: ScaleTable | None,
-    *,
-    factor: float,
-) -> Candidate:
-    scales, notes = "", [cache_type.note]
-    if cache_type.has_global_scales:
-        scales = ", global scales 1.0" if table is None else ", calibrated global scales"
-    if table is not None and factor != 1:
-        table = table.times(factor)
-        notes.append(f"global scales times {factor:g}, as on B200; elsewhere they are as in a file")
-    return Candidate(
-        name=name,
-        description=f"KV cache {cache_type.name}: {cache_type.description}{scales}",
-        quantizers=emulate_cache_type(cache_type, geometry, table),
-        kv_cache=KvCacheResult(
-            dtype=cache_type.name,
-            uses_scales=cache_type.has_global_scales,
-            bytes_per_token=count_cache_bytes(cache_type.name, geometry),
-            is_own_type=True,
-        ),
-        engine_prompt_in_16_bits=cache_type.prompt_in_16_bits,
-        notes=tuple(f"{name}: {note}" for note in notes if note),
-    )
-
-
 def leave_cache(
     candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
 ) -> Candidate:
@@ -382,22 +303,14 @@ def leave_cache(
             "as a layer in 16 bits, which would be read as if it were quantized",
             hint="name all layers that share a cache, or none",
         )
-    left = [known[index] for index in set(layers)]
     quantizers = drop_layers(candidate.quantizers, layers, geometry)
-    cache = candidate.kv_cache
-    if cache is not None:
-        more = sum(
-            count_layer_bytes("", each, geometry) - count_layer_bytes(cache.dtype, each, geometry)
-            for each in left
-        )
-        cache = cache.model_copy(update={"bytes_per_token": cache.bytes_per_token + more})
-    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits" if cache and layers else ""
+    has_plain = layers and candidate.has_cache
+    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits" if has_plain else ""
     return replace(
         candidate,
         description=candidate.description + plain,
         quantizers=quantizers,
         fitted=drop_layers(candidate.fitted, layers, geometry),
-        kv_cache=cache,
     )
 
 

@@ -39,7 +39,7 @@ def compare_decoding(
     return tuple(
         _compare(candidate, _find_klds(candidate, compared), decoded, kept)
         for candidate in candidates
-        if candidate.kv_cache is not None
+        if candidate.has_cache
     )
 
 

@@ -105,26 +105,6 @@ class PositionResult(_Model):
     ppl_ratio: float
 
 
-class KvCacheResult(_Model):
-    """The KV cache of a candidate, as a server keeps it."""
-
-    dtype: str
-    """The value of `--kv-cache-dtype`."""
-    uses_scales: bool
-    """Whether calibrated scales change what is stored."""
-    bytes_per_token: float
-    """In all layers and on all ranks."""
-    tokens: int | None = None
-    """How many fit into `--kv-memory`; None where that is not given."""
-    backends: tuple[str, ...] = ()
-    """The engine's backends that store it; empty where they are not known."""
-    gpus: tuple[str, ...] = ()
-    """The generations of GPUs with such a backend, as compilers name them; empty where they are not
-    known."""
-    is_own_type: bool = False
-    """Whether it is another type than FP8 with a scale for a tensor or a head."""
-
-
 class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
@@ -151,14 +131,7 @@ class CandidateResult(_Model):
     verdict: Verdict
     verdict_why: str
     gate: str
-    kv_cache: KvCacheResult | None = None
-    """None where only weights and inputs are quantized."""
     by_position: tuple[PositionResult, ...]
-
-    @property
-    def has_own_type(self) -> bool:
-        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
-        return self.kv_cache is not None and self.kv_cache.is_own_type
 
 
 class RefusedCandidate(_Model):
@@ -296,11 +269,6 @@ class Decision(_Model):
     remedy: Remedy = Remedy.NONE
     candidate: str = ""
     """The candidate that the remedy is for."""
-    kv_cache: str = ""
-    """The candidate whose type of the KV cache is recommended; empty where that cannot be told, or
-    no types were compared."""
-    kv_cache_why: str = ""
-    """The recommendation in a sentence, or why there is none."""
 
 
 class RunProvenance(_Model):
@@ -348,8 +316,6 @@ class VerifyReport(WithOverview, _Model):
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
-    has_all_types: bool = Field(default=False, exclude=True)
-    """Whether all types of the KV cache are compared: then none of them was asked for."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone."""
     rules: tuple[RuleResult, ...] = ()
@@ -369,13 +335,8 @@ class VerifyReport(WithOverview, _Model):
     @property
     def judged(self) -> tuple[Verdict, ...]:
         """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
-        asked = [
-            each.verdict
-            for each in self.candidates
-            if each.name != SCALE_ONE and not (each.has_own_type and self.has_all_types)
-        ]
-        unscaled = (each.verdict for each in self.candidates if not each.has_own_type)
-        return tuple(asked or unscaled)
+        asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
+        return tuple(asked or (each.verdict for each in self.candidates))
 
     def find_failure(self, *, strict: bool = False) -> Verdict | None:
         """Find the worst verdict in `judged` that a gate does not let pass; None without one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
-from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.verification.figures import (
     format_db,
     format_kld,
@@ -144,32 +143,3 @@ def pairs_table(report: VerifyReport) -> Table | None:
     rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
     columns = ["candidate", "against", "difference of KLD ± se"]
     return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
-
-
-def cache_table(report: VerifyReport) -> Table | None:
-    """Make the table of cache types, the smallest first; None where nothing of them was asked."""
-    caches = [(one, one.kv_cache) for one in report.candidates if one.kv_cache is not None]
-    has_memory = any(cache.tokens is not None for _, cache in caches)
-    if not has_memory and not any(cache.is_own_type for _, cache in caches):
-        return None
-    caches.sort(key=lambda pair: (pair[1].bytes_per_token, pair[0].kld_mean or 0.0))
-    columns = {
-        "candidate": [one.name for one, _ in caches],
-        "KLD mean ± se": [format_mean_kld(one.kld_mean, one.kld_se) for one, _ in caches],
-        "ratio ± se": [format_ratio(one.ppl_ratio, one.ppl_ratio_se) for one, _ in caches],
-        "top-1": [format_share(one.top1_agreement) for one, _ in caches],
-        "bytes a token": [f"{cache.bytes_per_token:,.0f}" for _, cache in caches],
-        "tokens that fit": [f"{cache.tokens or 0:,}" for _, cache in caches],
-        "scales": ["of the file" if cache.uses_scales else "none" for _, cache in caches],
-        "--kv-cache-dtype": [cache.dtype for _, cache in caches],
-        "GPUs": [join_generations(cache.gpus) or "-" for _, cache in caches],
-        "backends": [", ".join(cache.backends) or "-" for _, cache in caches],
-    }
-    if not has_memory:
-        del columns["tokens that fit"]
-    return Table(
-        title=f"KV caches in {report.engine_version}",
-        columns=list(columns),
-        rows=list(zip(*columns.values(), strict=True)),
-        words=(0, *range(list(columns).index("scales"), len(columns))),
-    )

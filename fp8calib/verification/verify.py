@@ -355,7 +355,7 @@ def _run_fitted(
     unscaled = next((c for c in request.candidates if c.name == SCALE_ONE), None)
     if unscaled is None or not list_losing(fits.get(SCALE_ONE, ())):
         return None
-    others = [c for c in request.candidates if c.name != SCALE_ONE and not c.has_own_type]
+    others = [c for c in request.candidates if c.name != SCALE_ONE]
     cached = [c.name for c in others if not c.weights]
     if others and not cached:
         return None
@@ -470,7 +470,7 @@ def _assess_need(
     lengths: Sequence[int],
 ) -> KvNeed | None:
     """Answer whether KV scales are needed; None where only FP8 weights are compared."""
-    others = [one for one in results if one.name != SCALE_ONE and not one.has_own_type]
+    others = [one for one in results if one.name != SCALE_ONE]
     is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
     if SCALE_ONE not in computed.fits or not is_asked:
         return None
@@ -515,7 +515,6 @@ def _make_result(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
-        kv_cache=candidate.kv_cache,
         by_position=summarize_positions(scores.logprobs, reference.logprobs, lengths, scores.klds),
     )
 

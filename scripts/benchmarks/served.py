@@ -127,21 +127,15 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, head: torch.Tensor
 def emulate(options: argparse.Namespace, engine: str, length: int) -> dict[str, str]:
     """Verify all candidates with the arithmetic of the engine; give each its KLD, spelled."""
     import fp8calib  # noqa: PLC0415
+    from fp8calib.plugins.kv_types import kv_types  # noqa: PLC0415
 
-    result = fp8calib.verify(
-        options.model,
-        scales=[name for name in options.candidates if Path(name).is_dir()],
-        kv_cache_dtype=[
-            name for name in options.candidates if name != "fp8" and not Path(name).is_dir()
-        ],
-        engine=engine,
-        data=options.data,
-        seq_len=length,
-        dtype=options.dtype,
-    )
-    spelled = {
-        each.name: f"emulated {each.kld_mean:.5f} ± {each.kld_se:.5f}" for each in result.candidates
-    }
+    asked = {"engine": engine, "data": options.data, "seq_len": length, "dtype": options.dtype}
+    folders = [name for name in options.candidates if Path(name).is_dir()]
+    types = [name for name in options.candidates if name not in {"fp8", *folders}]
+    found = list(fp8calib.verify(options.model, scales=folders, **asked).candidates)
+    if types:
+        found += kv_types(options.model, kv_cache_dtype=types, **asked).types
+    spelled = {each.name: f"emulated {each.kld_mean:.5f} ± {each.kld_se:.5f}" for each in found}
     return {**spelled, "fp8": spelled.get("scale-1.0", "not emulated")}
 
 

@@ -159,11 +159,6 @@ def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
     assert read_gib(text) == gib
 
 
-def test_the_memory_of_a_cache_is_a_size_too() -> None:
-    message = fail(2, "verify", "nowhere", "--kv-memory", "5 apples")
-    assert "--kv-memory 5 apples: not a size such as 24, 24GiB or 500M" in message
-
-
 @pytest.mark.parametrize("text", ["", "x", "-1", "5 apples", "500K", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert "not a size" in fail(2, "calibrate", "nowhere", "--memory", text)

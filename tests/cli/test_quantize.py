@@ -92,18 +92,6 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert f"{loads}:\n    vllm serve {out}\n" in text
 
 
-def test_another_type_of_the_cache_has_no_bytes_of_fp8(model: Path, tmp_path: Path) -> None:
-    """And an engine that has no such cache is not ok."""
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        "name: x\nquantize: {scheme: fp8-block, kv_cache_dtype: fp8_per_token_head}\n"
-    )
-    options = ("--scheme", recipe, "--out", tmp_path / "out", "--allow-unservable")
-    text = succeed("quantize", model, *options).out
-    assert "KV cache: " not in text
-    assert "SGLang 0.5.23: not ok: it has no --kv-cache-dtype fp8_per_token_head" in text
-
-
 @pytest.mark.parametrize(
     ("damage", "message", "blocked"),
     [

@@ -148,7 +148,7 @@ def _make_room(workspace: Path, words: list[str]) -> None:
 
 
 def _quicken(words: list[str]) -> tuple[str, ...]:
-    runs_text = words[0] in {"calibrate", "verify", "gptq"}
+    runs_text = words[0] in {"calibrate", "verify", "kv-types", "gptq"}
     if "VISION-MODEL" in words:
         return IMAGES if runs_text else ()
     return QUICK if runs_text else ()

@@ -1,6 +1,6 @@
 """Figures of every cache type, against formulas that share no code: minutes.
 
-`tests/verification/test_cache_figures.py` has one family.
+`tests/plugins/kv_types/test_cache_figures.py` has one family.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.mutations_of_scales import Plant, plant
+from tests.plugins.kv_types.test_cache_figures import FAMILIES, TEXT, build, compare
 from tests.real_engines.vllm_job import ROOT
-from tests.verification.test_cache_figures import FAMILIES, TEXT, build, compare
 
 MODEL = ROOT / "demo" / "SmolLM2-135M-Instruct"
 LARGE = (2, 26)

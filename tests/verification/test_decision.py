@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    KvCacheResult,
     KvNeed,
     LayerResult,
     PairedAnswer,
@@ -41,7 +39,7 @@ from fp8calib.verification.verify import (
 )
 from tests import zoo
 from tests.doors import Silent, make_plan
-from tests.kit.reports import make_candidate, make_layer, make_small
+from tests.kit.reports import make_candidate, make_layer
 from tests.verification import by_hand
 from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
 from tests.zoo import draw
@@ -578,110 +576,3 @@ def test_a_site_that_clips_and_underflows_clips() -> None:
     assert found.details.endswith(
         "clips: its scale is too small, 0.01% of the values of one head clip."
     )
-
-
-def make_type(
-    name: str,
-    size: float,
-    kld: float,
-    verdict: Verdict = Verdict.PASS,
-    backends: tuple[str, ...] = (),
-) -> CandidateResult:
-    """Make a candidate whose KV cache has a type of its own."""
-    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size, is_own_type=True)
-    cache = cache.model_copy(update={"backends": backends})
-    return make_candidate(name, kv_cache=cache, kld_mean=kld, verdict=verdict)
-
-
-def settle_types(
-    *types: CandidateResult, answers: Mapping[tuple[str, str], PairedAnswer] | None = None
-) -> Decision:
-    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01.
-
-    The smaller divergence is surely better, but for the pairs in `answers`.
-    """
-    cache = KvCacheResult(dtype="fp8", uses_scales=True, bytes_per_token=64)
-    unscaled = make_candidate(SCALE_ONE, kv_cache=cache, kld_mean=0.01, verdict=Verdict.PASS)
-    candidates = (unscaled, *types)
-    paired = {}
-    for one in types:
-        for base in candidates:
-            difference = (one.kld_mean or 0) - (base.kld_mean or 0)
-            plain = PairedAnswer.BETTER if difference < 0 else PairedAnswer.WORSE
-            answer = (answers or {}).get((one.name, base.name), plain)
-            paired[one.name, base.name] = pair(one.name, base.name, difference, answer)
-    layers = [make_layer(one.name, 0) for one in candidates]
-    basis = Basis(
-        candidates=candidates, layers=layers, fits={}, kv=None, paired=paired, engine="vLLM 0.33.0"
-    )
-    return settle(basis)
-
-
-def test_most_exact_type_is_recommended_and_the_smallest_named() -> None:
-    exact = make_type("exact", 66, 0.001, backends=("triton_attn",))
-    found = settle_types(exact, make_type("small", 36, 0.02))
-    assert found.kv_cache == "exact"
-    assert found.kv_cache_why == (
-        "Of the types of the KV cache use exact: KLD 0.0010 ± 0.0034, 10 times below FP8 at scale "
-        "1.0 (0.0100 ± 0.0034), 3% more bytes; vLLM 0.33.0 serves it with triton_attn only. "
-        "The smallest that passes is small (36 bytes a token, KLD 0.0200 ± 0.0034)."
-    )
-    assert found.kv_cache_why in found.headline
-
-
-def test_type_that_fails_is_not_named() -> None:
-    failing = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
-    found = settle_types(make_type("exact", 80, 0.006), failing)
-    assert found.kv_cache == "exact"
-    assert "which is better (KLD -0.0040 ± 0.0005) against FP8" in found.kv_cache_why
-    assert "1.2 times its bytes" in found.kv_cache_why
-    assert "The smallest that passes is scale 1.0 (64 bytes" in found.kv_cache_why
-    assert "small (" not in found.kv_cache_why
-
-
-def test_of_equal_losses_the_smallest_is_recommended() -> None:
-    same = {("exact", SCALE_ONE): PairedAnswer.NO_DIFFERENCE}
-    found = settle_types(make_type("exact", 66, 0.009), answers=same)
-    assert found.kv_cache == SCALE_ONE
-    assert "use scale 1.0: KLD 0.0100 ± 0.0034; no other that passes loses less" in found.headline
-
-
-@pytest.mark.parametrize("base", [SCALE_ONE, "other"])
-def test_nothing_is_recommended_of_what_cannot_be_told(base: str) -> None:
-    unclear = {
-        ("exact", base): PairedAnswer.CANNOT_TELL,
-        (base, "exact"): PairedAnswer.CANNOT_TELL,
-    }
-    found = settle_types(
-        make_type("exact", 66, 0.004), make_type("other", 66, 0.005), answers=unclear
-    )
-    assert found.kv_cache == ""
-    assert "Which type of the KV cache loses least cannot be told" in found.kv_cache_why
-    assert re.search(
-        "(by less than this text can|which so few sequences cannot) tell", found.kv_cache_why
-    )
-
-
-def test_larger_type_that_may_lose_less_forbids_nothing() -> None:
-    unclear = {("large", "exact"): PairedAnswer.CANNOT_TELL}
-    found = settle_types(
-        make_type("exact", 66, 0.004), make_type("large", 90, 0.005), answers=unclear
-    )
-    assert found.kv_cache == "exact"
-
-
-def test_no_type_passes() -> None:
-    cache = KvCacheResult(dtype="fp8", uses_scales=True, bytes_per_token=64)
-    unscaled = make_candidate(SCALE_ONE, kv_cache=cache, verdict=Verdict.FAIL)
-    small = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
-    layers = [make_layer(SCALE_ONE, 0), make_layer("small", 0)]
-    basis = Basis(candidates=(unscaled, small), layers=layers, fits={}, kv=None)
-    assert "No type of the KV cache passes." in settle(basis).headline
-
-
-def test_types_of_a_survey_are_not_judged() -> None:
-    failing = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
-    good = make_candidate("out/overlay", verdict=Verdict.PASS)
-    assert make_small(candidates=(good, failing)).find_failure() is Verdict.FAIL
-    for one in (good, make_candidate(SCALE_ONE, verdict=Verdict.PASS)):
-        assert make_small(candidates=(one, failing), has_all_types=True).find_failure() is None

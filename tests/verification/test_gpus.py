@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import fp8calib
 from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
@@ -14,17 +13,10 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.tables import cache_table
 from tests import zoo
 from tests.verification.by_hand import emulate_scheme, opened
 
 TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """Build a tiny model whose heads have 64 values."""
-    return zoo.build("llama", head_dim=64)
 
 
 @pytest.mark.parametrize(
@@ -87,38 +79,11 @@ def test_generations_are_joined_as_ranges(names: tuple[str, ...], joined: str) -
     assert join_generations(names) == joined
 
 
-def test_table_has_the_figures_and_the_gpus_of_each_type(model: PreTrainedModel) -> None:
-    """By what vLLM's own functions answer for heads of 64."""
-    asked = {"data": TEXT, "seq_len": 32, "engine": "vllm==0.33"}
-    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4", "int8_per_token_head"])
-    table = cache_table(report)
-    assert table is not None
-    found = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    named = {name: row["GPUs"] for name, row in found.items()}
-    assert named == {
-        "nvfp4": "sm_100, sm_103",
-        "int8_per_token_head": "sm_80 to sm_121, gfx942 to gfx1201",
-        "scale-1.0": "sm_80 to sm_121, gfx942 to gfx1201",
-    }
-    for one in report.candidates:
-        assert found[one.name]["top-1"] == f"{one.top1_agreement:.2%}"
-        assert found[one.name]["ratio ± se"].startswith(f"{one.ppl_ratio:.4f} ± ")
-
-
 def test_every_generation_serves_fp8() -> None:
     record, _ = find_emulated("vllm")
     for name in GPUS:
         assert record.list_backends("fp8", GPUS[name])
     assert {each.generation for each in record.storage} == set(GENERATIONS)
-
-
-def test_heads_that_no_backend_was_asked_about_have_none() -> None:
-    """They had every backend that refuses none of the sizes that were asked about."""
-    model = zoo.build("llama", head_dim=24)
-    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["all"]}
-    report = fp8calib.verify(model, **asked)
-    assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
-    assert len(report.candidates) > 3
 
 
 @pytest.mark.parametrize(

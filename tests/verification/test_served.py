@@ -15,14 +15,18 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 import fp8calib
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.plugins.kv_types.types import CACHE_TYPES
+from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
-from fp8calib.verification.emulation.kv import emulate_cache_type, emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
 from tests import zoo
-from tests.kv_types import by_hand as types_by_hand
+from tests.doors import Silent, make_plan
+from tests.plugins.kv_types import by_hand as types_by_hand
+from tests.plugins.kv_types.test_types import store_all
 from tests.verification.by_hand import (
     FULL,
     PADDED,
@@ -34,7 +38,6 @@ from tests.verification.by_hand import (
     plain_forward,
     text_config,
 )
-from tests.verification.test_cache_types import store_all
 
 
 class SteppedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -104,9 +107,9 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
 
     In fp64, where steps and one pass round alike.
     """
-    cache_type = replace(CACHE_TYPES[name], num_plain_ends=0)
+    cache_type = replace(CACHE_TYPES[name], is_packed=False)
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
-        quantizers = emulate_cache_type(cache_type, subject.geometry)
+        quantizers = cache_type.quantize(subject.geometry)
         emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         hooks = make_hooks(emulation)
         padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
@@ -184,7 +187,7 @@ def test_cache_of_transformers_is_scored_as_its_own_class_generates(
 ) -> None:
     """The scale is that of the prompt, and some later tokens exceed it."""
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
-        quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
+        quantizers = CACHE_TYPES["fp8_quantized_cache"].quantize(subject.geometry)
         emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
         found = emulate(subject, emulation, PADDED, FULL, hooks=make_hooks(emulation))
         make_cache = partial(QuantizedCache, "fp8", text_config(subject.model))
@@ -203,13 +206,23 @@ def model() -> PreTrainedModel:
     return zoo.build("llama", num_hidden_layers=6, head_dim=32)
 
 
-def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel) -> None:
+def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_path: Path) -> None:
     """Against log-probabilities of a model that generates over a cache by hand."""
     text = [torch.arange(3, 35) + 8 * shift for shift in range(12)]
     name = "turboquant_k8v4"
-    report = fp8calib.verify(
-        model, data=text, seq_len=32, engine="vllm==0.32", kv_cache_dtype=[name], decode=True
-    )
+    with opened(model, tmp_path) as subject:
+        own = Candidate(
+            name=name,
+            quantizers=CACHE_TYPES[name].quantize(subject.geometry),
+            engine_prompt_in_16_bits=True,
+        )
+        candidates = (build_unscaled("scale-1.0", subject.geometry, E4M3FN, PLAIN), own)
+        asked = VerificationRequest(numerics=PLAIN, candidates=candidates, scores_decoding=True)
+        reference = ReferenceModel(
+            name="tiny", model=subject.prepared, dtype="float32", device="cpu"
+        )
+        plan = make_plan(text)
+        report = verify(reference, asked, plan, batch_size=1, progress=Silent()).report
     unscaled, found = report.decoding
     assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
     assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)

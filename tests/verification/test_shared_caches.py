@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 from transformers.models.gemma3n import modeling_gemma3n
 
 import fp8calib
@@ -81,9 +80,6 @@ def test_some_of_the_layers_that_share_a_cache_cannot_stay_in_16_bits(overlay: P
     asked = {"seq_len": 64, "dtype": "float32"}
     left = fp8calib.verify(model, overlay, TEXT, kv_cache_dtype_skip_layers=[0, 2], **asked)
     (first, *_) = left.candidates
-    config = AutoConfig.from_pretrained(model)
-    values = int(config.num_key_value_heads) * int(config.head_dim)
-    assert first.kv_cache.bytes_per_token == 2 * values * (1 + 2)  # of layers 1 and 0
     sites = {row.layer for row in left.layers if row.candidate == first.name}
     assert sites == {1, 3}
 

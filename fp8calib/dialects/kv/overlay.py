@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
-from fp8calib.numerics.formats import E4M3FN, NVFP4_CACHE
+from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
@@ -95,7 +95,6 @@ KV_OVERLAY = Dialect(
     needs_model=True,
     configures_quantization=True,
     has_query=True,
-    cache_types=(NVFP4_CACHE,),
 )
 """Read as `compressed-tensors`, like `KV_OVERLAY_HEAD`."""
 
@@ -105,5 +104,4 @@ KV_OVERLAY_HEAD = replace(
     description="the same with one scale per KV head (`attn_head`)",
     path_pattern="kv-overlay-head",
     per_head=True,
-    cache_types=(),
 )

@@ -36,8 +36,6 @@ class ExportTask:
     recipe: Recipe
     model: str | None
     """The folder or Hub id, also of a model that is in memory."""
-    cache_type: str
-    """The type of the KV cache; empty for FP8."""
 
     @property
     def out(self) -> Path:

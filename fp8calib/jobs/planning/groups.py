@@ -14,7 +14,6 @@ from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.stats import drop_kv
-from fp8calib.kv_types.sizes import count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
@@ -27,9 +26,10 @@ from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import build_cache, build_scheme
+from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
+from fp8calib.verification.report import FP8_CACHE
 
 _UNSEEN = "its inputs cannot be emulated"
 _PARTIAL = f"its inputs are no multiple of {MX_BLOCK[1]}"
@@ -214,13 +214,10 @@ class GroupMaker:
             return "the model has no KV cache"
         if not opened.request.kv_tokens:
             return "--kv-tokens 0"
-        name = opened.cache_type
         sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
         for engine in opened.engines:
-            if opened.gpu and (why := engine.explain_unserved(name, opened.gpu, sizes)):
+            if opened.gpu and (why := engine.explain_unserved(FP8_CACHE, opened.gpu, sizes)):
                 return why
-            if not opened.uses_kv_scales:
-                continue
             report = replay_overlay(engine, geometry, 1, open_folder(opened.folder))
             if why := find_fault(report):
                 return f"{engine.key} does not use KV scales of this model: {why}"
@@ -241,30 +238,22 @@ class GroupMaker:
         for part in [[each] for each in own] if can_skip else [own]:
             layers = geometry.with_readers(part)
             found = [attentions[index] for index in layers]
-            sizes = [
-                sum(count_layer_bytes(name, each, geometry) for each in found)
-                for name in ("", opened.cache_type)
-            ]
-            plain, size = (round(each * opened.request.kv_tokens) for each in sizes)
+            size = sum(each.kv_elements_per_token for each in found) * opened.request.kv_tokens
             modules = frozenset(each.module for each in found)
             yield Group(
                 name=f"{found[0].checkpoint_module}.kv" if can_skip else "all KV caches",
                 layers=layers,
                 choices=(
-                    Choice(name=IN_16_BITS, size_bytes=plain),
-                    Choice(name=opened.cache_type, size_bytes=size, emulation=whole.only(modules)),
+                    Choice(name=IN_16_BITS, size_bytes=2 * size),
+                    Choice(name=FP8_CACHE, size_bytes=size, emulation=whole.only(modules)),
                 ),
             )
 
     def _emulate_cache(self) -> Candidate:
         """Emulate the caches of all layers."""
         opened = self._opened
-        name, numerics = opened.cache_type, opened.numerics
-        table = compute_kv_scales(self._stats, E4M3FN) if opened.uses_kv_scales else None
-        return build_cache(
-            *(name, name, opened.target.geometry, numerics, table),
-            factor=opened.emulated.scale_factor,
-        )
+        table = compute_kv_scales(self._stats, E4M3FN)
+        return build_kv_candidate(FP8_CACHE, table, opened.numerics, origin="")
 
 
 def list_asked(opened: OpenedPlan) -> Sequence[str]:

@@ -118,7 +118,7 @@ def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:
     plain = sum(group.choices[0].size_bytes for group in groups)
     weights = sum(g.choices[0].size_bytes for g in groups if not g.is_cache)
     stored = sum(each.size_bytes for each in opened.target.checkpoint.tensors.values())
-    brings = opened.uses_kv_scales and any(group.is_cache for group in groups)
+    brings = any(group.is_cache for group in groups)
     owned = sum(a.producer is None for _, a in opened.target.geometry.attentions())
     scales = 8 * owned * brings
     return Sizes(fixed=stored - weights + scales, unquantized=stored - weights + plain)
@@ -194,7 +194,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     """
     if planned.quantize is None:
         return
-    used = stats if planned.caches and opened.uses_kv_scales else drop_kv(stats)
+    used = stats if planned.caches else drop_kv(stats)
     asked = resolve_recipe(planned.quantize)
     _, reports, unchecked = replay_settings(opened.folder, asked, used, opened.engines)
     for engine, report in reports.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,20 +12,16 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import UsageError
 from fp8calib.jobs.calibration import open_unquantized
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.planning.budget import check_budget
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.text import plan_texts
-from fp8calib.jobs.verification.options import choose_cache_types
-from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
-from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.verification.candidates import Target, takes_kv_scales
-from fp8calib.verification.report import FP8_CACHE
+from fp8calib.verification.candidates import Target
 
 _TAG = "fp8calib plan"
 SEQUENCES = 8
@@ -46,8 +42,6 @@ class OpenedPlan:
     """The first whose arithmetic is known."""
     numerics: Numerics
     gpu: Gpu | None
-    cache_type: str
-    """Of the caches that are quantized; `FP8_CACHE`, or another type."""
     calibration: DataPlan
     search: DataPlan
     """A bounded part of the text that is calibrated on."""
@@ -60,11 +54,6 @@ class OpenedPlan:
         """The output folder."""
         default = f"{Path(str(self.request.model)).resolve().name}-plan"
         return Path(self.request.out or default)
-
-    @property
-    def uses_kv_scales(self) -> bool:
-        """Whether the cache type stores by scales that are calibrated."""
-        return takes_kv_scales(self.cache_type, self.numerics)
 
     @property
     def folder(self) -> Path:
@@ -84,7 +73,6 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     for engine in _list_engines(request):
         if request.gpu is not None:
             _require_known(find_gpu(request.gpu), engine)
-        _name_type(request, engine)
     check_budget(request)
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
@@ -107,10 +95,6 @@ def _describe_opened(
     if gpu is not None:
         numerics = emulated.emulate_on(gpu, numerics)
     engines = _list_engines(request)
-    own_type = next((name for e in engines for name in _name_type(request, e)), FP8_CACHE)
-    own = CACHE_TYPES.get(own_type)
-    if own is not None and (why := explain_misfit(own, model.prepared.geometry)):
-        raise ModelError(f"--kv-cache-dtype {own_type}: {why}", hint="choose another type")
     parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
     settings = (
         *(emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or "")),
@@ -128,7 +112,6 @@ def _describe_opened(
         emulated=emulated,
         numerics=numerics,
         gpu=gpu,
-        cache_type=own_type,
         calibration=calibration,
         search=take_sequences(calibration, 0, SEQUENCES),
         held_out=held_out,
@@ -143,17 +126,6 @@ def join_texts(opened: OpenedPlan) -> DataPlan:
     media = {**search.media, **{first + index: row for index, row in held_out.media.items()}}
     joined = replace_sequences(search, (*search.sequences, *held_out.sequences), media)
     return replace(joined, warnings=())
-
-
-def _name_type(request: PlanRequest, engine: Engine) -> Sequence[str]:
-    """Name the cache type where it is not FP8 with a scale for a tensor or a head.
-
-    Raises:
-        UsageError: the engine does not offer it, or it is not emulated.
-    """
-    if request.kv_cache_dtype in FP8_CACHES:
-        return ()
-    return choose_cache_types([request.kv_cache_dtype], engine)
 
 
 def _require_known(gpu: Gpu, engine: Engine) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 import yaml
 
 from fp8calib.jobs.planning.opened import OpenedPlan
-from fp8calib.numerics.formats import NVFP4_CACHE
 from fp8calib.options.recipe_keys import FORMATS
 from fp8calib.recipe import Quantize
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import IN_16_BITS, Group
-from fp8calib.verification.report import FP8_CACHE
 
 RECIPE_NAME = "recipe.yaml"
 _HEAD = """\
@@ -84,26 +82,25 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme, command: str, budge
         "name": "planned",
         "description": f"A plan for {', '.join(e.key for e in opened.engines)}: {budget}.",
         "observe": {
-            "kv": bool(planned.caches) and opened.uses_kv_scales,
+            "kv": bool(planned.caches),
             "query": False,
             "inputs": True,
             "weights": True,
         },
         "data": {"samples": request.samples},
         "formats": [] if planned.quantize else list(FORMATS.default),
-        "quantize": None if planned.quantize is None else _spell_quantize(opened, planned),
+        "quantize": None if planned.quantize is None else _spell_quantize(planned),
     }
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     return _HEAD.format(command=command) + text
 
 
-def _spell_quantize(opened: OpenedPlan, planned: PlannedScheme) -> dict[str, Any]:
+def _spell_quantize(planned: PlannedScheme) -> dict[str, Any]:
     """Spell the section of the schemes, with the cache to serve with."""
     assert planned.quantize is not None  # noqa: S101 -- the caller looked
     served: dict[str, Any] = {}
     if planned.caches:
         served["kv_cache_dtype_skip_layers"] = list(planned.plain_caches)
-        served["kv_cache_dtype"] = "" if opened.cache_type == FP8_CACHE else opened.cache_type
     return planned.quantize.model_dump(mode="json") | served
 
 
@@ -113,10 +110,9 @@ def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:
     recipe, given = shlex.quote(str(opened.out / RECIPE_NAME)), shlex.quote(stats)
     if planned.quantize is not None:
         return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
-    if not planned.caches or not opened.uses_kv_scales:
+    if not planned.caches:
         return ""
-    own_type = f" --kv-cache-dtype {NVFP4_CACHE}" if opened.cache_type == NVFP4_CACHE else ""
-    return f"fp8calib export {given} --format {_OVERLAY}{own_type} --model {model} --out {out}"
+    return f"fp8calib export {given} --format {_OVERLAY} --model {model} --out {out}"
 
 
 def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
@@ -125,9 +121,6 @@ def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
     if engine.launch is None or (planned.quantize is None and not planned.caches):
         return ""
     folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/{_OVERLAY}"
-    if planned.quantize is None and not opened.uses_kv_scales:
-        folder = str(opened.request.model)
-    own_type = "" if opened.cache_type == FP8_CACHE else opened.cache_type
-    command = engine.launch.spell(folder, has_kv=bool(planned.caches), cache_type=own_type)
+    command = engine.launch.spell(folder, has_kv=bool(planned.caches))
     left = planned.plain_caches if planned.caches else ()
     return f"{command} {opened.numerics.spell_skip(left)}".rstrip()

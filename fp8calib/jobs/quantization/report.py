@@ -66,7 +66,7 @@ def make_quantize_result(
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
         ),
         kv_bytes_per_token=None
-        if size is None or (served and (served.kv_cache_dtype or served.kv_cache_dtype_skip_layers))
+        if size is None or (served and served.kv_cache_dtype_skip_layers)
         else BeforeAfter(before=size[0], after=size[1]),
     )
 

@@ -38,22 +38,13 @@ class VerifyOptions:
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     fmt: Fp8Format
-    cache_types: Collection[str] = ()
-    """Types of the KV cache to compare, beside FP8 with scales."""
     plain_caches: Collection[int] = ()
     """The layers whose KV cache stays in 16 bits."""
-    kv_memory: float | None = None
-    """Bytes for the KV cache."""
     gate: Gate | None
     measures_noise: bool = False
     """Whether the unquantized model is compared with itself."""
     scratch: Path
     """The folder of hidden states that do not fit into memory."""
-
-    @property
-    def has_all_types(self) -> bool:
-        """Whether all types were asked for: one that does not fit is left out with a note."""
-        return "all" in (self.request.kv_cache_dtype or ())
 
 
 class JobCompanion(Companion, Protocol):

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.registry import REFERENCE, find_emulated, list_offering
-from fp8calib.errors import UsageError, join_or, suggest
+from fp8calib.engines.registry import REFERENCE, find_emulated
+from fp8calib.errors import UsageError
 from fp8calib.jobs.verification.job import VerifyOptions
-from fp8calib.kv_types.cache_types import (
-    CACHE_TYPES,
-    EMULATED,
-    FP8_CACHES,
-    explain_not_emulated,
-)
 from fp8calib.numerics.formats import FP8_FORMATS, Fp8Format
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
@@ -44,13 +37,9 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     scales = list_scales(request.scales)
     engine, numerics = find_emulated(request.engine)
-    cache_types = choose_cache_types(request.kv_cache_dtype or (), engine)
     paths = [str(i) for i in scales if not isinstance(i, CalibrationStats)]
-    _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
+    _check_candidate_names(paths, reserved=_RESERVED_NAMES)
     outputs = list_output_files(request)
-    kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
-    if kv_memory is not None and not 0 < kv_memory < math.inf:
-        raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
         request=request,
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
@@ -59,45 +48,10 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         scheme=None if request.scheme is None else find_scheme(request.scheme),
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
-        cache_types=cache_types,
         plain_caches=_list_plain_caches(request, engine),
-        kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
-
-
-def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
-    """Choose the cache types to emulate: all that the engine offers, or those that are named.
-
-    Raises:
-        UsageError: a type is not offered by the engine, or not emulated.
-    """
-    offered = engine.cache_types
-    if names and not offered:
-        raise UsageError(
-            f"--kv-cache-dtype: which types {engine.release} offers is not known",
-            hint="use --engine vllm, or reference for any type",
-        )
-    if "all" in names:
-        return tuple(name for name in offered if name in EMULATED and name not in FP8_CACHES)
-    for name in names:
-        if name not in offered:
-            others = list_offering(name)
-            hint = (
-                f"use {join_or([f'--engine {each}' for each in others])}"
-                if others
-                else suggest(name, list(offered), what="types")
-            )
-            raise UsageError(
-                f"--kv-cache-dtype {name}: {engine.release} has no such type", hint=hint
-            )
-        if name not in EMULATED:
-            raise UsageError(
-                f"--kv-cache-dtype {name}: not emulated: {explain_not_emulated(name)}",
-                hint=f"emulated: {', '.join(CACHE_TYPES)}",
-            )
-    return tuple(name for name in dict.fromkeys(names) if name not in FP8_CACHES)
 
 
 def _list_plain_caches(request: VerifyRequest, engine: Engine) -> Collection[int]:

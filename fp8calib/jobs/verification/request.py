@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 
 from fp8calib.dialects.read import FoundScales
+from fp8calib.engines.numerics import SPARSE_LATENTS
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.kv_types.cache_types import (
-    CACHE_TYPES,
-    EMULATED,
-    LATENT_TILES,
-    explain_not_emulated,
-)
-from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.model.load import LoadedModel
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.histogram import lower_edge
@@ -30,7 +22,6 @@ from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
     OpenedCandidate,
-    build_cache,
     build_checkpoint,
     build_kv_candidate,
     build_scheme,
@@ -38,18 +29,12 @@ from fp8calib.verification.candidates import (
     check_sites,
     drop_layers,
     leave_cache,
-    takes_kv_scales,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
-from fp8calib.verification.report import (
-    FP8_CACHE,
-    SCALE_ONE,
-    HistogramResult,
-    KvCacheResult,
-)
+from fp8calib.verification.report import SCALE_ONE, HistogramResult
 from fp8calib.verification.verify import VerificationRequest
 
 
@@ -61,7 +46,10 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         ModelError: a candidate cannot be emulated.
     """
     asked, engine = job.options.request, job.options.engine
-    candidates = tuple(_leave_caches(job, each) for each in _list_candidates(job, model))
+    plain = job.options.plain_caches
+    candidates = tuple(
+        leave_cache(each, plain, job.target.geometry) for each in _list_candidates(job, model)
+    )
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
@@ -87,7 +75,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         opened=[each.name for each in job.opened],
         left_out=job.left_out,
         warnings=(
-            *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
+            *(*job.plan.warnings, *job.warnings),
             *(*_note_tiles(job), *notes),
         ),
     )
@@ -104,69 +92,17 @@ def find_fault(
     return None
 
 
-def _list_left_types(job: VerifyJob) -> Iterator[str]:
-    """Say which types of the engine are left out where all were asked for, and why."""
-    if not job.options.has_all_types:
-        return
-    for name in job.options.engine.cache_types:
-        why = _explain_misfit(job, name) if name in EMULATED else explain_not_emulated(name)
-        if why:
-            yield f"the cache type {name} is left out: {why}"
-
-
-def _explain_misfit(job: VerifyJob, name: str) -> str:
-    """Say why a cache type does not fit the model; empty where it does."""
-    return explain_misfit(CACHE_TYPES[name], job.target.geometry) if name in CACHE_TYPES else ""
-
-
-def _list_head_sizes(job: VerifyJob) -> set[int]:
-    return {attention.k_head_dim for _, attention in job.target.geometry.attentions()}
-
-
-def _has_latents(job: VerifyJob) -> bool:
-    return any(attention.kind == "latent" for _, attention in job.target.geometry.attentions())
-
-
 def _note_tiles(job: VerifyJob) -> Iterator[str]:
     """Say where an FP8 cache is another type than the candidates with scales have."""
     engine, numerics = job.options.engine, job.options.numerics
     has_fp8 = job.options.scheme is None and job.options.fmt is E4M3FN
-    is_sparse = not explain_misfit(CACHE_TYPES[LATENT_TILES], job.target.geometry)
+    is_sparse = job.target.geometry.model_type in SPARSE_LATENTS
     if is_sparse and has_fp8 and (where := numerics.kv_sparse_in_tiles):
         yield (
             f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
-            f"of {SCALE_ONE} and of files are not used there; --engine reference --kv-cache-dtype "
-            f"{LATENT_TILES} emulates it"
+            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types` with --engine "
+            "reference emulates it"
         )
-
-
-def _leave_caches(job: VerifyJob, candidate: Candidate) -> Candidate:
-    """Leave the caches of the layers that are named; say how the rest is served."""
-    left = leave_cache(candidate, job.options.plain_caches, job.target.geometry)
-    return replace(left, kv_cache=_add_service(left.kv_cache, job))
-
-
-def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult | None:
-    """Add the engine's name and backends, and how many tokens fit into the memory that is given.
-
-    The backends of latents were not read.
-    """
-    if cache is None:
-        return None
-    memory, engine = job.options.kv_memory, job.options.engine
-    sizes = _list_head_sizes(job)
-    is_known = not _has_latents(job)
-    name = cache.dtype
-    if name == FP8_CACHE and engine.launch is not None:
-        name = engine.launch.kv_flag.rpartition(" ")[2]
-    return cache.model_copy(
-        update={
-            "dtype": name,
-            "backends": engine.list_backends(cache.dtype, None, sizes) if is_known else (),
-            "gpus": engine.list_generations(cache.dtype, sizes) if is_known else (),
-            "tokens": None if memory is None else int(memory / cache.bytes_per_token),
-        }
-    )
 
 
 def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
@@ -181,38 +117,6 @@ def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     has_others = bool(job.opened or options.scheme or job.make_candidates)
     if geometry.kv_elements_per_token or not has_others:
         yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.numerics)
-    yield from _list_cache_types(job)
-
-
-def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
-    """List the types of the KV cache; one that uses scales again with those of each candidate.
-
-    Raises:
-        ModelError: a type that was named does not fit the model.
-    """
-    options = job.options
-    build = partial(
-        build_cache,
-        geometry=job.target.geometry,
-        numerics=options.numerics,
-        factor=options.engine.scale_factor,
-    )
-    for name in options.cache_types:
-        if why := _explain_misfit(job, name):
-            if not options.has_all_types:
-                hint = "all leaves out what does not fit"
-                raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
-            continue
-        yield build(name, name)
-        for scaled, table in _list_tables(job) if takes_kv_scales(name, options.numerics) else ():
-            yield build(f"{name} with {scaled}", name, table=table)
-
-
-def _list_tables(job: VerifyJob) -> Iterator[tuple[str, ScaleTable]]:
-    """List the KV scales that candidates have, and their names."""
-    for opened in job.opened:
-        if opened.stats is not None or opened.found is not None:
-            yield opened.name, _read_table(job, opened)
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:

@@ -49,7 +49,7 @@ from fp8calib.verification.verify import verify as compare
 
 _SMALLEST_SHARE = 0.01
 _SETTINGS = (
-    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
     *("samples", "seq_len", "batch_size", "pack", "text_column"),
 )
 
@@ -212,7 +212,6 @@ def run_verify_job(
     has_page = options.request.report is not None
     return _change_report(
         verified,
-        has_all_types=options.has_all_types,
         histograms=tuple(list_histograms(job, request.candidates)) if has_page else (),
         memory=memory,
         provenance=provenance,

@@ -264,7 +264,6 @@ def check_dump(request: ServerRequest) -> None:
         "--scales": request.scales,
         "--scheme": request.scheme,
         "--rules": request.rules,
-        "--kv-cache-dtype": request.kv_cache_dtype,
         SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
         "--dry-run": request.dry_run,
         "--sampled": request.sampled,

@@ -20,13 +20,13 @@ from fp8calib.engines.scale_mixups import list_moves
 from fp8calib.engines.status import Status
 from fp8calib.errors import cut_list, format_count, name_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
-from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
-from fp8calib.plugins.vllm.live_scales import ROLES
+from fp8calib.plugins.vllm.live_scales import FP8_CACHES, ROLES
 from fp8calib.plugins.vllm.rank_answer import LiveLayer, RankAnswer, Slot
 
 _TOLERANCE = 2.0**-8
 """vLLM may round scales to bfloat16, and may be served in another dtype than the config names."""
 _PLAIN = ("auto", "bfloat16", "float16", "float32")
+_UNSCALED = ("turboquant", "ultraquant", "fp8_ds_mla")
 _NAMES = {
     "device": "the device scale",
     "float": "the host float",
@@ -219,7 +219,7 @@ def _judge_caches(
         status = Status.DROPPED
         if dtype in _PLAIN:
             why = "a cache of 16 bits, which has no scale"
-        elif dtype in CACHE_TYPES and not CACHE_TYPES[dtype].has_global_scales:
+        elif dtype.startswith(_UNSCALED) or dtype.endswith("_per_token_head"):
             why = "it takes no scale of a file"
         else:
             why, status = "whether the scales fit it is not known", Status.UNKNOWN

@@ -20,6 +20,8 @@ COPIES = {"device": "_{}_scale", "float": "_{}_scale_float", "cpu": "_{}_scale_c
 """The attribute of an attention layer that holds a copy, for a role."""
 READ_ATTRIBUTE = re.compile(r"\b(?:layer|self)\.(_[kvq]_scale(?:_float|_cpu)?)\b")
 
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of the KV cache with a scale for each layer."""
 _FOREIGN = ("abc", "builtins", "torch", "typing")
 
 

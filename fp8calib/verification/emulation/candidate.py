@@ -10,10 +10,9 @@ from types import MappingProxyType
 import torch
 
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry.sites import Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import Requantized, WeightChange
-from fp8calib.verification.report import KvCacheResult
 
 Reads = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By the module of a layer that reads another's cache: what K and V are multiplied by, 0-dim or
@@ -37,15 +36,13 @@ class Candidate:
     """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
-    kv_cache: KvCacheResult | None = None
-    """None where only weights and inputs are quantized."""
     engine_prompt_in_16_bits: bool = False
     """Whether the engine computes attention of a prompt in 16 bits, unlike that of later tokens."""
 
     @property
-    def has_own_type(self) -> bool:
-        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
-        return self.kv_cache is not None and self.kv_cache.is_own_type
+    def has_cache(self) -> bool:
+        """Whether it quantizes the KV cache."""
+        return any(site.role is Role.K for site in self.quantizers)
 
     @property
     def default_gate(self) -> str:

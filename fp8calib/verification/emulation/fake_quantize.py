@@ -11,13 +11,14 @@ from typing import Literal, NamedTuple, Self
 
 import torch
 
-from fp8calib.kv_types.cache_types import RoundTrip
 from fp8calib.numerics.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.formats import Fp8Format, Rounding
 from fp8calib.numerics.from_amax import SMALLEST_SCALE, power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import BLOCK, Granularity
 
+RoundTrip = Callable[[torch.Tensor], torch.Tensor]
+"""Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
 AT_THE_EDGE = 1 + 2.0**-20
 """amax / scale, both rounded to fp32, may exceed fmt.max by this factor."""
 

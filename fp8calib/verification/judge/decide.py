@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from fp8calib.errors import format_ranges
 from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.figures import format_mean_kld
-from fp8calib.verification.judge.cache_types import get_kld, recommend
 from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
 from fp8calib.verification.report import (
@@ -85,22 +84,14 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     if basis.broken:
         found = Decision(headline="")
     first = " ".join(filter(None, (basis.broken, *_list_collapses(basis))))
-    cache, cache_why = _recommend_cache(basis)
-    headline = f"{first} {found.headline} {cache_why}".strip()
+    headline = f"{first} {found.headline}".strip()
     details = " ".join(
         text
         for one in basis.candidates
-        if one.name != SCALE_ONE and not one.has_own_type
+        if one.name != SCALE_ONE
         if (text := _describe_unfit(one.name, basis))
     )
-    return found.model_copy(
-        update={
-            "headline": headline,
-            "details": details,
-            "kv_cache": cache,
-            "kv_cache_why": cache_why,
-        }
-    )
+    return found.model_copy(update={"headline": headline, "details": details})
 
 
 def _list_scaled(basis: Basis) -> list[CandidateResult]:
@@ -108,7 +99,7 @@ def _list_scaled(basis: Basis) -> list[CandidateResult]:
     return [
         one
         for one in basis.candidates
-        if one.name != SCALE_ONE and has_kv_only(one.name, basis.layers) and not one.has_own_type
+        if one.name != SCALE_ONE and has_kv_only(one.name, basis.layers)
     ]
 
 
@@ -132,9 +123,7 @@ def explain_broken(ppl: float, vocabulary: int) -> str:
 def _list_collapses(basis: Basis) -> Iterator[str]:
     """Say first what makes every other figure meaningless."""
     for one in basis.candidates:
-        if one.has_own_type or one.top1_agreement is None:
-            continue  # a type is recommended only if it passes
-        if one.top1_agreement < _LEAST_TOP1:
+        if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
             yield (
                 f"{_name(one.name)} predicts another token than the unquantized model "
                 f"{1 - one.top1_agreement:.0%} of the time."
@@ -383,25 +372,6 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _recommend_cache(basis: Basis) -> tuple[str, str]:
-    """Recommend a type of the KV cache, and why; nothing where no types are compared."""
-    types = [one for one in basis.candidates if one.has_own_type]
-    if not types or basis.broken:
-        return "", ""
-    cached = [
-        one
-        for one in basis.candidates
-        if one.kv_cache is not None and has_kv_only(one.name, basis.layers)
-    ]
-    usable = [one for one in cached if one.name not in basis.refused]
-    return recommend(
-        [one for one in usable if not _is_unusable(one, basis)],
-        [one for one in cached if one not in types],
-        basis.paired,
-        basis.engine,
-    )
-
-
 # --- FP8 weights ----------------------------------------------------------------------------------
 
 
@@ -452,3 +422,9 @@ def _is_unusable(one: CandidateResult, basis: Basis) -> bool:
 
 def _name(candidate: str) -> str:
     return "Scale 1.0" if candidate == SCALE_ONE else candidate
+
+
+def get_kld(one: CandidateResult) -> float:
+    """Give the mean divergence of an emulated candidate, which is always known."""
+    assert one.kld_mean is not None  # noqa: S101
+    return one.kld_mean

@@ -152,7 +152,6 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
     drawn, missing = filled[:_MOST_HISTOGRAMS], max(len(filled) - _MOST_HISTOGRAMS, 0)
     anchors = {row.site: f"histogram-{index}" for index, row in enumerate(drawn)}
     yield Section(title="Candidates in pairs", table=tables.pairs_table(report))
-    yield Section(title="Types of the KV cache", table=tables.cache_table(report))
     yield Section(
         title="KL divergence by position",
         lead="Where it rises, errors in the KV cache accumulate with the length of a sequence.",

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tests.kv_types import by_hand
-from tests.kv_types.by_hand import OneVector, Vector
+from tests.plugins.kv_types import by_hand
+from tests.plugins.kv_types.by_hand import OneVector, Vector
 from tests.verification.by_hand import Change, HandCache, cast, changed_queries, text_config
 
 

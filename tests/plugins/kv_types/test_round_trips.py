@@ -10,16 +10,10 @@ import pytest
 import torch
 from transformers.cache_utils import Fp8QuantizedLayer
 
-from fp8calib.kv_types import (
-    e4m3,
-    fp4,
-    per_token_head,
-    rotations,
-    turboquant,
-)
-from fp8calib.kv_types.cache_types import CACHE_TYPES, RoundTrip
-from tests.kv_types import by_hand
-from tests.kv_types.by_hand import OneVector
+from fp8calib.plugins.kv_types import round_trips
+from fp8calib.plugins.kv_types.types import CACHE_TYPES, Store
+from tests.plugins.kv_types import by_hand
+from tests.plugins.kv_types.by_hand import OneVector
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -43,23 +37,23 @@ def store_by_hand(store: OneVector, x: torch.Tensor) -> torch.Tensor:
 
 
 GLOBAL = torch.tensor(0.0123)
-EXACT: dict[str, tuple[RoundTrip, OneVector]] = {
-    "fp8_per_token_head": (per_token_head.fp8, by_hand.fp8_per_token_head),
-    "int8_per_token_head": (per_token_head.int8, by_hand.int8_per_token_head),
-    "int4, rotated": (per_token_head.int4_as_rotated, by_hand.int4_as_rotated),
-    "nvfp4": (partial(fp4.nvfp4, scale=GLOBAL), partial(by_hand.nvfp4, scale=0.0123)),
+EXACT: dict[str, tuple[Store, OneVector]] = {
+    "fp8_per_token_head": (round_trips.e4m3_vectors, by_hand.fp8_per_token_head),
+    "int8_per_token_head": (round_trips.int8_vectors, by_hand.int8_per_token_head),
+    "int4, rotated": (round_trips.int4_as_rotated, by_hand.int4_as_rotated),
+    "nvfp4": (partial(round_trips.nvfp4, scale=GLOBAL), partial(by_hand.nvfp4, scale=0.0123)),
     "turboquant, 4-bit values": (
-        partial(turboquant.uniform_value, bits=4),
+        partial(round_trips.uniform_value, bits=4),
         by_hand.uniform_value(4),
     ),
     "turboquant, 3-bit values": (
-        partial(turboquant.uniform_value, bits=3),
+        partial(round_trips.uniform_value, bits=3),
         by_hand.uniform_value(3),
     ),
-    "ultraquant": (fp4.ultraquant, by_hand.ultraquant),
-    "fp8_ds_mla": (e4m3.latent_tiles, by_hand.fp8_tiles),
-    "mxfp8": (e4m3.mxfp8, by_hand.mxfp8),
-    "fp4_mx_block16": (fp4.mx_block16, by_hand.mx_block16),
+    "ultraquant": (round_trips.ultraquant, by_hand.ultraquant),
+    "fp8_ds_mla": (round_trips.latent_tiles, by_hand.fp8_tiles),
+    "mxfp8": (round_trips.mxfp8, by_hand.mxfp8),
+    "fp4_mx_block16": (round_trips.mx_block16, by_hand.mx_block16),
 }
 
 
@@ -81,15 +75,15 @@ def test_quantized_cache_is_that_of_transformers(dtype: torch.dtype) -> None:
         layer.update(prompt, 2 * prompt)
         key, value = layer.update(prompt[:, :, :1], prompt[:, :, :1])
         found_key, found_value = (
-            e4m3.first_update(each).to(dtype) for each in (prompt, 2 * prompt)
+            round_trips.first_update(each).to(dtype) for each in (prompt, 2 * prompt)
         )
         assert torch.equal(found_key, key[:, :, :-1])
         assert torch.equal(found_value, value[:, :, :-1])
 
 
-ROTATED: dict[str, tuple[RoundTrip, OneVector]] = {
-    "int4_per_token_head": (per_token_head.int4, by_hand.int4_per_token_head),
-    "ultraquant key": (fp4.ultraquant_key, by_hand.ultraquant_key),
+ROTATED: dict[str, tuple[Store, OneVector]] = {
+    "int4_per_token_head": (round_trips.int4_vectors, by_hand.int4_per_token_head),
+    "ultraquant key": (round_trips.ultraquant_key, by_hand.ultraquant_key),
 }
 
 
@@ -112,7 +106,7 @@ def test_levels_of_a_gaussian_are_those_of_the_table(bits: int) -> None:
     """Max, Quantizing for minimum distortion, 1960, table I."""
     halves = {3: [0.2451, 0.7560, 1.344, 2.152]}
     halves[4] = [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733]
-    levels = turboquant.find_gaussian_levels(64, bits) * 8
+    levels = round_trips.find_gaussian_levels(64, bits) * 8
     assert levels[2 ** (bits - 1) :].tolist() == pytest.approx(halves[bits], rel=3e-3)
     assert levels.tolist() == pytest.approx((-levels.flip(0)).tolist(), abs=1e-6)
 
@@ -120,7 +114,7 @@ def test_levels_of_a_gaussian_are_those_of_the_table(bits: int) -> None:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_key_is_the_nearest_direction_of_its_length(bits: int) -> None:
     x = draw_vectors(128, torch.bfloat16)[:, :, 4:]
-    found = turboquant.gaussian_key(x, bits)
+    found = round_trips.gaussian_key(x, bits)
     wanted = store_by_hand(by_hand.turboquant_key(bits), x)
     error = (found - wanted).norm(dim=-1) / x.float().norm(dim=-1)
     # The table has four digits: values near a border may take the other level.
@@ -132,14 +126,14 @@ def test_key_is_the_nearest_direction_of_its_length(bits: int) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.0123])
 def test_four_over_six_takes_the_smaller_error(scale: float) -> None:
     x = draw_vectors(64, torch.bfloat16)
-    found = fp4.nvfp4_four_over_six(x, torch.tensor(scale))
+    found = round_trips.nvfp4_four_over_six(x, torch.tensor(scale))
     wanted = store_by_hand(partial(by_hand.nvfp4_4over6, scale=scale), x)
     errors, least = (
         (each - x.float()).unflatten(-1, (-1, 16)).square().sum(-1) for each in (found, wanted)
     )
     assert torch.allclose(errors, least, rtol=1e-5)  # of two that are as good, either is taken
     assert float((found == wanted).float().mean()) > 0.98
-    plain = fp4.nvfp4(x, torch.tensor(scale))
+    plain = round_trips.nvfp4(x, torch.tensor(scale))
     assert float((found - x.float()).square().sum()) < float((plain - x.float()).square().sum())
 
 
@@ -150,9 +144,9 @@ def test_rotation_is_undone(size: int) -> None:
     block = size & -size
     matrix = torch.from_numpy(by_hand.hadamard_matrix(block)).float()
     wanted = (rows.reshape(-1, block) @ matrix).reshape(x.shape)
-    assert torch.allclose(rotations.hadamard(x), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(round_trips.hadamard(x), wanted, rtol=1e-4, atol=1e-4)
     largest = x.abs().amax(-1, keepdim=True)
-    there_and_back = rotations.rotate_back(rotations.rotate_randomly(x).float())
+    there_and_back = round_trips.rotate_back(round_trips.rotate_randomly(x).float())
     assert bool(((there_and_back - x).abs() <= largest * 2**-6).all())
 
 
@@ -160,7 +154,7 @@ def test_rotation_is_undone(size: int) -> None:
 def test_every_type_keeps_shape_and_finite_values(name: str) -> None:
     cache_type = CACHE_TYPES[name]
     arguments: dict[str, Any] = {"scale": GLOBAL} if cache_type.has_global_scales else {}
-    for store in (cache_type.key, cache_type.value):
+    for store in (cache_type.key, cache_type.value or cache_type.key):
         for dtype in DTYPES:
             x = draw_vectors(128, dtype)
             found = store(x, **arguments)
@@ -186,29 +180,15 @@ def test_every_type_keeps_shape_and_finite_values(name: str) -> None:
 )
 def test_bytes_of_a_vector_of_128(name: str, key: int, value: int) -> None:
     cache_type = CACHE_TYPES[name]
-    assert cache_type.count_key_bytes(128) == key
-    assert cache_type.count_value_bytes(128) == value
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "part"),
-    [
-        ("nvfp4", 72, "no multiple of 16"),
-        ("turboquant_4bit_nc", 96, "no power of two"),
-        ("ultraquant_4bit", 16, "no multiple of 32"),
-        ("int4_per_token_head", 65, "no multiple of 2"),
-        ("int8_per_token_head", 65, ""),
-    ],
-)
-def test_heads_that_do_not_fit_are_named(name: str, size: int, part: str) -> None:
-    assert part in CACHE_TYPES[name].explain_misfit(size)
-    assert bool(CACHE_TYPES[name].explain_misfit(size)) == bool(part)
+    value_size = cache_type.key_size if cache_type.value is None else cache_type.value_size
+    sizes = [bits * 128 / 8 + more for bits, more in (cache_type.key_size, value_size)]
+    assert sizes == [key, value]
 
 
 def test_transposed_tensors_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     torch.set_warn_always(True)
     try:
-        fp4.ultraquant(torch.randn(2, 64, 3).transpose(1, 2))
+        round_trips.ultraquant(torch.randn(2, 64, 3).transpose(1, 2))
     finally:
         torch.set_warn_always(False)
     assert not recwarn.list

