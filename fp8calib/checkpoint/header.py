@@ -1,18 +1,19 @@
-"""Read and check the header of a safetensors file, without reading the data."""
+"""Read the header of a safetensors file; the library safetensors checks it."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from fp8calib.checkpoint.json_files import parse_strict
-from fp8calib.errors import ModelError
+from safetensors import SafetensorError, safe_open
 
-MAX_HEADER_BYTES = 100_000_000  # the cap of the reference implementation
+from fp8calib.checkpoint.json_files import parse_unique_keys
+from fp8calib.errors import ModelError, shorten
+
 _DTYPES_BY_SIZE = {
     1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
     2: "U16 I16 F16 BF16",
@@ -27,8 +28,12 @@ FLOATS = frozenset({"BF16", "F16", "F32"})
 """The dtypes of unquantized weights."""
 PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
 """Formats smaller than a byte; a tensor fills whole bytes. Their values are never read."""
-_ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}
 _LFS_POINTER = b"version "
+# How errors of safetensors begin, and what they say of a file of another size.
+_PREFIX = "Error while deserializing header: "
+_CUT = frozenset({"header too small", "invalid header length"})
+_ENDS_ELSEWHERE = "incomplete metadata, file not fully covered"
+"""Said last, after all else is checked."""
 _TRUNCATED_HINT = "download or copy the file again"
 
 
@@ -61,8 +66,6 @@ class ShardHeader:
 def read_header(path: Path) -> ShardHeader:
     """Read and check the header of a safetensors file.
 
-    The header's length is checked against the file and the limit before anything is allocated.
-
     Raises:
         ModelError: the file is missing, truncated, or not a valid safetensors file.
     """
@@ -70,21 +73,51 @@ def read_header(path: Path) -> ShardHeader:
         raise ModelError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
     try:
         with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            length = _check_length(path, file.read(8), size_bytes)
-            raw = file.read(length)
+            prefix = file.read(8)
+            _check(path, prefix)
+            raw = file.read(int.from_bytes(prefix, "little"))
+        document: Any = parse_unique_keys(raw.decode())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        header = _parse_header(raw)
     except ValueError as error:
-        raise ModelError(f"{path}: {error}") from error
-    end = max((entry.stop for entry in header.tensors.values()), default=8 + length)
+        raise ModelError(f"{path}: the header is not valid: {error}") from error
+    metadata = document.pop("__metadata__", None) or {}
+    base = 8 + len(raw)
+    entries = {}
+    for name, fields in document.items():
+        # safetensors takes a list of the three fields too, and {"F32": null} for a dtype.
+        if not isinstance(fields, dict) or not isinstance(fields["dtype"], str):
+            message = f"{path}: tensor {name!a:.200} is not an object with dtype and data_offsets"
+            raise ModelError(message)
+        start, stop = fields["data_offsets"]
+        shape = tuple(fields["shape"])
+        entries[name] = TensorEntry(fields["dtype"], shape, base + start, base + stop)
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end, size_bytes = max((e.stop for e in tensors.values()), default=base), path.stat().st_size
     if end != size_bytes:
         fault = "truncated" if end > size_bytes else "longer than its header says"
         message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
         raise ModelError(message, hint=_TRUNCATED_HINT)
-    return header
+    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
+
+
+def _check(path: Path, prefix: bytes) -> None:
+    """Let safetensors check all but whether the file ends where its last tensor does."""
+    if prefix == _LFS_POINTER:
+        message = f"{path}: a Git LFS pointer, not the weights"
+        raise ModelError(message, hint="run `git lfs pull` in the folder")
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        why = str(error).removeprefix(_PREFIX)
+        if why == _ENDS_ELSEWHERE:
+            return
+        if why in _CUT:
+            size_bytes = path.stat().st_size
+            message = f"{path}: truncated: {size_bytes} bytes cannot hold its header"
+            raise ModelError(message, hint=_TRUNCATED_HINT) from error
+        raise ModelError(f"{path}: not a safetensors file: {shorten(why)}") from error
 
 
 def encode_header(document: Mapping[str, object]) -> bytes:
@@ -92,83 +125,3 @@ def encode_header(document: Mapping[str, object]) -> bytes:
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _check_length(path: Path, prefix: bytes, size_bytes: int) -> int:
-    if prefix == _LFS_POINTER:
-        message = f"{path}: a Git LFS pointer, not the weights"
-        raise ModelError(message, hint="run `git lfs pull` in the folder")
-    if len(prefix) < 8:
-        message = f"{path}: truncated: {size_bytes} bytes cannot hold a safetensors header"
-        raise ModelError(message, hint=_TRUNCATED_HINT)
-    length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
-        raise ModelError(f"{path}: not a safetensors file: its header would be {length} bytes long")
-    if 8 + length > size_bytes:
-        message = (
-            f"{path}: truncated: the header alone ends at byte {8 + length}, "
-            f"the file has {size_bytes} bytes"
-        )
-        raise ModelError(message, hint=_TRUNCATED_HINT)
-    return length
-
-
-def _parse_header(raw: bytes) -> ShardHeader:
-    """Parse a header; a ValueError says what is wrong with it."""
-    if not raw.startswith(b"{"):
-        raise ValueError("not a safetensors file: its header is not a JSON object")
-    try:
-        document = parse_strict(raw.decode("utf-8"), counts_only=True)
-    except ValueError as error:
-        raise ValueError(f"the header is not valid: {error}") from error
-    assert isinstance(document, dict)  # noqa: S101 -- it starts with a brace
-    metadata = document.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(
-        isinstance(text, str) for text in metadata.values()
-    ):
-        raise ValueError("__metadata__ is not an object of strings")
-    if not all(_is_unicode(key) and _is_unicode(text) for key, text in metadata.items()):
-        raise ValueError("__metadata__ holds text that is not valid Unicode")
-    start = end = 8 + len(raw)
-    entries = {name: _parse_entry(name, fields, start) for name, fields in document.items()}
-    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    for name, entry in tensors.items():
-        if entry.start != end:
-            fault = "overlaps the tensor before it" if entry.start < end else "leaves a gap before"
-            raise ValueError(f"tensor {name!a:.200}: its data {fault} (byte {entry.start})")
-        end = entry.stop
-    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
-
-
-def _parse_entry(name: str, fields: object, data_start: int) -> TensorEntry:
-    where = f"tensor {name!a:.200}"
-    if not _is_unicode(name):
-        raise ValueError(f"{where}: the name is not valid Unicode")
-    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
-        raise ValueError(f"{where}: not an object with dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZE_BITS:
-        raise ValueError(f"{where}: unknown dtype {dtype!a:.60}")
-    if not _is_count_list(shape):
-        raise ValueError(f"{where}: shape {shape!a:.60} is not a list of sizes")
-    if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where}: data_offsets {offsets!a:.60} are not a start and a stop")
-    start, stop = offsets
-    needed_bits = 0 if 0 in shape else _ITEM_SIZE_BITS[dtype]
-    for size in shape:
-        needed_bits *= size
-        if needed_bits >= 2**66:  # no file can hold it: integers stay small
-            break
-    if (stop - start) * 8 != needed_bits:
-        needed = f"{needed_bits / 8:.15g}"
-        raise ValueError(f"{where}: {dtype} {shape!r:.60} takes {needed} bytes, not {stop - start}")
-    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
-
-
-def _is_count_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)

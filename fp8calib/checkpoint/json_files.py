@@ -11,7 +11,6 @@ from typing import NoReturn
 from fp8calib.errors import ModelError
 
 MAX_JSON_BYTES = 100_000_000
-_MAX_COUNT_DIGITS = 19
 
 
 def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> object:
@@ -79,20 +78,15 @@ def parse_unique_keys(text: str) -> object:
     return json.loads(text, object_pairs_hook=_refuse_duplicates)
 
 
-def parse_strict(text: str, *, counts_only: bool = False) -> object:
+def parse_strict(text: str) -> object:
     """Parse JSON that repeats no key and holds neither NaN nor infinities.
-
-    `counts_only` refuses negative and huge integers too.
 
     Raises:
         ValueError: with one line that says what is wrong.
     """
     try:
         return json.loads(
-            text,
-            object_pairs_hook=_refuse_duplicates,
-            parse_int=_parse_count if counts_only else None,
-            parse_constant=_refuse_constant,
+            text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -105,12 +99,6 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise ValueError(f"the key {key!a:.200} occurs twice")
         fields[key] = value
     return fields
-
-
-def _parse_count(digits: str) -> int:
-    if digits.startswith("-") or len(digits) > _MAX_COUNT_DIGITS:
-        raise ValueError(f"{digits[:40]} is not a size or an offset")
-    return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -53,7 +53,7 @@ def test_numbers_of_less_than_a_byte_are_counted_in_bits(
     path = tmp_path / "one.safetensors"
     path.write_bytes(pack({"x": describe(dtype, [2, 3], 0, 3)}, bytes(3)))
     if size_bytes is None:
-        with pytest.raises(ModelError, match=r"takes 4\.5 bytes, not 3"):
+        with pytest.raises(ModelError, match="not a safetensors file"):
             read_header(path)
         path.write_bytes(pack({"x": describe(dtype, [2, 4], 0, 6)}, bytes(6)))
         size_bytes = 6
@@ -73,50 +73,72 @@ BROKEN = {
     "empty file": (b"", "0 bytes cannot hold"),
     "seven bytes": (b"\0" * 7, "7 bytes cannot hold"),
     "header longer than file": (struct.pack("<Q", 99_000_000) + b"{}", "truncated"),
-    "header over the cap": (struct.pack("<Q", 100_000_001) + b"{}", "would be 100000001 bytes"),
+    "header over the cap": (struct.pack("<Q", 100_000_001) + b"{}", "header too large"),
     "largest length": (b"\xff" * 8 + b"{}", "not a safetensors file"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-    "no header": (pack(b""), "not a JSON object"),
-    "a list": (pack(b"[]"), "not a JSON object"),
-    "leading space": (pack(b" {}"), "not a JSON object"),
-    "not json": (pack(b"{x}"), "header is not valid"),
-    "not utf-8": (pack(b'{"\xff":{}}'), "header is not valid"),
-    "deep nesting": (pack(b'{"a":' + b"[" * 200_000), "nested too deeply"),
-    "NaN": (pack(b'{"a":NaN}'), "NaN is not JSON"),
-    "huge integer": (pack(b'{"a":' + b"9" * 9000 + b"}"), "not a size"),
+    "no header": (pack(b""), "not a safetensors file: invalid JSON"),
+    "a list": (pack(b"[]"), "invalid type: sequence"),
+    "not json": (pack(b"{x}"), "key must be a string"),
+    "not utf-8": (pack(b'{"\xff":{}}'), "invalid UTF-8"),
+    "deep nesting": (pack(b'{"a":' + b"[" * 200_000), "recursion limit"),
+    "NaN": (pack(b'{"a":NaN}'), "expected value"),
+    "huge integer": (pack(b'{"a":' + b"9" * 9000 + b"}"), "number out of range"),
     "duplicate tensor": (
         pack(b'{"a":%b,"a":%b}' % ((json.dumps(F32).encode(),) * 2), bytes(4)),
         "'a' occurs twice",
     ),
-    "duplicate field": (pack(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' occurs twice"),
-    "metadata list": (pack({"__metadata__": []}), "__metadata__"),
-    "metadata number": (pack({"__metadata__": {"a": 1}}), "__metadata__"),
-    "metadata surrogate": (pack(b'{"__metadata__":{"a":"\\ud800"}}'), "not valid Unicode"),
-    "surrogate name": (pack({"a\ud800": F32}, bytes(4)), "not valid Unicode"),
-    "tensor is a list": (pack({"a": []}), "tensor 'a': not an object"),
-    "no offsets": (pack({"a": {"dtype": "F32", "shape": []}}), "tensor 'a': not an object"),
-    "unknown dtype": (pack({"a": describe("F31", [1], 0, 4)}, bytes(4)), "unknown dtype 'F31'"),
-    "dtype is a list": (pack({"a": {**F32, "dtype": ["F32"]}}, bytes(4)), "unknown dtype"),
-    "shape of floats": (pack({"a": {**F32, "shape": [1.0]}}, bytes(4)), "shape [1.0]"),
-    "shape of bools": (pack({"a": {**F32, "shape": [True]}}, bytes(4)), "shape [True]"),
-    "shape is a number": (pack({"a": {**F32, "shape": 1}}, bytes(4)), "shape 1"),
-    "negative shape": (pack({"a": {**F32, "shape": [-1]}}, bytes(4)), "-1 is not a size"),
-    "negative offset": (pack({"a": describe("F32", [1], -4, 0)}, bytes(4)), "-4 is not a size"),
-    "backward offsets": (pack({"a": describe("F32", [1], 4, 0)}, bytes(4)), "data_offsets [4, 0]"),
-    "three offsets": (pack({"a": {**F32, "data_offsets": [0, 4, 8]}}, bytes(4)), "data_offsets"),
-    "wrong length": (pack({"a": describe("F32", [2], 0, 4)}, bytes(4)), "takes 8 bytes, not 4"),
-    "too many bytes": (pack({"a": describe("F32", [1], 0, 8)}, bytes(8)), "takes 4 bytes, not 8"),
+    "duplicate field": (pack(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "duplicate field `dtype`"),
+    "metadata list": (pack({"__metadata__": []}), "expected a map"),
+    "metadata number": (pack({"__metadata__": {"a": 1}}), "expected a string"),
+    "metadata surrogate": (pack(b'{"__metadata__":{"a":"\\ud800"}}'), "hex escape"),
+    "surrogate name": (pack({"a\ud800": F32}, bytes(4)), "hex escape"),
+    "tensor is a list": (pack({"a": []}), "expected struct TensorInfo"),
+    "tensor is a list of fields": (
+        pack({"a": ["F32", [1], [0, 4]]}, bytes(4)),
+        "tensor 'a' is not an object",
+    ),
+    "dtype is an object": (
+        pack({"a": {**F32, "dtype": {"F32": None}}}, bytes(4)),
+        "tensor 'a' is not an object",
+    ),
+    "no offsets": (pack({"a": {"dtype": "F32", "shape": []}}), "missing field `data_offsets`"),
+    "unknown dtype": (pack({"a": describe("F31", [1], 0, 4)}, bytes(4)), "unknown variant `F31`"),
+    "dtype is a list": (pack({"a": {**F32, "dtype": ["F32"]}}, bytes(4)), "expected string"),
+    "shape of floats": (pack({"a": {**F32, "shape": [1.0]}}, bytes(4)), "floating point `1.0`"),
+    "shape of bools": (pack({"a": {**F32, "shape": [True]}}, bytes(4)), "boolean `true`"),
+    "shape is a number": (
+        pack({"a": {**F32, "shape": 1}}, bytes(4)),
+        "integer `1`, expected a sequence",
+    ),
+    "negative shape": (pack({"a": {**F32, "shape": [-1]}}, bytes(4)), "integer `-1`"),
+    "negative offset": (pack({"a": describe("F32", [1], -4, 0)}, bytes(4)), "integer `-4`"),
+    "backward offsets": (
+        pack({"a": describe("F32", [1], 4, 0)}, bytes(4)),
+        "offset for tensor `a`",
+    ),
+    "three offsets": (
+        pack({"a": {**F32, "data_offsets": [0, 4, 8]}}, bytes(4)),
+        "invalid length 3",
+    ),
+    "wrong length": (
+        pack({"a": describe("F32", [2], 0, 4)}, bytes(4)),
+        "invalid shape, data type, or offset",
+    ),
+    "too many bytes": (
+        pack({"a": describe("F32", [1], 0, 8)}, bytes(8)),
+        "invalid shape, data type, or offset",
+    ),
     "overflowing shape": (
         pack({"a": describe("F32", [10**18] * 1000, 0, 4)}, bytes(4)),
-        "tensor 'a': F32",
+        "overflow",
     ),
     "gap": (
         pack({"a": F32, "b": describe("U8", [1], 5, 6)}, bytes(6)),
-        "tensor 'b': its data leaves a gap before",
+        "invalid offset for tensor `b`",
     ),
     "overlap": (
         pack({"a": F32, "b": describe("U8", [2], 3, 5)}, bytes(5)),
-        "tensor 'b': its data overlaps",
+        "invalid offset for tensor `b`",
     ),
     "data cut": (
         GOLDEN_FILE[:-3],
