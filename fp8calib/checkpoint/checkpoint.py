@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -18,8 +17,7 @@ from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
 
 
-@dataclass(frozen=True, slots=True)
-class UnlistedTensor:
+class UnlistedTensor(NamedTuple):
     """A tensor of a listed file that the index does not map to that file."""
 
     file_name: str
@@ -29,7 +27,8 @@ class UnlistedTensor:
 class Checkpoint:
     """The safetensors weights of a folder; headers are checked on opening, tensors read on demand.
 
-    Create it with `Checkpoint.open`; as a context manager it closes its files.
+    Create it with `Checkpoint.open`; as a context manager it closes its files. What reads a part of
+    a tensor is explained in `TensorFile`.
 
     Attributes:
         folder: the checkpoint's folder.
@@ -50,22 +49,19 @@ class Checkpoint:
     ) -> None:
         self.folder = folder
         self.index = index
-        self._files = {
-            name: file
-            for file in files
-            for name in file.tensors
-            if index is None or index.weight_map.get(name) == file.path.name
-        }
         self.files = tuple(files)
-        self.weight_files = tuple(file.path for file in self.files)
+        self.weight_files = tuple(file.path for file in files)
+        self._files: dict[str, TensorFile] = {}
+        unlisted = []
+        for file in files:
+            for name in file.tensors:
+                if index is None or index.weight_map.get(name) == file.path.name:
+                    self._files[name] = file
+                else:
+                    unlisted.append(UnlistedTensor(file.path.name, name))
+        self.unlisted = tuple(unlisted)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
             {name: file.tensors[name] for name, file in self._files.items()}
-        )
-        self.unlisted = tuple(
-            UnlistedTensor(file.path.name, name)
-            for file in files
-            for name in file.tensors
-            if self._files.get(name) is not file
         )
 
     @classmethod
@@ -81,9 +77,9 @@ class Checkpoint:
         checkpoint = cls(folder, files=[TensorFile(folder / name) for name in names], index=index)
         absent = [] if index is None else [n for n in index.weight_map if n not in checkpoint]
         if index is not None and absent:
-            message = f"the tensor {absent[0]!a:.200} is not in {index.weight_map[absent[0]]}"
             raise ModelError(
-                f"{index.path}: {message}",
+                f"{index.path}: the tensor {absent[0]!a:.200} is not in "
+                f"{index.weight_map[absent[0]]}",
                 hint="index and shards do not match; download both again",
             )
         return checkpoint
@@ -116,23 +112,19 @@ class Checkpoint:
         return load_json_object(path)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into memory of its own; see `TensorFile.read`."""
+        """Read a whole tensor into memory of its own."""
         return self._file(name).read(name)
 
-    def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, aligned as in a mapped file; see `TensorFile.read_as_mapped`."""
-        return self._file(name).read_as_mapped(name)
-
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` of the leading dimension; see `TensorFile.read_rows`."""
+        """Read the rows `start` to `stop` of the leading dimension."""
         return self._file(name).read_rows(name, start, stop)
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read a part of one matrix of a 3-D tensor; see `TensorFile.read_block`."""
+        """Read a part of one matrix of a 3-D tensor."""
         return self._file(name).read_block(name, index, rows, columns)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the bytes `start` to `stop` of the data: uint8; see `TensorFile.read_bytes`."""
+        """Read the bytes `start` to `stop` of the data: uint8."""
         return self._file(name).read_bytes(name, start, stop)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
@@ -159,7 +151,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close all files; a later read opens its file again."""
-        for file in set(self._files.values()):
+        for file in self.files:
             file.close()
 
     def __enter__(self) -> Self:

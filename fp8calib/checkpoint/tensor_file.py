@@ -76,23 +76,14 @@ class TensorFile:
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
         entry, dtype = self._entry(name), self.torch_dtype(name)
-        flat = self._read_flat(entry.start, entry.size_bytes)
-        return flat.view(dtype).reshape(entry.shape)
-
-    def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor to an address that modulo 64 equals its address in a mapped file.
-
-        The rounding of matrix products depends on alignment, so this reproduces the last bits of
-        programs that map the file.
-        """
-        entry = self._entry(name)
         room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
+        # Its address modulo 64 is that in a mapped file: the rounding of matrix products depends on
+        # alignment, and programs that map the file then compute the same last bits.
         shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
-        if entry.start % TORCH_DTYPES[entry.dtype].itemsize:
+        if entry.start % dtype.itemsize:
             shift = 0  # such a tensor cannot be used unaligned
-        flat = room[shift : shift + entry.size_bytes]
-        self._fill(flat, entry.start)
-        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        data = self._fill(room[shift : shift + entry.size_bytes], entry.start)
+        return data.view(dtype).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension."""
@@ -100,8 +91,8 @@ class TensorFile:
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
             raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
-        flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
-        return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
+        data = self.read_bytes(name, start * row_bytes, stop * row_bytes)
+        return data.view(dtype).reshape(stop - start, *entry.shape[1:])
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read consecutive rows and columns of one matrix of a 3-D tensor."""
@@ -110,20 +101,20 @@ class TensorFile:
         if index >= count or rows.stop > height or columns.stop > width:
             message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
             raise IndexError(message)
-        is_contiguous = len(columns) == width
-        lines, length = (1, len(rows) * width) if is_contiguous else (len(rows), len(columns))
-        first = index * height + rows.start
-        start = entry.start + (first * width + columns.start) * dtype.itemsize
-        flat = torch.empty(lines * length * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        self._fill(flat, start, count=lines, stride=width * dtype.itemsize)
-        return flat.view(dtype).reshape(len(rows), len(columns))
+        first = (index * height + rows.start) * width + columns.start
+        data = _make_room(len(rows) * len(columns) * dtype.itemsize)
+        # Whole rows are one piece of the file.
+        pieces = 1 if len(columns) == width else len(rows)
+        for number, piece in enumerate(data.chunk(pieces)):
+            self._fill(piece, entry.start + (first + number * width) * dtype.itemsize)
+        return data.view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8."""
         entry = self._entry(name)
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
-        return self._read_flat(entry.start + start, stop - start)
+        return self._fill(_make_room(stop - start), entry.start + start)
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -144,32 +135,29 @@ class TensorFile:
         except KeyError:
             raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
 
-    def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Read bytes into a new uint8 tensor, aligned for every dtype."""
-        flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        self._fill(flat, offset)
-        return flat
-
-    def _fill(self, flat: torch.Tensor, offset: int, *, count: int = 1, stride: int = 0) -> None:
-        """Read `count` equal pieces of the file, `stride` bytes apart, into one buffer."""
-        target = flat.numpy().data
-        length = len(target) // count
+    def _fill(self, room: torch.Tensor, offset: int) -> torch.Tensor:
+        """Fill a uint8 tensor with the bytes of the file from `offset` on, and return it."""
+        target = room.numpy().data
+        done = 0
         try:
             with self._lock:
                 if self._file is None:
                     self._file = io.FileIO(self.path, "rb")
                 descriptor = self._file.fileno()
-            for line in range(count):
-                done, stop = line * length, (line + 1) * length
-                place = offset + line * (stride - length)
-                while done < stop:
-                    piece = target[done : min(done + _READ_CHUNK_BYTES, stop)]
-                    size = os.preadv(descriptor, [piece], place + done)
-                    if size == 0:
-                        raise ModelError(f"{self.path}: the file was truncated while it was read")
-                    done += size
+            while done < len(target):
+                piece = target[done : done + _READ_CHUNK_BYTES]
+                size = os.preadv(descriptor, [piece], offset + done)
+                if size == 0:
+                    raise ModelError(f"{self.path}: the file was truncated while it was read")
+                done += size
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return room
+
+
+def _make_room(size_bytes: int) -> torch.Tensor:
+    """Make a uint8 tensor that is aligned for every dtype."""
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def nonfinite_tensor_error(name: str, value: float, index: Sequence[int]) -> ModelError:

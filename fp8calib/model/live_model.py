@@ -61,10 +61,6 @@ class LiveCheckpoint(Checkpoint):
         """Read a whole tensor, on the CPU."""
         return self._find(name).cpu().contiguous()
 
-    def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, which is in no file."""
-        return self.read(name)
-
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of the leading dimension, on the CPU."""
         return self._find(name)[start:stop].cpu().contiguous()

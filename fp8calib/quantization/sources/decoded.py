@@ -190,10 +190,6 @@ class DecodedCheckpoint(Checkpoint):
         weight = self.weights.get(name)
         return super().read(name) if weight is None else self.read_rows(name, 0, weight.shape[0])
 
-    def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor; a decoded one has no address in a file."""
-        return self.read(name) if name in self.weights else super().read_as_mapped(name)
-
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of the first axis, in `dtype(name)`."""
         weight = self.weights.get(name)

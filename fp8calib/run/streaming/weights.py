@@ -29,7 +29,7 @@ class HeldTensors:
         self.folder = checkpoint.folder
         self.tensors = checkpoint.tensors
         self._checkpoint = checkpoint
-        self._held = {name: checkpoint.read_as_mapped(name) for name in names}
+        self._held = {name: checkpoint.read(name) for name in names}
 
     def read(self, name: str) -> torch.Tensor:
         """Give a whole tensor; one in memory is not copied."""
