@@ -7,12 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-import torch
-
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile, TensorReader
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
 
@@ -24,11 +22,10 @@ class UnlistedTensor(NamedTuple):
     name: str
 
 
-class Checkpoint:
+class Checkpoint(TensorReader):
     """The safetensors weights of a folder; headers are checked on opening, tensors read on demand.
 
-    Create it with `Checkpoint.open`; as a context manager it closes its files. What reads a part of
-    a tensor is explained in `TensorFile`.
+    Create it with `Checkpoint.open`; as a context manager it closes its files.
 
     Attributes:
         folder: the checkpoint's folder.
@@ -111,22 +108,6 @@ class Checkpoint:
             raise ModelError(message, hint="name the folder that holds config.json and the weights")
         return load_json_object(path)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into memory of its own."""
-        return self._file(name).read(name)
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` of the leading dimension."""
-        return self._file(name).read_rows(name, start, stop)
-
-    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read a part of one matrix of a 3-D tensor."""
-        return self._file(name).read_block(name, index, rows, columns)
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the bytes `start` to `stop` of the data: uint8."""
-        return self._file(name).read_bytes(name, start, stop)
-
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
         total = self.tensors[name].size_bytes
@@ -134,17 +115,19 @@ class Checkpoint:
         start = (total - size_bytes) // 2
         return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` gives."""
-        return self._file(name).torch_dtype(name)
-
     def form_of(self, name: str) -> str:  # noqa: ARG002
         """Return how a tensor is quantized, if reading decodes it; else empty."""
         return ""
 
     def file_of(self, name: str) -> Path:
         """Return the path of the file that holds a tensor."""
-        return self._file(name).path
+        return self.find_file(name).path
+
+    def find_file(self, name: str) -> TensorFile:
+        """Find the file that holds a tensor."""
+        if name not in self._files:
+            raise ModelError(f"{self.folder}: there is no tensor {name!r}")
+        return self._files[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
@@ -153,18 +136,6 @@ class Checkpoint:
         """Close all files; a later read opens its file again."""
         for file in self.files:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _file(self, name: str) -> TensorFile:
-        try:
-            return self._files[name]
-        except KeyError:
-            raise ModelError(f"{self.folder}: there is no tensor {name!r}") from None
 
 
 def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:

@@ -10,21 +10,21 @@ import errno
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.atomic import explained, write_file_atomic
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import explain_os_error, format_size, require_free_space
-from fp8calib.checkpoint.header import encode_header, read_header
+from fp8calib.checkpoint.disk import format_size, require_free_space
+from fp8calib.checkpoint.header import encode_header
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
-from fp8calib.errors import ExportError, ModelError
+from fp8calib.errors import ExportError
 
 CARD_NAME = "README.md"
 """The model card: that of the source is not copied, since it tells of other weights."""
@@ -50,20 +50,16 @@ class OverlayPlan:
     """The files of an overlay, and the files of the source they come from.
 
     Attributes:
-        weights: the new name of each weight file -> its path in the source.
-        rewritten: the new names of the weight files that are copied without some tensors.
+        weights: the weight files of the source, by their new names.
         scales_name: the name of the file of extra tensors.
         side_files: the files copied unchanged, by their path below the folder.
         skipped: the entries of the source that are not copied, each with the reason.
-        copied: once it is written, the weight files that are not hard links, each with the reason.
     """
 
-    weights: Mapping[str, Path]
+    weights: Mapping[str, TensorFile]
     scales_name: str
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
-    rewritten: frozenset[str] = frozenset()
-    copied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -75,19 +71,17 @@ class OverlayPlan:
 
 def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
     """Decide which files an overlay of `source`, without some tensors, will hold; write nothing."""
-    affected = {file.path for file in source.files if not set(file.tensors).isdisjoint(without)}
-    emptied = {file.path for file in source.files if set(file.tensors) <= set(without)} & affected
+    weights, scales_name = {_SINGLE_WEIGHTS_NAME: source.files[0]}, _SINGLE_SCALES_NAME
     if source.is_sharded:
-        weights = {path.name: path for path in source.weight_files if path not in emptied}
+        weights = {
+            file.path.name: file
+            for file in source.files
+            if not file.tensors or set(file.tensors).difference(without)
+        }
         numbered = (f"{_SHARDED_SCALES_STEM}-{number}.safetensors" for number in count(2))
         names = chain([f"{_SHARDED_SCALES_STEM}.safetensors"], numbered)
         scales_name = next(name for name in names if name not in weights)
-    else:
-        weights = {_SINGLE_WEIGHTS_NAME: source.weight_files[0]}
-        scales_name = _SINGLE_SCALES_NAME
-    rewritten = frozenset(name for name, path in weights.items() if path in affected)
-    sides, skipped = find_side_files(source)
-    return OverlayPlan(weights, scales_name, sides, skipped, rewritten)
+    return OverlayPlan(weights, scales_name, *find_side_files(source))
 
 
 def write_overlay(
@@ -99,7 +93,7 @@ def write_overlay(
     metadata: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     documents: Mapping[str, object] | None = None,
-) -> OverlayPlan:
+) -> tuple[OverlayPlan, dict[str, str]]:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
@@ -116,35 +110,32 @@ def write_overlay(
             file with some of them is copied without them.
         documents: the new contents of other JSON files of the source, by name.
 
+    Returns:
+        What was written, and the weight files that are not hard links, each with the reason.
+
     Raises:
         ModelError: the source's config.json is missing or invalid.
         ExportError: a tensor name exists already, the folder is not empty, or the disk is full.
     """
-    unlisted = {tensor.name for tensor in source.unlisted}
-    for name in scales:
-        if name not in without and (name in source or name in unlisted):
-            message = f"{source.folder}: the checkpoint already has a tensor {name}"
-            raise ExportError(message, hint="start from the model without scales")
+    present = {*source.tensors, *(tensor.name for tensor in source.unlisted)}.difference(without)
+    if taken := [name for name in scales if name in present]:
+        message = f"{source.folder}: the checkpoint already has a tensor {taken[0]}"
+        raise ExportError(message, hint="start from the model without scales")
     config = source.load_config()
     plan = plan_overlay(source, without=without)
-    try:
+    with explained(destination):
         destination.mkdir(parents=True, exist_ok=True)
         if any(destination.iterdir()):
             raise ExportError(f"{destination}: the folder of an overlay must be empty")
-        linked = {name: path for name, path in plan.weights.items() if name not in plan.rewritten}
-        copied = _link_or_copy(linked, destination)
-        for name in sorted(plan.rewritten):
-            copied[name] = _copy_without(plan.weights[name], destination / name, without)
+        copied = _add_weights(plan.weights, destination, without)
         copy_side_files(plan.side_files, destination)
-    except OSError as error:
-        raise explain_os_error(error, destination) from error
     described = {"format": "pt", **(metadata or {})}
     save_tensors(destination / plan.scales_name, scales, metadata=described)
     index = _make_index(source, plan, scales, without)
     written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
     for name, document in written.items():
         write_file_atomic(destination / name, encode_json(document))
-    return replace(plan, copied=copied)
+    return plan, copied
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
@@ -220,47 +211,49 @@ def _name_modules(path: Path) -> frozenset[str]:
     return frozenset(name for name in folders if isinstance(name, str))
 
 
-def _link_or_copy(files: Mapping[str, Path], destination: Path) -> dict[str, str]:
-    """Link files, and copy those that cannot be linked; return these with the reason."""
-    unlinked: dict[str, Path] = {}
+def _add_weights(
+    weights: Mapping[str, TensorFile], destination: Path, without: Collection[str]
+) -> dict[str, str]:
+    """Link weight files, and copy those that cannot be linked; return these with the reason."""
     reasons: dict[str, str] = {}
-    for name, path in files.items():
-        blob = path.resolve()  # a link to a link would break when the hub's cache is cleaned
+    unlinked: dict[Path, Path] = {}
+    for name, file in weights.items():
+        target = destination / name
+        if not set(file.tensors).isdisjoint(without):
+            _copy_without(file, target, without)
+            reasons[name] = f"copied ({format_size(target.stat().st_size)}), because it held scales"
+            continue
+        blob = file.path.resolve()  # a link to a link would break when the hub's cache is cleaned
         try:
-            (destination / name).hardlink_to(blob)
+            target.hardlink_to(blob)
         except OSError as error:
             if error.errno not in _NO_LINK_ERRORS:
                 raise
-            unlinked[name] = blob
+            unlinked[target] = blob
             size = format_size(blob.stat().st_size)
             reasons[name] = f"copied ({size}), because it cannot be hard-linked: {error.strerror}"
     require_free_space(destination, sum(blob.stat().st_size for blob in unlinked.values()))
-    for name, blob in unlinked.items():
-        shutil.copyfile(blob, destination / name)
+    for target, blob in unlinked.items():
+        shutil.copyfile(blob, target)
     return reasons
 
 
-def _copy_without(source: Path, target: Path, without: Collection[str]) -> str:
-    """Copy a safetensors file without some tensors; return why it is not a hard link."""
-    header = read_header(source)
-    kept = [(name, entry) for name, entry in header.tensors.items() if name not in without]
-    require_free_space(target.parent, sum(entry.size_bytes for _, entry in kept))
-    fields: dict[str, object] = {"__metadata__": dict(header.metadata)} if header.metadata else {}
+def _copy_without(source: TensorFile, target: Path, without: Collection[str]) -> None:
+    """Copy a safetensors file without some tensors."""
+    kept = {name: entry for name, entry in source.tensors.items() if name not in without}
+    require_free_space(target.parent, sum(entry.size_bytes for entry in kept.values()))
+    metadata = source.header.metadata
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
-    for name, entry in kept:
+    for name, entry in kept.items():
         offsets = [place, place := place + entry.size_bytes]
         fields[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-    with source.open("rb") as old, target.open("xb") as new:
+    with source, target.open("xb") as new:
         new.write(encode_header(fields))
-        for _, entry in kept:
-            old.seek(entry.start)
-            for start in range(entry.start, entry.stop, _COPY_CHUNK_BYTES):
-                wanted = min(entry.stop - start, _COPY_CHUNK_BYTES)
-                data = old.read(wanted)
-                if len(data) < wanted:
-                    raise ModelError(f"{source}: the file was truncated while it was read")
-                new.write(data)
-    return f"copied ({format_size(target.stat().st_size)}), because it held scales"
+        for name, entry in kept.items():
+            for start in range(0, entry.size_bytes, _COPY_CHUNK_BYTES):
+                stop = min(start + _COPY_CHUNK_BYTES, entry.size_bytes)
+                new.write(source.read_bytes(name, start, stop).numpy().data)
 
 
 def _make_index(

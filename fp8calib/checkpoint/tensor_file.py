@@ -6,6 +6,7 @@ import io
 import json
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -42,52 +43,57 @@ _CACHE_LINE_BYTES = 64
 _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
-class TensorFile:
-    """A safetensors file whose tensors are read one at a time, into memory of their own.
+class TensorReader(ABC):
+    """Tensors that are read one at a time, into memory of their own.
 
-    The first read opens the file; it stays open until `close`. Reads are positional, so several
-    threads may share one object. Because nothing is mapped, the file's pages do not count as memory
-    of the process. A read raises a ModelError if the file holds no such tensor or cannot be read,
-    and an IndexError if the tensor has no such part.
+    Files are opened by the first read and stay open until `close`. Reads are positional, so several
+    threads may share one object. Because nothing is mapped, the files' pages do not count as memory
+    of the process. A read raises a ModelError if there is no such tensor or it cannot be read, and
+    an IndexError if the tensor has no such part.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.header = read_header(path)
-        self.tensors = self.header.tensors
-        """The tensors, in the order of their data."""
-        self._file: io.FileIO | None = None
-        self._lock = threading.Lock()
+    tensors: Mapping[str, TensorEntry]
+    """The tensors, in the order of their data."""
 
-    def torch_dtype(self, name: str) -> torch.dtype:
+    @abstractmethod
+    def find_file(self, name: str) -> TensorFile:
+        """Find the file that holds a tensor."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all files; a later read opens its file again."""
+
+    def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is read in.
 
         Raises:
             ModelError: the tensor's numbers are smaller than a byte, which cannot be read.
         """
-        dtype = self._entry(name).dtype
+        file = self.find_file(name)
+        dtype = file.tensors[name].dtype
         if dtype not in TORCH_DTYPES:
             message = (
-                f"{self.path}: {shorten(name)} is {dtype}, smaller than a byte, and cannot be read"
+                f"{file.path}: {shorten(name)} is {dtype}, smaller than a byte, and cannot be read"
             )
             raise ModelError(message, hint="use a checkpoint in 8 bits or more")
         return TORCH_DTYPES[dtype]
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
-        entry, dtype = self._entry(name), self.torch_dtype(name)
-        room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
+        file, dtype = self.find_file(name), self.dtype(name)
+        entry = file.tensors[name]
+        room = _make_room(entry.size_bytes + _CACHE_LINE_BYTES)
         # Its address modulo 64 is that in a mapped file: the rounding of matrix products depends on
         # alignment, and programs that map the file then compute the same last bits.
         shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
         if entry.start % dtype.itemsize:
             shift = 0  # such a tensor cannot be used unaligned
-        data = self._fill(room[shift : shift + entry.size_bytes], entry.start)
+        data = file.fill(room[shift : shift + entry.size_bytes], entry.start)
         return data.view(dtype).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension."""
-        entry, dtype = self._entry(name), self.torch_dtype(name)
+        entry, dtype = self.find_file(name).tensors[name], self.dtype(name)
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
             raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
@@ -96,7 +102,8 @@ class TensorFile:
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read consecutive rows and columns of one matrix of a 3-D tensor."""
-        entry, dtype = self._entry(name), self.torch_dtype(name)
+        file, dtype = self.find_file(name), self.dtype(name)
+        entry = file.tensors[name]
         count, height, width = entry.shape
         if index >= count or rows.stop > height or columns.stop > width:
             message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
@@ -106,15 +113,39 @@ class TensorFile:
         # Whole rows are one piece of the file.
         pieces = 1 if len(columns) == width else len(rows)
         for number, piece in enumerate(data.chunk(pieces)):
-            self._fill(piece, entry.start + (first + number * width) * dtype.itemsize)
+            file.fill(piece, entry.start + (first + number * width) * dtype.itemsize)
         return data.view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8."""
-        entry = self._entry(name)
+        file = self.find_file(name)
+        entry = file.tensors[name]
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
-        return self._fill(_make_room(stop - start), entry.start + start)
+        return file.fill(_make_room(stop - start), entry.start + start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorFile(TensorReader):
+    """A safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = read_header(path)
+        self.tensors = self.header.tensors
+        self._file: io.FileIO | None = None
+        self._lock = threading.Lock()
+
+    def find_file(self, name: str) -> TensorFile:
+        """Find the file itself, which holds the tensor."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: there is no tensor {name!a:.200}")
+        return self
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -123,19 +154,7 @@ class TensorFile:
                 self._file.close()
             self._file = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _entry(self, name: str) -> TensorEntry:
-        try:
-            return self.tensors[name]
-        except KeyError:
-            raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
-
-    def _fill(self, room: torch.Tensor, offset: int) -> torch.Tensor:
+    def fill(self, room: torch.Tensor, offset: int) -> torch.Tensor:
         """Fill a uint8 tensor with the bytes of the file from `offset` on, and return it."""
         target = room.numpy().data
         done = 0

@@ -161,7 +161,7 @@ class WriteJob:
         from fp8calib.checkpoint.overlay import write_overlay  # noqa: PLC0415 -- imports torch
 
         assert self.source is not None  # noqa: S101 -- check_overlay_source refused it
-        written = write_overlay(
+        plan, copied = write_overlay(
             self.source,
             folder,
             scales=tensors,
@@ -170,8 +170,8 @@ class WriteJob:
             without=self.replaced,
             documents=documents,
         )
-        self.skipped.update(written.skipped)
-        self.copied.update(written.copied)
+        self.skipped.update(plan.skipped)
+        self.copied.update(copied)
 
     def save_tensors(
         self, path: Path, tensors: Mapping[str, torch.Tensor], *, fmt: Fp8Format | None

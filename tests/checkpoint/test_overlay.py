@@ -79,13 +79,13 @@ def source_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def _write(folder: Path, destination: Path) -> dict[str, str]:
     with Checkpoint.open(folder) as source:
-        written = write_overlay(
+        plan, _ = write_overlay(
             source,
             destination,
             scales=SCALES,
             config_updates={**KV_CONFIG, "dtype": "bfloat16"},
         )
-    return dict(written.skipped)
+    return dict(plan.skipped)
 
 
 def _read_index(folder: Path) -> dict[str, dict[str, object]]:
@@ -155,8 +155,8 @@ def test_weight_files_are_the_same_inodes_and_all_else_is_copied(
 
     with Checkpoint.open(source_folder) as source:
         plan = plan_overlay(source)
-    for name, path in plan.weights.items():
-        assert (destination / name).samefile(path)
+    for name, file in plan.weights.items():
+        assert (destination / name).samefile(file.path)
     for name, text in SIDE_FILES.items():
         assert (destination / name).read_text() == text
         assert not (destination / name).samefile(source_folder / name)
@@ -264,8 +264,8 @@ def test_links_of_the_hub_cache_are_followed_to_the_blob(
     for path in (tmp_path / "overlay").iterdir():
         assert not path.is_symlink()
     with Checkpoint.open(source_folder) as source:
-        for name, path in plan_overlay(source).weights.items():
-            assert (tmp_path / "overlay" / name).samefile(path)
+        for name, file in plan_overlay(source).weights.items():
+            assert (tmp_path / "overlay" / name).samefile(file.path)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
@@ -279,9 +279,9 @@ def test_weights_are_copied_where_links_are_impossible(
     _write(source_folder, tmp_path / "overlay")
 
     with Checkpoint.open(source_folder) as source:
-        for name, path in plan_overlay(source).weights.items():
-            assert (tmp_path / "overlay" / name).read_bytes() == path.read_bytes()
-            assert not (tmp_path / "overlay" / name).samefile(path)
+        for name, file in plan_overlay(source).weights.items():
+            assert (tmp_path / "overlay" / name).read_bytes() == file.path.read_bytes()
+            assert not (tmp_path / "overlay" / name).samefile(file.path)
 
 
 def test_another_disk_gets_a_copy_and_a_full_one_is_told_before_copying(

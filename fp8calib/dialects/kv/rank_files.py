@@ -94,7 +94,7 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with TensorFile(path) as file:
         for name in names:
             entry = file.tensors[name]
-            if entry.shape not in ((), (1,)) or not file.torch_dtype(name).is_floating_point:
+            if entry.shape not in ((), (1,)) or not file.dtype(name).is_floating_point:
                 fault = f"{shorten(name)} is {entry.dtype} of shape {list(entry.shape)}"
                 raise refusal(path, fault, hint="a scale is one float")
             value = file.read(name).to(torch.float32).reshape(())

@@ -147,10 +147,7 @@ def _read(
         raise refusal(
             path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
         )
-    if (
-        name.spelling is not Spelling.ZERO_POINT
-        and not file.torch_dtype(name.full).is_floating_point
-    ):
+    if name.spelling is not Spelling.ZERO_POINT and not file.dtype(name.full).is_floating_point:
         raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
     raw = file.read(name.full).to(torch.float32)
     values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
