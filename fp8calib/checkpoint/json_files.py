@@ -6,7 +6,6 @@ import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from fp8calib.errors import ModelError
 
@@ -78,20 +77,6 @@ def parse_unique_keys(text: str) -> object:
     return json.loads(text, object_pairs_hook=_refuse_duplicates)
 
 
-def parse_strict(text: str) -> object:
-    """Parse JSON that repeats no key and holds neither NaN nor infinities.
-
-    Raises:
-        ValueError: with one line that says what is wrong.
-    """
-    try:
-        return json.loads(
-            text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant
-        )
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for key, value in pairs:
@@ -99,7 +84,3 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise ValueError(f"the key {key!a:.200} occurs twice")
         fields[key] = value
     return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -97,12 +97,11 @@ def write_overlay(
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
-    The folder may exist if it is empty. A failure leaves an incomplete overlay: write it inside an
-    `output_folder`.
+    A failure leaves an incomplete overlay: write it inside an `output_folder`.
 
     Args:
         source: the checkpoint.
-        destination: the folder to write.
+        destination: the folder to write, empty or new.
         scales: the extra tensors.
         config_updates: top-level keys of config.json with their new values.
         metadata: entries for the header of the file of extra tensors.
@@ -115,7 +114,7 @@ def write_overlay(
 
     Raises:
         ModelError: the source's config.json is missing or invalid.
-        ExportError: a tensor name exists already, the folder is not empty, or the disk is full.
+        ExportError: a tensor name exists already, or the disk is full.
     """
     present = {*source.tensors, *(tensor.name for tensor in source.unlisted)}.difference(without)
     if taken := [name for name in scales if name in present]:
@@ -125,8 +124,6 @@ def write_overlay(
     plan = plan_overlay(source, without=without)
     with explained(destination):
         destination.mkdir(parents=True, exist_ok=True)
-        if any(destination.iterdir()):
-            raise ExportError(f"{destination}: the folder of an overlay must be empty")
         copied = _add_weights(plan.weights, destination, without)
         copy_side_files(plan.side_files, destination)
     described = {"format": "pt", **(metadata or {})}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from fp8calib.checkpoint.json_files import load_json_object, parse_strict
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.errors import ModelError, cut_list
 
 SINGLE_FILE_NAME = "model.safetensors"
@@ -65,7 +65,7 @@ def read_index(path: Path) -> WeightIndex:
     Raises:
         ModelError: it is not JSON, has no weight_map, or maps a tensor to an invalid file name.
     """
-    document = load_json_object(path, parse=parse_strict)
+    document = load_json_object(path, parse=parse_unique_keys)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: there is no weight_map, which maps tensors to files")
@@ -95,10 +95,8 @@ def _list_names(folder: Path) -> list[str]:
         hint = "name a folder that holds a model, or the hub id of one"
         raise ModelError(f"{folder}: no such folder", hint=hint)
     if not folder.is_dir():
-        message = f"{folder}: a file, not a model folder"
-        is_packed = folder.suffix == ".gguf"
-        hint = GGUF_HINT if is_packed else "name the folder that holds the weights"
-        raise ModelError(message, hint=hint)
+        hint = GGUF_HINT if folder.suffix == ".gguf" else "name the folder that holds the weights"
+        raise ModelError(f"{folder}: a file, not a model folder", hint=hint)
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -115,20 +113,19 @@ def list_pickled(names: Collection[str]) -> list[str]:
 
 
 def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
-    pickled = list_pickled(names)
-    packed = [name for name in names if name.endswith(".gguf")]
+    what = "there are no *.safetensors weights"
+    hint = f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards"
     if _ADAPTER_NAME in names:
-        message = f"{folder}: {_ADAPTER_NAME} is an adapter, not a model"
-        return ModelError(message, hint="merge it into its base model and save the result")
-    if pickled:
-        return ModelError(
-            f"{folder}: the weights are pickled ({cut_list(pickled, 3)}), which is not supported",
-            hint='convert them: python -c "from transformers import AutoModelForCausalLM as M; '
+        what = f"{_ADAPTER_NAME} is an adapter, not a model"
+        hint = "merge it into its base model and save the result"
+    elif pickled := list_pickled(names):
+        what = f"the weights are pickled ({cut_list(pickled, 3)}), which is not supported"
+        hint = (
+            'convert them: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('converted')\""
-            ", then copy the tokenizer files",
+            ", then copy the tokenizer files"
         )
-    if packed:
-        message = f"{folder}: the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
-        return ModelError(message, hint=GGUF_HINT)
-    message = f"{folder}: there are no *.safetensors weights"
-    return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
+    elif packed := [name for name in names if name.endswith(".gguf")]:
+        what = f"the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
+        hint = GGUF_HINT
+    return ModelError(f"{folder}: {what}", hint=hint)

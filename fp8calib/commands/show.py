@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
-from fp8calib.checkpoint.json_files import is_result, parse_strict
+from fp8calib.checkpoint.json_files import is_result, load_json, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
@@ -116,7 +116,7 @@ def _list_tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
 
 def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
     try:
-        document = parse_strict(path.read_text(encoding="utf-8"))
+        document = load_json(path, parse=parse_unique_keys)
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
         raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error

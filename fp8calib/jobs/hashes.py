@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fp8calib.checkpoint.hashes import FileHash, hash_files
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.data.specs import FileSource, parse_spec
 from fp8calib.model.load import HUB_FILES
-from fp8calib.results.hashes import RunHashes
+from fp8calib.results.hashes import FileHash, RunHashes
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
@@ -37,6 +38,22 @@ def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path
         data=hash_files(texts, known),
         scales={name: hash_place(place) for name, place in scales.items()},
     )
+
+
+def hash_files(
+    paths: Iterable[Path], known: dict[tuple[int, int], FileHash]
+) -> tuple[FileHash, ...]:
+    """Hash files but for those in `known`, by device and inode, and add them to it."""
+    hashes = []
+    for path in paths:
+        status = path.stat()
+        key = (status.st_dev, status.st_ino)
+        if key not in known:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            known[key] = FileHash(name="", size_bytes=status.st_size, sha256=digest)
+        hashes.append(replace(known[key], name=path.name))
+    return tuple(hashes)
 
 
 def _counts(path: Path) -> bool:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from fp8calib.checkpoint.hashes import FileHash
 from fp8calib.results.record import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHash:
+    """A file, by what is in it."""
+
+    name: str
+    size_bytes: int
+    sha256: str
 
 
 class RunHashes(Record):

@@ -325,15 +325,6 @@ def test_a_scale_hidden_in_a_listed_shard_is_refused_too(
         write_overlay(source, tmp_path / "x", scales={name: SCALES[name]}, config_updates={})
 
 
-def test_a_folder_that_holds_something_is_not_mixed_into(
-    source_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "overlay").mkdir()
-    (tmp_path / "overlay" / "x").write_text("x")
-    with pytest.raises(ExportError, match="must be empty"):
-        _write(source_folder, tmp_path / "overlay")
-
-
 def test_a_source_without_config_is_a_model_error(source_folder: Path, tmp_path: Path) -> None:
     (source_folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):
