@@ -3,35 +3,103 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch.distributed import ReduceOp
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
-from fp8calib.data.shares import Share, select_batches, sequence_ranges
+from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
+from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
-from fp8calib.observe.calibration_hooks import open_calibration_hooks
-from fp8calib.observe.recorder import Recorder
+from fp8calib.observe.recorder import LayerWork, Recorder
 from fp8calib.recipe import Recipe
-from fp8calib.run.forward.observed_batches import BatchObserver
-from fp8calib.run.forward.whole import run_whole
+from fp8calib.run.forward.observed_batches import BackOff, open_observer
+from fp8calib.run.layer_observer import LayerObserver
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.resume.journal import Journal
-from fp8calib.run.resume.work_share import WHOLE, WorkShare
-from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
-from fp8calib.run.streaming.model import Streaming, open_streamed
-from fp8calib.run.text_engine import TextEngine
+from fp8calib.run.streaming.model import StreamedModel, Streaming, open_streamed
 from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.statistic import COUNTS, SiteStats, group_tensors, merge_sites, name_tensors
 from fp8calib.stats.unquantized_tensors import hash_unquantized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkShare:
+    """The share of a run that this process does: by default all of it."""
+
+    shard: Share | None = None
+    """The shard of the data and of the weights that `--shard` chose."""
+    journal: Journal | None = None
+    """Checkpoints of this run, and what earlier runs have done."""
+    group: ProcessGroup = LONE
+    """The processes that divide the shard among them."""
+    back_offs: list[BackOff] = field(default_factory=list)
+    """Filled by the run: where batches became smaller because memory ran out."""
+
+    def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
+        """Give the batches this process has still to run."""
+        done = () if self.journal is None else self.journal.sequences
+        remaining = drop_finished(select_batches(plan, batch_size, self.shard), done)
+        return list(self.group.share_of(remaining))
+
+    def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
+        """Give the linears whose weights this process has still to read: one process reads each."""
+        mine = linears if self.shard is None else self.shard.take(linears)
+        done = () if self.journal is None else self.journal.weights
+        return self.group.share_of([each for each in mine if each.module not in done])
+
+    def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
+        """Join the statistics of all processes and of earlier runs, in the first process."""
+        if self.group.size > 1:
+            maxima: dict[str, torch.Tensor] = {}
+            counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
+            for key, tensor in name_tensors(sites):
+                (counts if key.rpartition("/")[2] in COUNTS else maxima)[key] = tensor
+            joined = self.group.all_reduce(maxima, ReduceOp.MAX)
+            joined |= self.group.all_reduce(counts, ReduceOp.SUM, torch.int64)
+            if not self.group.is_first:
+                return {}
+            by_site = group_tensors({key: joined[key].clone() for key in sorted(joined)})  # views
+            sites = {
+                Site.parse(site): SiteStats(count=int(tensors.pop("count")), tensors=tensors)
+                for site, tensors in by_site.items()
+            }
+        return merge_sites([sites, {} if self.journal is None else self.journal.sites])
+
+
+class TextEngine(Protocol):
+    """An engine that loads the model itself, runs batches and observes them."""
+
+    def describe(self) -> str:
+        """Describe its version and how it runs, as the header of the statistics has it."""
+
+    def observe(
+        self,
+        prepared: PreparedModel,
+        checkpoint: Checkpoint,
+        todo: Sequence[Batch],
+        recipe: Recipe,
+        *,
+        num_sequences: int,
+        progress: Progress,
+        journal: Journal | None,
+    ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+        """Run batches; give the statistics, and the sites that it does not show, with the reason.
+
+        The whole run has `num_sequences`; `prepared` has no weights.
+        """
 
 
 def calibrate(
@@ -43,7 +111,7 @@ def calibrate(
     recipe: Recipe,
     progress: Progress,
     streaming: Streaming | None = None,
-    share: WorkShare = WHOLE,
+    share: WorkShare | None = None,
     work: LayerWork | None = None,
     engine: TextEngine | None = None,
 ) -> CalibrationStats:
@@ -59,45 +127,54 @@ def calibrate(
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
-    todo = None if plan is None else share.batches(plan, recipe.data.batch_size)
-    num_sequences = 0 if plan is None else len(plan.sequences)
+    share = share or WorkShare()
+    todo = [] if plan is None else share.batches(plan, recipe.data.batch_size)
+    linears = None
+    if recipe.observe.weights:
+        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
+    recorder = Recorder(0 if plan is None else len(plan.sequences), work)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
+    if linears is not None and streaming is None:
+        sites |= _read_weights(prepared, linears, checkpoint, progress, share)
     if streaming is not None:
-        sites |= _layer_by_layer(
-            prepared, todo, checkpoint, recipe, progress, streaming, share, work, num_sequences
+        tokens = find_distinct_tokens(todo)
+        with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
+            sites |= _run_layers(streamed, linears, todo, recorder, recipe, progress, share, work)
+    elif todo and engine is not None:
+        found, unseen = engine.observe(
+            *(prepared, checkpoint, todo, recipe),
+            num_sequences=recorder.num_sequences,
+            progress=progress,
+            journal=share.journal,
         )
-    else:
-        if recipe.observe.weights:
-            sites |= _weights(prepared, checkpoint, progress, share)
-        if todo and engine is None:
-            sites |= _activations(prepared, todo, recipe, progress, share, num_sequences)
-        elif todo and engine is not None:
-            found, unseen = engine.observe(
-                prepared,
-                checkpoint,
-                todo,
-                recipe,
-                num_sequences=num_sequences,
-                progress=progress,
-                share=share,
-            )
-            sites |= found
+        sites |= found
+    elif todo:
+        _run_whole(prepared, todo, recorder, recipe, progress, share)
+        sites |= recorder.stats()
     sites = share.join(sites)
-    if plan is not None and recipe.observe.kv and share.is_first:
+    if plan is not None and recipe.observe.kv and share.group.is_first:
         _require_kv(prepared, sites)
-    header = (
-        make_header(prepared, plan, source, checkpoint, recipe, engine=engine)
-        if share.journal is None
-        else share.journal.header
-    )
-    kept = hash_unquantized(checkpoint.stored) if share.is_first else {}
+    if share.journal is None:
+        header = make_header(prepared, plan, source, checkpoint, recipe, engine=engine)
+    else:
+        header = share.journal.header
     skipped = tuple(list_skipped(prepared, recipe, sites, unseen))
+    kept = hash_unquantized(checkpoint.stored) if share.group.is_first else {}
+    shard = None
+    if share.shard is not None and plan is not None:
+        chosen = select_batches(plan, recipe.data.batch_size, share.shard)
+        shard = StatsShard(
+            index=share.shard.index,
+            count=share.shard.count,
+            batch_size=recipe.data.batch_size,
+            sequences=join_ranges(sequence_ranges(chosen)),
+        )
     return CalibrationStats(
         header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        shard=_make_shard(share.shard, plan, recipe.data.batch_size),
+        shard=shard,
     )
 
 
@@ -141,107 +218,70 @@ def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
-def _make_shard(shard: Share | None, plan: DataPlan | None, batch_size: int) -> StatsShard | None:
-    if shard is None or plan is None:
-        return None
-    return StatsShard(
-        index=shard.index,
-        count=shard.count,
-        batch_size=batch_size,
-        sequences=join_ranges(sequence_ranges(select_batches(plan, batch_size, shard))),
-    )
-
-
-def _weights(
-    prepared: PreparedModel, checkpoint: Checkpoint, progress: Progress, share: WorkShare
+def _read_weights(
+    prepared: PreparedModel,
+    linears: Sequence[Linear],
+    checkpoint: Checkpoint,
+    progress: Progress,
+    share: WorkShare,
 ) -> dict[Site, SiteStats]:
-    linears = [linear for _, linear in prepared.geometry.linears()]
-    chosen = share.weights(linears)
-    progress.stage("reading weights", len(chosen))
+    progress.stage("reading weights", len(linears))
     started = time.monotonic()
     found: dict[Site, SiteStats] = {}
-    for site, stats in observe_weights(chosen, prepared.weights, ignored=prepared.ignored):
+    for site, stats in observe_weights(linears, prepared.weights, ignored=prepared.ignored):
         found[site] = stats
         progress.advance(1)
-    if share.reads_other_weights:
-        read = prepared.weights.tensor_names({linear.weight_name for linear in linears})
+    if share.group.is_first and (share.shard is None or share.shard.index == 1):
+        names = {linear.weight_name for _, linear in prepared.geometry.linears()}
+        read = prepared.weights.tensor_names(names)
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
     if share.journal is not None:
         share.journal.save_weights(found, duration_s=time.monotonic() - started)
     return found
 
 
-def _layer_by_layer(
-    prepared: PreparedModel,
-    todo: Sequence[Batch] | None,
-    checkpoint: Checkpoint,
+def _run_layers(
+    streamed: StreamedModel,
+    linears: Sequence[Linear] | None,
+    todo: Sequence[Batch],
+    recorder: Recorder,
     recipe: Recipe,
     progress: Progress,
-    streaming: Streaming,
     share: WorkShare,
     work: LayerWork | None,
-    num_sequences: int,
 ) -> dict[Site, SiteStats]:
-    num_layers = len(prepared.geometry.layers)
-    tokens = find_distinct_tokens(todo or ())
-    with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
-        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
-        observer = LayerObserver(
-            streamed, recipe.observe, linears=linears, num_sequences=num_sequences, work=work
-        )
-        if not todo:
-            progress.stage("reading weights", num_layers, unit="layers")
-            return observer.observe_weights(progress.advance)
-        num_tokens = sum(batch.num_tokens for batch in todo)
-        progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
-        return observer.observe(
-            todo, progress.advance, share.journal, on_back_off=share.back_offs.append
-        )
+    num_layers = len(streamed.geometry.layers)
+    layers = LayerObserver(streamed, linears, progress.advance, work=work, journal=share.journal)
+    if not todo:
+        progress.stage("reading weights", num_layers, unit="layers")
+        return layers.observe_weights()
+    num_tokens = sum(batch.num_tokens for batch in todo)
+    progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
+    with open_observer(streamed.prepared, recorder, recipe.observe) as observer:
+        return layers.observe(observer, todo, share.back_offs)
 
 
-def _activations(
+def _run_whole(
     prepared: PreparedModel,
     todo: Sequence[Batch],
+    recorder: Recorder,
     recipe: Recipe,
     progress: Progress,
     share: WorkShare,
-    num_sequences: int,
-) -> dict[Site, SiteStats]:
-    recorder = Recorder(num_sequences)
+) -> None:
     num_tokens = sum(batch.num_tokens for batch in todo)
     progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
+    journal = share.journal
     with (
-        open_calibration_hooks(
-            prepared.model,
-            prepared.geometry,
-            recorder,
-            recipe.observe,
-            ignored=prepared.ignored,
-        ) as new_cache,
-        _checkpoints(recorder, share.journal) as on_checked,
+        open_observer(prepared, recorder, recipe.observe) as observer,
+        nullcontext() if journal is None else journal.saving(recorder),
     ):
-        run_whole(
-            BatchObserver(prepared.model, recorder, new_cache),
+        observer.run_whole(
             todo,
             progress.advance,
-            on_checked=on_checked,
-            on_back_off=share.back_offs.append,
+            on_checked=lambda: None if journal is None else journal.save_if_due(recorder),
+            back_offs=share.back_offs,
         )
-    return recorder.stats()
-
-
-@contextmanager
-def _checkpoints(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], None]]:
-    """Save a recorder's statistics at intervals, at the end, and on an interruption."""
-    if journal is None:
-        yield lambda: None
-        return
-    try:
-        yield lambda: journal.save_if_due(recorder)
-    except KeyboardInterrupt:
-        journal.save_interrupted(recorder)
-        raise
-    journal.save_final(recorder)
 
 
 def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration import calibrate
+from fp8calib.calibration import WorkShare, calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
@@ -30,11 +30,9 @@ from fp8calib.model.prepared import prepare
 from fp8calib.model.topology import find
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.observe.calibration_hooks import CalibrationHooks
 from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Data, Observe, Recipe
-from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales import compute
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
@@ -160,7 +158,7 @@ def observe_cache(config: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         k_head_dim=16,
         v_head_dim=8,
     )
-    cache = HookedCache(config, {0: attention}, (), CalibrationHooks(Recorder(1)))
+    cache = HookedCache(config, {0: attention}, (), Recorder(1))
     cache.update(key, value, 0)
 
 

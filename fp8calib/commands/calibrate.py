@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from fp8calib.calibration import TextEngine
 from fp8calib.checkpoint.atomic import measure_folder, output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
@@ -23,7 +25,7 @@ from fp8calib.dialects.write import (
     write_formats,
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
-from fp8calib.jobs.calibration import IF_QUANTIZED
+from fp8calib.jobs.calibration import IF_QUANTIZED, choose_calibration_mode, run_job
 from fp8calib.jobs.calibration_result import (
     describe_rows,
     make_calibrate_result,
@@ -51,7 +53,6 @@ from fp8calib.jobs.recipe_options import (
 )
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.run import RunMeasurements, choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import (
     UnwrittenError,
     check_output_of,
@@ -75,7 +76,6 @@ from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
 from fp8calib.run.processes import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
-from fp8calib.run.text_engine import TextEngine
 from fp8calib.scales.site_rules import find_site_rules
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
@@ -147,17 +147,17 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
     if request.dry_run:
         return make_run_plan(job, mode)
     if job.out is None:
-        stats, measured = run_job(job, mode, None)
-        return make_calibrate_result(job, stats, measured) if job.group.is_first else None
+        stats, cost = run_job(job, mode, None)
+        return make_calibrate_result(job, stats, cost) if job.group.is_first else None
     for text in (*describe_rows(job.plan), *mode.describe()):
         job.reporter.say(text)
     with work_folder(job, header) as work:
         if work.finished is not None:
             return _tell_finished(job, work.finished)
-        stats, measured = run_job(job, mode, work)
+        stats, cost = run_job(job, mode, work)
         if not job.group.is_first:
             return None
-        return _write(job, stats, measured, work.path, request)
+        return _write(job, stats, cost, work.path, request)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -315,13 +315,13 @@ def _check_observed(recipe: Recipe) -> None:
 def _write(
     job: ResumableJob,
     stats: CalibrationStats,
-    measured: RunMeasurements,
+    cost: Mapping[str, Any],
     folder: Path,
     request: CalibrateRequest,
 ) -> CalibrateResult:
     """Write all output; where a format cannot be written, save at least the statistics."""
     try:
-        return _write_all(job, stats, measured, folder, request)
+        return _write_all(job, stats, cost, folder, request)
     except OSError as error:
         failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
     except ExportError as error:
@@ -350,7 +350,7 @@ def _write(
 def _write_all(
     job: ResumableJob,
     stats: CalibrationStats,
-    measured: RunMeasurements,
+    cost: Mapping[str, Any],
     folder: Path,
     request: CalibrateRequest,
 ) -> CalibrateResult:
@@ -370,7 +370,7 @@ def _write_all(
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    result = make_calibrate_result(job, stats, measured, files=files, notes=written.notes)
+    result = make_calibrate_result(job, stats, cost, files=files, notes=written.notes)
     result = add_checkpoint(job, stats, folder, result)
     if request.check:
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})

@@ -1,24 +1,33 @@
-"""A calibration, decided before a weight is loaded, and run in this process."""
+"""Run a calibration in this process: how it uses memory, the pass over the text, what it cost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from fp8calib.calibration import calibrate
+import torch
+
+from fp8calib.calibration import WorkShare, calibrate
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model
+from fp8calib.jobs.processes import count_run
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.work_folder import WorkFolder
+from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
+from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import stats_bytes
 
 IF_QUANTIZED = (
     "its activations have quantization errors already: calibrate the unquantized model it was made "
@@ -63,6 +72,23 @@ def open_unquantized(request: PlanRequest, recipe: Recipe) -> Iterator[RunModel]
         yield model
 
 
+def choose_calibration_mode(job: ResumableJob) -> MemoryPlan:
+    """Choose how a job holds its model (`choose_mode`)."""
+    if job.engine is not None:  # it plans its own memory
+        return MemoryPlan(prepared=job.prepared)
+    scratch, extra = Path.cwd(), job.layer_job
+    if job.out is not None:
+        scratch = next(folder for folder in job.out.absolute().parents if folder.is_dir())
+    return choose_mode(
+        *(job, job.recipe, job.plan),
+        scratch=scratch,
+        shard=job.shard,
+        group=job.group,
+        extra_bytes={} if extra is None else {"work on layers": extra.estimate_bytes(job)},
+        always_streams="" if extra is None else extra.why_streamed,
+    )
+
+
 def choose_mode(
     model: RunModel,
     recipe: Recipe,
@@ -91,12 +117,13 @@ def choose_mode(
     """
     if model.is_placed:
         return MemoryPlan(prepared=model.prepared)
-    observe = recipe.observe
     # those that an interrupted run has done are among them
     batches = [] if plan is None else select_batches(plan, recipe.data.batch_size, shard)
     sharers = group.process_rank.local_size
-    statistics = stats_bytes(
-        model.prepared.geometry, inputs=observe.inputs, weights=observe.weights
+    inputs, weights = recipe.observe.inputs, recipe.observe.weights
+    elements = sum(  # amax by channel; the plan's reserve covers the other statistics
+        (inputs + weights) * linear.in_features + weights * linear.out_features
+        for _, linear in model.prepared.geometry.linears()
     )
     return plan_memory(
         Workload(
@@ -108,9 +135,60 @@ def choose_mode(
             batches=group.share_of(batches),
             scratch=scratch,
             sharers=sharers,
-            extra={"statistics": statistics, **(extra_bytes or {})},
-            least_read_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
+            extra={"statistics": elements * torch.float32.itemsize, **(extra_bytes or {})},
+            least_read_bytes=model.checkpoint.total_size_bytes if weights else 0,
             always_streams=always_streams,
         ),
         find_limits(model.device, model.memory, sharers=sharers),
     )
+
+
+def run_job(
+    job: ResumableJob, mode: MemoryPlan, work: WorkFolder | None
+) -> tuple[CalibrationStats, dict[str, Any]]:
+    """Run the calibration of a job, with its work on layers if it has some.
+
+    Without a working folder it cannot be resumed, and works on no layer.
+
+    Returns:
+        The statistics, and what the run cost, as fields of a `CalibrateResult`.
+    """
+    progress, group = job.reporter, job.group
+    journal = None if work is None else work.journal
+    where = job.device if job.engine is None else job.engine.describe()
+    progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
+    if group.size > 1:
+        threads = torch.get_num_threads()
+        progress.say(f"{group.size} processes share the data, with {threads} threads each")
+    started = time.monotonic()
+    share = WorkShare(shard=job.shard, journal=journal, group=group)
+    layer_work = None
+    if work is not None and job.layer_job is not None:
+        layer_work = job.layer_job.open(job, work.path)
+    with PeakMemory() as memory, group.peer_failures():
+        stats = calibrate(
+            job.load(mode, progress) if job.engine is None else job.prepared,
+            job.plan,
+            job.source,
+            job.checkpoint,
+            recipe=job.recipe,
+            progress=progress,
+            streaming=mode.streaming,
+            share=share,
+            work=layer_work,
+            engine=job.engine,
+        )
+        back_offs = group.all_gather([asdict(each) for each in share.back_offs])
+    duration_s = time.monotonic() - started
+    resumed = () if journal is None else journal.sequences
+    sequences = () if job.plan is None else job.plan.sequences
+    tokens = [len(each) for first, stop in resumed for each in sequences[first:stop]]
+    return stats, {
+        "duration_s": duration_s,
+        # without those that an interrupted run had finished
+        "tokens_per_s": (count_run(job, stats)["tokens"] - sum(tokens)) / duration_s,
+        "memory": {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+        "batch_back_off": tuple(BackOff(**each) for of_rank in back_offs for each in of_rank),
+        "resumed_sequences": len(tokens),
+        "ranks": group.size,
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
@@ -16,7 +16,6 @@ from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.run import RunMeasurements
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.numerics.rules import Fallback
@@ -31,14 +30,13 @@ from fp8calib.stats.saturation import compute_position_saturation, compute_satur
 def make_calibrate_result(
     job: ResumableJob,
     stats: calibration_stats.CalibrationStats,
-    measured: RunMeasurements,
+    cost: Mapping[str, Any],
     *,
     files: Sequence[str] = (),
     notes: Sequence[Note] = (),
 ) -> CalibrateResult:
-    """Make the result of a finished run."""
+    """Make the result of a finished run; `cost` is what `run_job` gave."""
     before, after = kv_bytes_per_token(stats.geometry)
-    counted = count_run(job, stats)
     return CalibrateResult(
         stats=CalibrationStats.of(stats),
         model=job.name,
@@ -51,18 +49,13 @@ def make_calibrate_result(
         architecture=stats.geometry.architecture,
         out=job.out,
         files=tuple(files),
-        **counted,
-        duration_s=measured.duration_s,
-        tokens_per_s=(counted["tokens"] - measured.resumed_tokens) / measured.duration_s,
+        **count_run(job, stats),
+        **cost,
         dtype=job.dtype,
         dtype_why=job.dtype_why,
         device=job.device,
         engine=stats.header.engine,
-        memory=dict(measured.memory),
         batch_size=job.recipe.data.batch_size,
-        batch_back_off=measured.back_offs,
-        resumed_sequences=measured.resumed,
-        ranks=measured.num_ranks,
         rule=str(job.recipe.scales.rule),
         rules={pattern: str(rule) for pattern, rule in job.recipe.scales.rules.items()} or None,
         coverage=Coverage(observed=len(stats.sites), skipped=stats.header.skipped),

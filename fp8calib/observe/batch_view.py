@@ -55,48 +55,48 @@ class BatchView:
     @property
     def has_samples(self) -> bool:
         """Whether rows enter the histograms."""
-        return any(self._is_sampled(number) for number in range(len(self.lengths)))
+        return bool(self._sampled())
 
     def padding(self, device: torch.device) -> torch.Tensor:
         """Tell which rows are padding: bool [B, S]."""
-        return self._make(self._find_padding, device)
+        lengths = self.lengths
+        return self._on(
+            device,
+            "padding",
+            lambda: torch.arange(self.shape[1]) >= torch.tensor(lengths).unsqueeze(1),
+        )
 
     def kv_sample(self, device: torch.device) -> torch.Tensor:
         """List the rows in histograms of K and V: int64 [N]."""
-        return self._make(self._sample, device)
+        return self._on(device, "kv", self._sample)
 
     def input_sample(self, device: torch.device) -> torch.Tensor:
         """List the rows in histograms of inputs: int64 [N]."""
-        return self._make(self._sample_inputs, device)
+        return self._on(device, "input", lambda: self._sample(INPUT_HISTOGRAM_TOKENS))
 
     def places(self, device: torch.device) -> torch.Tensor:
         """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""
-        return self._make(self._find_places, device)
 
-    def _make(self, make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-        key = (make.__name__, device)
-        if key not in self._on_device:
-            self._on_device[key] = make().to(device, non_blocking=True)
-        return self._on_device[key]
+        def make() -> torch.Tensor:
+            sizes = torch.tensor([stop - first for first, stop in self.spans])
+            numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
+            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + numbers).flatten()
 
-    def _find_padding(self) -> torch.Tensor:
-        return torch.arange(self.shape[1]) >= torch.tensor(self.lengths).unsqueeze(1)
+        return self._on(device, "places", make)
 
-    def _find_places(self) -> torch.Tensor:
-        sizes = torch.tensor([stop - first for first, stop in self.spans])
-        numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + numbers).flatten()
+    def _on(
+        self, device: torch.device, name: str, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        if (name, device) not in self._on_device:
+            self._on_device[name, device] = make().to(device, non_blocking=True)
+        return self._on_device[name, device]
 
-    def _sample_inputs(self) -> torch.Tensor:
-        return self._sample(INPUT_HISTOGRAM_TOKENS)
+    def _sampled(self) -> list[int]:
+        """List the sequences of the batch that enter the histograms."""
+        return [n for n in range(len(self.lengths)) if (self.first + n) % HISTOGRAM_SEQUENCES == 0]
 
     def _sample(self, every: int = 1) -> torch.Tensor:
         parts = [
-            torch.arange(0, length, every) + number * self.shape[1]
-            for number, length in enumerate(self.lengths)
-            if self._is_sampled(number)
+            torch.arange(0, self.lengths[n], every) + n * self.shape[1] for n in self._sampled()
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-
-    def _is_sampled(self, number: int) -> bool:
-        return (self.first + number) % HISTOGRAM_SEQUENCES == 0

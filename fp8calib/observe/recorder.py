@@ -1,4 +1,4 @@
-"""Collect the running statistics of every site, batch by batch.
+"""Record what the hooks show: the running statistics of every site, batch by batch.
 
 They stay on the device of the observed tensors. Only `find_nonfinite` and `stats` wait for a
 device.
@@ -9,24 +9,53 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from fp8calib.geometry.sites import Site
+from fp8calib.geometry.model_geometry import Attention, Layer, Linear
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.histogram import count_bins_of_each
 from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.reductions import Reductions, join_parts, observe_input
-from fp8calib.stats.statistic import STATISTICS, SiteStats
+from fp8calib.observe.hooks import ExpertsCall
+from fp8calib.observe.reductions import (
+    Reductions,
+    join_parts,
+    observe_expert_down,
+    observe_expert_input,
+    observe_heads,
+    observe_input,
+)
+from fp8calib.stats.statistic import COUNTS, LENGTHS, SiteStats
 
 _REMEMBERED_INPUTS = 4
-_MOST_SAMPLED = 2**23
-"""How many values of histograms wait to be counted together on a GPU."""
-_MOST_UNJOINED = 2**24
-"""How many values of parts wait to be joined together."""
-
+_MOST_WAITING = 2**23
+"""How many values wait on a GPU to be reduced together."""
 
 _Update = tuple[bool, torch.Tensor, torch.Tensor]
 """Whether it is a count, the running tensor, and the tensor that is added or joined to it."""
+
+
+class LayerWork(Protocol):
+    """Work on each layer with the inputs of its linears, beside the statistics.
+
+    It must not change the inputs.
+    """
+
+    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
+        """Receive the input of a linear: [..., C]."""
+
+    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
+        """Receive the input of gate and up: [N, C]."""
+
+    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:
+        """Receive the input of down, its rows sorted by expert: [N * K, C]."""
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Finish a layer that all batches have run through."""
+
+    def forget(self) -> None:
+        """Drop all inputs that were received: the run starts again."""
 
 
 @dataclass(slots=True)
@@ -35,33 +64,38 @@ class _Running:
 
     count: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By the name of their statistic."""
 
 
 class Recorder:
-    """Collects statistics; batches that end are counted fully, others not at all."""
+    """Receives the hooked tensors and changes none (`TensorHooks`).
 
-    def __init__(self, num_sequences: int) -> None:
-        """Collect for a run of so many sequences, of which this recorder may see a part."""
-        self._num_sequences = num_sequences
-        self._running: defaultdict[Site, _Running] = defaultdict(_Running)
-        self._pending: list[tuple[Site, Reductions]] = []
-        self._unchecked: dict[Site, None] = {}
-        """The sites since the last look for NaN, in execution order."""
-        self._unchecked_batches: list[tuple[int, int]] = []
-        """Their sequences, as half-open ranges."""
-        self._sampled: dict[int, Reductions] = {}
-        """Those whose histogram is not counted yet, by identity."""
-        self._num_sampled = 0
-        self._unjoined: dict[int, Reductions] = {}
-        """Those whose parts are not joined yet, by identity."""
-        self._num_unjoined = 0
-        self._sequences: list[tuple[int, int]] = []
-        self.is_settled = True
-        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
+    Batches that end are counted fully, others not at all.
+    """
+
+    def __init__(self, num_sequences: int, work: LayerWork | None = None) -> None:
+        """Record a run of so many sequences, which may show only some of them.
+
+        `work` also gets the inputs of linears.
+        """
+        self.num_sequences = num_sequences
+        self._work = work
         self._batch: BatchView | None = None
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
+        self._pending: list[tuple[Site, Reductions]] = []
+        self._waiting: dict[int, Reductions] = {}
+        """Those whose histogram is not counted or whose parts are not joined, by identity."""
+        self._num_waiting = 0
+        self.is_settled = True
+        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._running: defaultdict[Site, _Running] = defaultdict(_Running)
+        self._sequences: list[tuple[int, int]] = []
+        self._unchecked: dict[Site, None] = {}
+        """The sites since the last look for NaN, in execution order."""
+        self._unchecked_batches: list[tuple[int, int]] = []
 
     @property
     def batch(self) -> BatchView:
@@ -70,47 +104,6 @@ class Recorder:
             msg = "no batch is open"
             raise RuntimeError(msg)
         return self._batch
-
-    def begin_batch(self, batch: BatchView) -> None:
-        """Open a batch: observations belong to it until `end_batch`."""
-        if batch.first + batch.shape[0] > self._num_sequences:
-            msg = f"sequence {batch.first} of a run of {self._num_sequences}"
-            raise ValueError(msg)
-        self._drop_batch()
-        self._batch = batch
-
-    def end_batch(self) -> None:
-        """Close the batch and add its observations to the running statistics."""
-        self._count_sampled()
-        self._join_parts()
-        sequences = self.batch.first, self.batch.first + self.batch.shape[0]
-        self.is_settled = False
-        _apply(update for site, seen in self._pending for update in self._update(site, seen))
-        self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
-        self._unchecked_batches.append(sequences)
-        self._sequences.append(sequences)
-        self.is_settled = True
-        self._drop_batch()
-
-    def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
-        """Give the updates that add a tensor of the batch to the running statistics."""
-        running = self._running[site]
-        running.count += seen.num_tokens
-        for name, new in seen.tensors.items():
-            statistic, of_run = STATISTICS[name], name == "sequences"
-            if name not in running.tensors:
-                running.tensors[name] = (
-                    new.new_zeros(self._num_sequences) if of_run else statistic.start(new)
-                )
-            start = self.batch.first if of_run else 0
-            yield statistic.is_count, running.tensors[name][start : start + len(new)], new
-
-    def _drop_batch(self) -> None:
-        self._batch = None
-        self._pending.clear()
-        self._drop_sampled()
-        self._drop_unjoined()
-        self._inputs.clear()
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -122,49 +115,48 @@ class Recorder:
         """The number of batches since the last look for NaN."""
         return len(self._unchecked_batches)
 
-    def record(self, site: Site, seen: Reductions) -> None:
-        """Add what was observed at a site to the open batch."""
-        self._pending.append((site, seen))
-        if seen.sampled is not None and id(seen) not in self._sampled:
-            self._sampled[id(seen)] = seen
-            self._num_sampled += seen.sampled.numel()
-            if seen.sampled.device.type == "cpu" or self._num_sampled >= _MOST_SAMPLED:
-                self._count_sampled()
-        if seen.parts and id(seen) not in self._unjoined:
-            self._unjoined[id(seen)] = seen
-            self._num_unjoined += sum(part.numel() for part in seen.parts)
-            if self._num_unjoined >= _MOST_UNJOINED:
-                self._join_parts()
+    # --- hooks ------------------------------------------------------------------------------------
 
-    def _count_sampled(self) -> None:
-        groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
-        for seen in self._sampled.values():
-            if seen.sampled is not None:
-                groups[seen.sampled.device, seen.sampled.dtype].append(seen)
-        for group in groups.values():
-            sampled = [seen.sampled for seen in group if seen.sampled is not None]
-            for seen, histogram in zip(group, count_bins_of_each(sampled), strict=True):
-                seen.tensors["histogram"] = histogram
-                seen.sampled = None
-        self._drop_sampled()
+    def on_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record K and V per head."""
+        for role, x in ((Role.K, key), (Role.V, value)):
+            seen = observe_heads(self.batch, role, x, attention.num_kv_heads)
+            self.record(attention.site(role), seen)
+        return key, value
 
-    def _join_parts(self) -> None:
-        groups = defaultdict[tuple[object, ...], list[Reductions]](list)
-        for seen in self._unjoined.values():
-            shape = len(seen.parts), *seen.parts[0].shape
-            is_single = shape[:2] == (1, 1)
-            groups[seen.parts[0].device, () if is_single else shape].append(seen)
-        for group in groups.values():
-            join_parts(group)
-        self._drop_unjoined()
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Record q per head."""
+        seen = observe_heads(self.batch, Role.Q, query, query.shape[1])
+        self.record(attention.site(Role.Q), seen)
+        return query
 
-    def _drop_unjoined(self) -> None:
-        self._unjoined.clear()
-        self._num_unjoined = 0
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Record the input of a linear per channel."""
+        self.record_input(Site(linear.module, Role.INPUT), x)
+        if self._work is not None:
+            self._work.on_input(self.batch, linear, x)
+        return x
 
-    def _drop_sampled(self) -> None:
-        self._sampled.clear()
-        self._num_sampled = 0
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Record the input of gate and up per channel and per expert."""
+        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
+        sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
+        seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
+        for site in sites:
+            self.record(site, seen)
+        if self._work is not None:
+            self._work.on_expert_input(self.batch, call, hidden)
+        return hidden
+
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Record the input of down per channel and per expert."""
+        seen = observe_expert_down(self.batch, call, rows)
+        self.record(Site(f"{call.path}.down_proj", Role.INPUT), seen)
+        if self._work is not None:
+            self._work.on_expert_down(self.batch, call, rows)
+        return rows
 
     def record_input(self, site: Site, x: torch.Tensor) -> None:
         """Observe the input of a linear, once for all linears that read the same tensor."""
@@ -176,6 +168,87 @@ class Recorder:
         self.record(site, seen)
         self._inputs.append((x, x._version, seen))
         del self._inputs[:-_REMEMBERED_INPUTS]
+
+    def record(self, site: Site, seen: Reductions) -> None:
+        """Add what was observed at a site to the open batch."""
+        self._pending.append((site, seen))
+        if id(seen) in self._waiting:
+            return
+        self._waiting[id(seen)] = seen
+        self._num_waiting += sum(part.numel() for part in seen.parts)
+        if seen.sampled is not None and seen.sampled.device.type == "cpu":
+            _count_sampled([seen])  # many tensors at once are no faster there
+        elif seen.sampled is not None:
+            self._num_waiting += seen.sampled.numel()
+        if self._num_waiting >= _MOST_WAITING:
+            self._reduce_waiting()
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: BatchView) -> None:
+        """Open a batch; one that has not ended is discarded.
+
+        Raises:
+            ValueError: its sequences are not among those of the run.
+        """
+        if batch.first + batch.shape[0] > self.num_sequences:
+            msg = f"sequence {batch.first} of a run of {self.num_sequences}"
+            raise ValueError(msg)
+        self._drop_batch()
+        self._batch = batch
+
+    def end_batch(self) -> None:
+        """Close the batch and add its observations to the running statistics."""
+        self._reduce_waiting()
+        sequences = self.batch.first, self.batch.first + self.batch.shape[0]
+        self.is_settled = False
+        _apply(update for site, seen in self._pending for update in self._update(site, seen))
+        self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
+        self._unchecked_batches.append(sequences)
+        self._sequences.append(sequences)
+        self.is_settled = True
+        self._drop_batch()
+
+    def forget(self) -> None:
+        """Drop all statistics."""
+        self._drop_batch()
+        self._begin_run()
+
+    def _drop_batch(self) -> None:
+        self._batch = None
+        self._pending.clear()
+        self._waiting.clear()
+        self._num_waiting = 0
+        self._inputs.clear()
+
+    def _reduce_waiting(self) -> None:
+        """Count histograms and join parts, of many tensors in a kernel."""
+        _count_sampled(self._waiting.values())
+        groups = defaultdict[tuple[object, ...], list[Reductions]](list)
+        for seen in self._waiting.values():
+            if seen.parts:
+                shape = len(seen.parts), *seen.parts[0].shape
+                is_single = shape[:2] == (1, 1)
+                groups[seen.parts[0].device, () if is_single else shape].append(seen)
+        for group in groups.values():
+            join_parts(group)
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
+        """Give the updates that add a tensor of the batch to the running statistics."""
+        running = self._running[site]
+        running.count += seen.num_tokens
+        for name, new in seen.tensors.items():
+            of_run = name == "sequences"
+            if name not in running.tensors:
+                length = self.num_sequences if of_run else LENGTHS.get(name)
+                shape = new.shape if length is None else (length,)
+                running.tensors[name] = new.new_zeros(shape)
+            start = self.batch.first if of_run else 0
+            yield name in COUNTS, running.tensors[name][start : start + len(new)], new
+
+    # --- results ----------------------------------------------------------------------------------
 
     def find_nonfinite(self) -> tuple[Site, int] | None:
         """Find NaN or inf in the batches since the last call; waits for devices.
@@ -212,13 +285,17 @@ class Recorder:
             for site, running in self._running.items()
         }
 
-    def forget(self) -> None:
-        """Drop all statistics."""
-        self._drop_batch()
-        self._unchecked.clear()
-        self._unchecked_batches.clear()
-        self._running.clear()
-        self._sequences.clear()
+
+def _count_sampled(waiting: Iterable[Reductions]) -> None:
+    groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
+    for seen in waiting:
+        if seen.sampled is not None:
+            groups[seen.sampled.device, seen.sampled.dtype].append(seen)
+    for group in groups.values():
+        sampled = [seen.sampled for seen in group if seen.sampled is not None]
+        for seen, histogram in zip(group, count_bins_of_each(sampled), strict=True):
+            seen.tensors["histogram"] = histogram
+            seen.sampled = None
 
 
 def _apply(updates: Iterable[_Update]) -> None:

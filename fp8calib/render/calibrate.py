@@ -13,7 +13,7 @@ from fp8calib.render.summary import summarize_briefly
 from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
-from fp8calib.stats.statistic import NUM_QUARTERS
+from fp8calib.stats.saturation import NUM_QUARTERS
 
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001

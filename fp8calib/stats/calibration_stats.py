@@ -31,7 +31,7 @@ from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.statistic import STATISTICS, SiteStats, name_tensors
+from fp8calib.stats.statistic import COUNTS, NAMES, SiteStats, is_valid, name_tensors
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -300,23 +300,19 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
     }
     for key, tensor in everything.items():
         text, _, name = key.rpartition("/")
-        if name not in STATISTICS:
+        if name not in NAMES:
             raise ValueError(f"unknown tensor {key}")
+        if not is_valid(name, tensor):
+            what = "counts" if name in COUNTS else "magnitudes"
+            raise ValueError(f"{key} holds values that are not {what}, or too few or many")
         by_site[text][name] = tensor
+    for text, found in by_site.items():
+        if "amax" not in found:
+            raise KeyError(f"{text}/amax")
     return {
-        Site.parse(text): _build_site(text, envelope.counts[text], found)
+        Site.parse(text): SiteStats(count=envelope.counts[text], tensors=found)
         for text, found in by_site.items()
     }
-
-
-def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> SiteStats:
-    if "amax" not in found:
-        raise KeyError(f"{text}/amax")
-    for name, tensor in found.items():
-        if not STATISTICS[name].is_valid(tensor):
-            what = "counts" if STATISTICS[name].is_count else "magnitudes"
-            raise ValueError(f"{text}/{name} holds values that are not {what}, or too few or many")
-    return SiteStats(count=count, tensors=found)
 
 
 def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

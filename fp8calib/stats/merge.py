@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
@@ -14,25 +14,7 @@ from fp8calib.stats.calibration_stats import (
     StatsShard,
     join_ranges,
 )
-from fp8calib.stats.statistic import STATISTICS, SiteStats
-
-_ONE_RUN = "the runs of all shards must differ only in --shard"
-
-
-def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteStats]:
-    """Join the statistics of each site over several parts of the data."""
-    merged: dict[Site, SiteStats] = {}
-    for part in parts:
-        for site, found in part.items():
-            merged[site] = _join(merged[site], found) if site in merged else found
-    return merged
-
-
-def _join(one: SiteStats, other: SiteStats) -> SiteStats:
-    tensors = {**one.tensors, **other.tensors}
-    for name in one.tensors.keys() & other.tensors.keys():
-        tensors[name] = STATISTICS[name].join(one.tensors[name], other.tensors[name])
-    return SiteStats(count=one.count + other.count, tensors=tensors)
+from fp8calib.stats.statistic import merge_sites
 
 
 def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
@@ -50,14 +32,21 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:
-        if difference := explain_other_run(first.header, stats.header):
-            raise ModelError(
-                f"{name} and {first_name} are of different runs: {difference}", hint=_ONE_RUN
+        difference = ""
+        if why := explain_other_run(first.header, stats.header):
+            difference = f"{name} and {first_name} are of different runs: {why}"
+        elif shard.count != first_shard.count:
+            difference = (
+                f"{first_name} is {first_shard.describe()}, but {name} is {shard.describe()}"
             )
-        _check_same_division(first_name, first_shard, name, shard)
-    shards = [(name, shard) for name, _, shard in found]
-    _check_indices(shards)
-    _check_sequences(shards, first.header)
+        elif shard.batch_size != first_shard.batch_size:
+            difference = (
+                f"{first_name} was run with --batch-size {first_shard.batch_size}, but {name} with "
+                f"{shard.batch_size}: the shards depend on it"
+            )
+        if difference:
+            raise ModelError(difference, hint="the runs of all shards must differ only in --shard")
+    _check_complete([(name, shard) for name, _, shard in found], first.header)
     others = [stats.header.skipped for _, stats, _ in found[1:]]
     skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
     return replace(
@@ -82,6 +71,35 @@ def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     return stats.shard
 
 
+def _check_complete(named: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
+    """Refuse shards, in the order of their index, if one is missing or given twice."""
+    for (name, shard), (other, following) in pairwise(named):
+        if shard.index == following.index:
+            raise ModelError(
+                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
+            )
+    count = named[0][1].count
+    missing = sorted({*range(1, count + 1)} - {shard.index for _, shard in named})
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        what = (
+            f"shard {numbers} of {count} is"
+            if len(missing) == 1
+            else f"shards {numbers} of {count} are"
+        )
+        raise ModelError(
+            f"{what} missing",
+            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
+        )
+    joined = join_ranges([each for _, shard in named for each in shard.sequences])
+    if joined != ((0, header.num_sequences),):
+        raise ModelError(
+            f"{', '.join(name for name, _ in named)}: together they do not hold all "
+            f"{header.num_sequences} sequences",
+            hint="name the files of finished runs, not the checkpoints of interrupted ones",
+        )
+
+
 def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
     """Explain how two runs differ; empty if they are the same.
 
@@ -91,6 +109,7 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
 
 
 def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
+    both = header, other
     if header.schema_version != other.schema_version:
         yield "statistics of different versions of this tool"
     if header.model_fingerprint != other.model_fingerprint:
@@ -99,72 +118,25 @@ def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
     elif header.geometry != other.geometry:
         yield "different geometry of the same model"
     if header.data_fingerprint != other.data_fingerprint:
-        yield f"different data ({_describe_data(header)}, and {_describe_data(other)})"
+        texts = (
+            f"{each.num_tokens} tokens in {each.num_sequences} sequences of "
+            f"{', '.join(each.data_sources)}, {each.data_fingerprint[:8]}"
+            for each in both
+        )
+        yield f"different data ({', and '.join(texts)})"
+    recipes = [f"{each.recipe_name} {each.recipe_hash[:8]}" for each in both]
     if (header.recipe_name, header.recipe_hash) != (other.recipe_name, other.recipe_hash):
-        yield f"different recipe ({_describe_recipe(header)}, and {_describe_recipe(other)})"
-    if header.compute_dtype != other.compute_dtype:
-        yield f"different dtype ({header.compute_dtype}, and {other.compute_dtype})"
-    if header.engine != other.engine:
-        names = (each.engine or "transformers" for each in (header, other))
-        yield f"different engine ({', and '.join(names)})"
-    for name in sorted({*header.versions, *other.versions}):
-        versions = [each.versions.get(name, "none") for each in (header, other)]
-        if versions[0] != versions[1]:
-            yield f"different version of {name} ({versions[0]}, and {versions[1]})"
-    for name in ("histogram_sequences", "input_histogram_tokens"):
-        if getattr(header, name) != getattr(other, name):
-            yield f"different {name} ({getattr(header, name)}, and {getattr(other, name)})"
-
-
-def _describe_data(header: StatsHeader) -> str:
-    return (
-        f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
-        f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}"
-    )
-
-
-def _describe_recipe(header: StatsHeader) -> str:
-    return f"{header.recipe_name} {header.recipe_hash[:8]}"
-
-
-def _check_same_division(name: str, shard: StatsShard, other_name: str, other: StatsShard) -> None:
-    if shard.count != other.count:
-        raise ModelError(
-            f"{name} is {shard.describe()}, but {other_name} is {other.describe()}", hint=_ONE_RUN
-        )
-    if shard.batch_size != other.batch_size:
-        raise ModelError(
-            f"{name} was run with --batch-size {shard.batch_size}, but {other_name} with "
-            f"{other.batch_size}: the shards depend on it",
-            hint=_ONE_RUN,
-        )
-
-
-def _check_indices(named: Sequence[tuple[str, StatsShard]]) -> None:
-    by_index: dict[int, str] = {}
-    for name, shard in named:
-        if shard.index in by_index:
-            raise ModelError(
-                f"{by_index[shard.index]} and {name} are both {shard.describe()}",
-                hint="name every shard once",
-            )
-        by_index[shard.index] = name
-    count = named[0][1].count
-    missing = [str(index) for index in range(1, count + 1) if index not in by_index]
-    if missing:
-        what = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(missing)}"
-        verb = "is" if len(missing) == 1 else "are"
-        raise ModelError(
-            f"{what} of {count} {verb} missing",
-            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
-        )
-
-
-def _check_sequences(named: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
-    joined = join_ranges([each for _, shard in named for each in shard.sequences])
-    if joined != ((0, header.num_sequences),):
-        names = ", ".join(name for name, _ in named)
-        raise ModelError(
-            f"{names}: together they do not hold all {header.num_sequences} sequences",
-            hint="name the files of finished runs, not the checkpoints of interrupted ones",
-        )
+        yield f"different recipe ({', and '.join(recipes)})"
+    values: dict[str, list[object]] = {
+        "dtype": [each.compute_dtype for each in both],
+        "engine": [each.engine or "transformers" for each in both],
+        **{
+            f"version of {name}": [each.versions.get(name, "none") for each in both]
+            for name in sorted({*header.versions, *other.versions})
+        },
+        "histogram_sequences": [each.histogram_sequences for each in both],
+        "input_histogram_tokens": [each.input_histogram_tokens for each in both],
+    }
+    for name, (own, others) in values.items():
+        if own != others:
+            yield f"different {name} ({own}, and {others})"

@@ -11,7 +11,10 @@ from pydantic import BaseModel, ConfigDict
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.positions import range_starts
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import NUM_QUARTERS, SiteStats
+from fp8calib.stats.statistic import SiteStats
+
+NUM_QUARTERS = 4
+"""Points of the data that the running amax is compared at, the end included."""
 
 
 class Saturation(BaseModel):

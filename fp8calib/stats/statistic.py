@@ -1,4 +1,4 @@
-"""The statistics of a site, each declared once.
+"""The statistics of a site.
 
 Every statistic is an exact reduction: a maximum or an integer sum. Whatever the order and grouping
 in which parts of the data are observed and joined, the result is therefore the same, bit for bit.
@@ -6,88 +6,36 @@ in which parts of the data are observed and joined, the result is therefore the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.sites import Site
 from fp8calib.numerics.positions import NUM_RANGES
 
-NUM_QUARTERS = 4
-"""Of the data, in files of version 1."""
+NAMES = (
+    *("amax", "amax_in", "experts", "expert_counts"),
+    *("progress", "positions", "histogram", "sequences"),
+)
+"""In the order that stats files store them; the tensor of one is `<site>/<name>` there."""
+COUNTS = frozenset({"expert_counts", "histogram"})
+"""int64 counts, which are added; all others are fp32 magnitudes, whose maximum is kept."""
+LENGTHS = {"positions": NUM_RANGES}
+"""The number of elements, where a batch may give only the first of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistic:
-    """How one statistic of a site is joined, stored and sized."""
-
-    name: str
-    """Its tensor is `<site>/<name>` in a stats file."""
-    is_count: bool = False
-    """int64 counts, which are added; otherwise fp32 magnitudes, whose maximum is kept."""
-    length: int | None = None
-    """The number of elements, if a batch may give only the first of them."""
-    num_elements: Callable[[Linear, Role], int] | None = None
-    """Gives the number of elements for a linear's input or weight, for the memory plan of a run.
-    None: so few that the plan's reserve covers them."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored tensor."""
-        return torch.int64 if self.is_count else torch.float32
-
-    def start(self, new: torch.Tensor) -> torch.Tensor:
-        """Make the running tensor for tensors like `new`, on its device: zeros."""
-        return torch.zeros_like(new) if self.length is None else new.new_zeros(self.length)
-
-    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Join the stored tensors of two parts of the data."""
-        return one + other if self.is_count else torch.maximum(one, other)
-
-    def is_valid(self, stored: torch.Tensor) -> bool:
-        """Whether a tensor holds values that this statistic can have, and as many as it has."""
-        is_sized = self.length is None or stored.shape == (self.length,)
-        return (
-            is_sized
-            and stored.dtype is self.dtype
-            and bool((stored.isfinite() & (stored >= 0)).all())
-        )
+def join(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Join a statistic of two parts of the data."""
+    return one + other if name in COUNTS else torch.maximum(one, other)
 
 
-def _amax_elements(linear: Linear, role: Role) -> int:
-    return linear.out_features if role is Role.WEIGHT else linear.in_features
-
-
-STATISTICS = {
-    statistic.name: statistic
-    for statistic in (
-        Statistic(name="amax", num_elements=_amax_elements),
-        Statistic(
-            name="amax_in",
-            num_elements=lambda linear, role: linear.in_features if role is Role.WEIGHT else 0,
-        ),
-        Statistic(name="experts"),
-        Statistic(name="expert_counts", is_count=True),
-        Statistic(name="progress"),
-        Statistic(name="positions", length=NUM_RANGES),
-        Statistic(name="histogram", is_count=True),
-        Statistic(name="sequences"),
-    )
-}
-"""By name, in the order that stats files store them."""
-
-
-def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
-    """Compute the memory that the statistics of linears take."""
-    roles = [Role.INPUT] * inputs + [Role.WEIGHT] * weights
-    return sum(
-        statistic.num_elements(linear, role) * statistic.dtype.itemsize
-        for statistic in STATISTICS.values()
-        if statistic.num_elements is not None
-        for _, linear in geometry.linears()
-        for role in roles
+def is_valid(name: str, stored: torch.Tensor) -> bool:
+    """Whether a tensor holds values that a statistic can have, and as many as it has."""
+    return (
+        (name not in LENGTHS or stored.shape == (LENGTHS[name],))
+        and stored.dtype is (torch.int64 if name in COUNTS else torch.float32)
+        and bool((stored.isfinite() & (stored >= 0)).all())
     )
 
 
@@ -98,7 +46,7 @@ class SiteStats:
     count: int
     """The number of tokens that were observed; 0 for weights."""
     tensors: Mapping[str, torch.Tensor]
-    """By the name of their statistic, in the order of `STATISTICS`."""
+    """By the name of their statistic, in the order of `NAMES`."""
 
     def __init__(
         self,
@@ -109,12 +57,10 @@ class SiteStats:
     ) -> None:
         """Take the tensors in a mapping, by name, or both."""
         given = {name: x for name, x in ({**(tensors or {}), **named}).items() if x is not None}
-        if unknown := given.keys() - STATISTICS.keys():
+        if unknown := given.keys() - set(NAMES):
             raise ValueError(f"unknown statistic {min(unknown)}")
         object.__setattr__(self, "count", count)
-        object.__setattr__(
-            self, "tensors", {name: given[name] for name in STATISTICS if name in given}
-        )
+        object.__setattr__(self, "tensors", {name: given[name] for name in NAMES if name in given})
 
     @property
     def amax(self) -> torch.Tensor:
@@ -161,6 +107,23 @@ class SiteStats:
     def histogram(self) -> torch.Tensor | None:
         """Counts of log2 magnitudes of the sampled tokens: [NUM_BINS]."""
         return self.tensors.get("histogram")
+
+
+def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteStats]:
+    """Join the statistics of each site over several parts of the data."""
+    merged: dict[Site, SiteStats] = {}
+    for part in parts:
+        for site, other in part.items():
+            one = merged.get(site)
+            merged[site] = other if one is None else _join(one, other)
+    return merged
+
+
+def _join(one: SiteStats, other: SiteStats) -> SiteStats:
+    tensors = {**one.tensors, **other.tensors}
+    for name in one.tensors.keys() & other.tensors.keys():
+        tensors[name] = join(name, one.tensors[name], other.tensors[name])
+    return SiteStats(count=one.count + other.count, tensors=tensors)
 
 
 def name_tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,16 +19,14 @@ from transformers import PreTrainedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
 from fp8calib.engines.registry import find_emulated
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
-from fp8calib.observe.calibration_hooks import CalibrationHooks, open_calibration_hooks
-from fp8calib.observe.hooks import ExpertsCall, HookedCache
+from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks
 from fp8calib.observe.recorder import Recorder
-from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
@@ -130,7 +128,8 @@ def count_observation(
 
     The decoder alone runs with a cache that stores nothing, as the observed one does.
     """
-    recorder, activations = Recorder(HISTOGRAM_SEQUENCES + 1), _Activations()
+    activations = _Activations()
+    recorder = Recorder(HISTOGRAM_SEQUENCES + 1, activations)
 
     def count(first: int) -> Work:
         batch, counter = _make_batch(model, first, seq_len), WorkCounter(observer.decoder.device)
@@ -138,11 +137,11 @@ def count_observation(
             observer.decoder.run(batch, cache)
         return counter.work
 
-    observe = Observe(kv=True, query=query, inputs=True)
-    with open_calibration_hooks(
-        model, geometry, recorder, observe, ignored=(), listener=activations
-    ) as new_cache:
-        observer = BatchObserver(model, recorder, new_cache)
+    config, attentions = model.config.get_text_config(), geometry.owners()
+    with open_hooks(model, geometry, recorder, query=query, inputs=True):
+        observer = BatchObserver(
+            model, recorder, lambda: HookedCache(config, attentions, (), recorder)
+        )
         _, *counted = [count(first) for first in (0, 1, HISTOGRAM_SEQUENCES)]
     plain = _count_decoder(model, geometry, seq_len)
     return ObservationWork(
@@ -157,7 +156,7 @@ def count_observation(
 def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> Work:
     decoder, attentions = Decoder(model), geometry.owners()
     unhooked = {attention.module for attention in attentions.values()}
-    cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder(1)))
+    cache = HookedCache(decoder.config, attentions, unhooked, Recorder(1))
     counter = WorkCounter(decoder.device)
     with counter:
         decoder.run(_make_batch(model, 0, seq_len), cache)
@@ -241,6 +240,12 @@ class _Activations:
     def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:  # noqa: ARG002
         """Add the input of down."""
         self._add(rows)
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Do nothing: nothing is streamed."""
+
+    def forget(self) -> None:
+        """Do nothing: no run starts again."""
 
     def _add(self, x: torch.Tensor) -> None:
         if not any(x is seen for seen in self._last):

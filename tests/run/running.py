@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration import calibrate
+from fp8calib.calibration import WorkShare, calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
 from tests.doors import Silent, make_plan

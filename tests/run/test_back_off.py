@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.calibration import WorkShare
 from fp8calib.errors import CalibrationError
-from fp8calib.run.forward.back_off import BackOff
-from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.forward.observed_batches import BackOff
 from tests import zoo
 from tests.doors import Silent
 from tests.run.running import Subject, as_bytes, opened

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration import make_header
+from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.observe import recorder
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal as journal_module
 from fp8calib.run.resume.journal import Journal
-from fp8calib.run.resume.work_share import WorkShare
-from fp8calib.run.streaming import layer_journal
 from fp8calib.stats.calibration_stats import StatsHeader, load_stats
 from tests import zoo
 from tests.doors import Silent
@@ -145,7 +143,7 @@ def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> 
         share = keep_in(tmp_path / "kept", subject)
         assert share.journal is not None
         bounds = [0, 2, 4, 6, 8, 10, 12, 13]  # of batches
-        assert share.journal.done.sequences == ((0, bounds[steps - 14]),)
+        assert share.journal.sequences == ((0, bounds[steps - 14]),)
         assert as_bytes(subject.calibrate(share), tmp_path) == whole
 
 
@@ -172,7 +170,7 @@ def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
                 subject.calibrate(keep_in(tmp_path / "kept", subject))
         share = keep_in(tmp_path / "kept", subject)
         assert share.journal is not None
-        assert share.journal.done.sequences == ((0, 6),)
+        assert share.journal.sequences == ((0, 6),)
         assert as_bytes(subject.calibrate(share), tmp_path) == whole
 
 
@@ -181,8 +179,8 @@ def test_a_streamed_run_resumes_after_its_last_layer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the second layer, and, where there are four, again in the fourth."""
-    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
-    monkeypatch.setattr(layer_journal, "_INTERVAL_PER_COST", 0.0)
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_PER_COST", 0.0)
     num_batches = 7
     model = zoo.save(family, tmp_path / "model")
     num_layers = model.config.num_hidden_layers
@@ -219,7 +217,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_a_damaged_hidden_state_is_not_resumed_from(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
     zoo.save("llama", tmp_path / "model")
     kept = tmp_path / "kept"
     name, damage = DAMAGES[lost]
@@ -241,7 +239,7 @@ def test_a_damaged_hidden_state_is_not_resumed_from(
 def test_layers_of_other_batches_are_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
     zoo.save("llama", tmp_path / "model")
     kept = tmp_path / "kept"
     with opened(tmp_path / "model", streamed=True) as subject:

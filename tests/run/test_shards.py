@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8calib.calibration import WorkShare
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
-from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats, save_stats
 from fp8calib.stats.merge import merge_shards
 from tests import zoo

@@ -18,8 +18,8 @@ from fp8calib.stats.calibration_stats import (
     load_stats,
     save_stats,
 )
-from fp8calib.stats.merge import merge_shards, merge_sites
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.merge import merge_shards
+from fp8calib.stats.statistic import SiteStats, merge_sites
 from tests.stats.test_calibration_stats import UP, WEIGHT, K, make_stats
 
 

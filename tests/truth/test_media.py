@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from fp8calib.calibration import make_header
+from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.media import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
@@ -21,8 +21,6 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.recipe import Data
 from fp8calib.run.resume import journal
-from fp8calib.run.resume.work_share import WorkShare
-from fp8calib.run.streaming import layer_journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.cli.program import succeed
@@ -146,8 +144,8 @@ def test_a_run_with_media_goes_on(
     for module, name in (
         (journal, "LONGEST_INTERVAL_S"),
         (journal, "_WORTH_SAVING_S"),
-        (layer_journal, "_SHORTEST_INTERVAL_S"),
-        (layer_journal, "_INTERVAL_PER_COST"),
+        (journal, "_LAYER_INTERVAL_S"),
+        (journal, "_LAYER_INTERVAL_PER_COST"),
     ):
         monkeypatch.setattr(module, name, 0.0)
     save_multimodal("llava", tmp_path / "model")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from fp8calib.calibration import TextEngine
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
@@ -14,12 +15,11 @@ from fp8calib.errors import ExportError
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.observe.recorder import LayerWork
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe
 from fp8calib.run.processes import LONE, ProcessGroup
-from fp8calib.run.streaming.layer_observer import LayerWork
-from fp8calib.run.text_engine import TextEngine
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
@@ -22,7 +23,7 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.run.processes import RankLostError
-from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
+from fp8calib.run.resume.journal import Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -30,8 +31,6 @@ from fp8calib.stats.calibration_stats import (
     load_stats,
 )
 from fp8calib.stats.merge import explain_other_run
-
-_TAG = "fp8calib calibrate"
 
 
 class UnwrittenError(ExportError):
@@ -48,23 +47,19 @@ class WorkFolder:
     """The result of an earlier run that wrote all output here but could not move it."""
 
 
+def make_job_header(job: ResumableJob) -> StatsHeader:
+    """Make the header of the statistics that a job will write."""
+    return make_header(
+        *(job.prepared, job.plan, job.source, job.checkpoint, job.recipe),
+        compute_dtype=job.dtype,
+        engine=job.engine,
+    )
+
+
 def check_output_of(job: ResumableJob) -> None:
     """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
     if not _looks_finished(job, job.out):
         check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
-
-
-def make_job_header(job: ResumableJob) -> StatsHeader:
-    """Make the header of the statistics that a job will write."""
-    return make_header(
-        job.prepared,
-        job.plan,
-        job.source,
-        job.checkpoint,
-        job.recipe,
-        compute_dtype=job.dtype,
-        engine=job.engine,
-    )
 
 
 def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | None:
@@ -119,25 +114,50 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         ModelError: a checkpoint is damaged.
     """
     group = job.group
+
+    def open_journal(folder: Path, **done: Any) -> Journal:
+        return Journal(
+            folder,
+            header,
+            text_hashes_of(job.plan),
+            shard=job.shard,
+            batch_size=job.recipe.data.batch_size,
+            warn=job.reporter.warn,
+            rank=group.rank,
+            **done,
+        )
+
+    def check_old(staging: Path) -> None:
+        """Check what an interrupted run left, or warn that it is lost."""
+        if job.resume:
+            open_journal(staging).load()
+            if job.layer_job is not None:
+                job.layer_job.check_same(staging)
+        elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
+            job.reporter.warn(
+                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
+                "such a run, add --resume to its command line"
+            )
+
     if not group.is_first:
         made = group.broadcast(dict)
-        path, done = Path(made["folder"]), Done.from_json(made)
-        journal = _open_journal(job, header, path, rank=group.rank, done=done)
+        path, ranges = Path(made["folder"]), tuple(map(tuple, made["sequences"]))
         with shared_lock(path):
+            journal = open_journal(path, sequences=ranges, weights=made["weights"])
             yield WorkFolder(path=path, journal=journal)
         return
     with resumable_folder(
         job.folder,
         owned=job.owned,
-        tag=_TAG,
+        tag="fp8calib calibrate",
         resume=job.resume,
         force=job.force,
         inputs=[job.source.folder],
         is_shared=group.size > 1,
-        on_old=lambda staging: _check_old(job, header, staging),
+        on_old=check_old,
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     ) as staging:
-        journal = _open_journal(job, header, staging)
+        journal = open_journal(staging)
         is_complete = _looks_finished(job, staging) and not any(
             map(is_checkpoint, staging.iterdir())
         )
@@ -148,50 +168,22 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         remove_outputs(staging)
         if job.resume:
             journal.load()
-            job.reporter.say(_describe_start(journal, header))
+            job.reporter.say(f"--resume: {_describe_start(journal, header)}")
         if group.size > 1:
-            group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
+            done = {"sequences": journal.sequences, "weights": sorted(journal.weights)}
+            group.broadcast(lambda: {"folder": str(staging), **done})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
 
 
-def _check_old(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
-    """Check what an interrupted run left, or warn that it is lost."""
-    if job.resume:
-        _open_journal(job, header, staging).load()
-        if job.layer_job is not None:
-            job.layer_job.check_same(staging)
-    elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
-        job.reporter.warn(
-            f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
-            "such a run, add --resume to its command line"
-        )
-
-
-def _open_journal(
-    job: ResumableJob, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
-) -> Journal:
-    return Journal(
-        folder,
-        header,
-        text_hashes_of(job.plan),
-        shard=job.shard,
-        batch_size=job.recipe.data.batch_size,
-        warn=job.reporter.warn,
-        rank=rank,
-        done=done,
-    )
-
-
 def _describe_start(journal: Journal, header: StatsHeader) -> str:
-    done = journal.done
     if journal.has_layers:
-        return "--resume: continuing after the finished layers"
-    if done == NOTHING:
-        return "--resume: no interrupted run found, starting from the beginning"
+        return "continuing after the finished layers"
+    if not journal.sequences and not journal.weights:
+        return "no interrupted run found, starting from the beginning"
     return (
-        f"--resume: {done.num_sequences} of {header.num_sequences} sequences are done, continuing "
-        "with the rest"
+        f"{journal.num_sequences} of {header.num_sequences} sequences are done, continuing with "
+        "the rest"
     )
 
 

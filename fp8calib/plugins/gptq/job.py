@@ -14,6 +14,7 @@ from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.jobs.calibration import choose_calibration_mode, run_job
 from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
@@ -27,7 +28,6 @@ from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_sc
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.run import choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device

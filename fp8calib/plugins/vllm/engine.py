@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ from fp8calib.plugins.vllm.observer import Expected, checksum
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.observed_batches import cut_into
 from fp8calib.run.processes import RankLostError
-from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.resume.journal import Journal
 from fp8calib.stats.calibration_stats import join_ranges
 from fp8calib.stats.statistic import SiteStats, group_tensors
 
@@ -103,7 +103,7 @@ class EngineSettings:
         *,
         num_sequences: int,
         progress: Progress,
-        share: WorkShare,
+        journal: Journal | None,
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
         """Run batches through vLLM and observe them; each sequence is run alone.
 
@@ -123,7 +123,7 @@ class EngineSettings:
                 run.start(checkpoint.stored, drafter)
             _refuse_unseen(run.matched, self)
             progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
-            _run_all(run, todo, progress, share)
+            _run_all(run, todo, progress, journal)
             return run.stats(), run.matched.unseen
 
     @property
@@ -177,10 +177,10 @@ def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
         )
 
 
-def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkShare) -> None:
+def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:
     waiting = [each for batch in todo for each in cut_into(batch, 1)]
-    size, journal = 1, share.journal
-    try:
+    size = 1
+    with nullcontext() if journal is None else journal.saving(run):
         while waiting:
             group, waiting = waiting[:size], waiting[size:]
             took_s = run.feed(group)
@@ -188,12 +188,6 @@ def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkSh
             size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
             if journal is not None:
                 journal.save_if_due(run)
-    except KeyboardInterrupt:
-        if journal is not None:
-            journal.save_interrupted(run)
-        raise
-    if journal is not None:
-        journal.save_final(run)
 
 
 class _Run:

@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from fp8calib.geometry.sites import KV_ROLES, Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Observe
-from fp8calib.stats.statistic import STATISTICS, SiteStats
+from fp8calib.stats.statistic import COUNTS, NAMES, SiteStats, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def _join(parts: Sequence[tuple[range, SiteStats]], count: int) -> SiteStats:
         raise CalibrationError("ranks have observed different numbers of tokens")
     owned = list(distinct.items())
     tensors: dict[str, torch.Tensor] = {}
-    for name in STATISTICS:
+    for name in NAMES:
         held = [(place, stats.tensors[name]) for place, stats in owned if name in stats.tensors]
         if not held:
             continue
@@ -273,13 +273,12 @@ def _join(parts: Sequence[tuple[range, SiteStats]], count: int) -> SiteStats:
             for place, own in held:
                 tensors[name][place.start : place.stop] = own
         else:
-            tensors[name] = reduce(STATISTICS[name].join, (own for _, own in held))
+            tensors[name] = reduce(partial(join, name), (own for _, own in held))
     return SiteStats(count=owned[0][1].count, tensors=tensors)
 
 
 def _multiply(stats: SiteStats, factor: float) -> SiteStats:
     tensors = {
-        name: found if STATISTICS[name].is_count else found * factor
-        for name, found in stats.tensors.items()
+        name: found if name in COUNTS else found * factor for name, found in stats.tensors.items()
     }
     return SiteStats(count=stats.count, tensors=tensors)
