@@ -43,6 +43,7 @@ REMOVED: dict[str, str] = {
     "check --live": "`fp8calib vllm audit PATH --url URL`",
     "export --kv-cache-dtype": "the scales of a kv-overlay are those of an NVFP4 cache too",
     "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
+    "verify --decode": "it is an option of `fp8calib server`",
     "verify --gpu": "`plan --gpu` plans for a GPU; `kv-types --gpu` compares what it serves",
     "verify --kv-cache-dtype": _KV_TYPES,
     "verify --kv-memory": _KV_TYPES,

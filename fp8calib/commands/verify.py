@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from platform import python_version
+
+import torch
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.data.sequences import DataPlan
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.data.sources import split_data
 from fp8calib.data.specs import Specs
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hashes import hash_run
-from fp8calib.jobs.models import open_run_model
+from fp8calib.jobs.models import RunModel, open_run_model
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.dump import is_dump, write_dump
-from fp8calib.jobs.verification.job import JobCompanion, VerifyJob
-from fp8calib.jobs.verification.memory import choose_verification_mode
-from fp8calib.jobs.verification.options import (
+from fp8calib.jobs.verification.memory import open_scored, plan_verification
+from fp8calib.jobs.verification.opened import (
+    check_request,
     if_quantized,
     list_scales,
-    resolve_options,
-)
-from fp8calib.jobs.verification.request import build_request
-from fp8calib.jobs.verification.run_job import (
-    open_verify_job,
+    open_target,
+    open_verification,
     plan_verified,
-    run_verify_job,
 )
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
-from fp8calib.model.load import ModelSource
+from fp8calib.machine.memory import PeakMemory
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.memory_plan import MemoryPlan
+from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.candidates import find_candidate
-from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.histograms import list_histograms
+from fp8calib.verification.judge.gates import GATES, load_gate
 from fp8calib.verification.page.page import is_page, write_page
-from fp8calib.verification.verify import VerificationResult
+from fp8calib.verification.report import RunProvenance, VerifyReport
+from fp8calib.verification.verify import Verification, Verified
+from fp8calib.verification.verify import verify as compare
+
+_SETTINGS = (
+    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
+    *("samples", "seq_len", "batch_size", "pack", "text_column"),
+)
 
 
-def run(
-    request: VerifyRequest, reporter: Reporter, companion: JobCompanion | None = None
-) -> VerifyResult | RunPlan:
+def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
-
-    `companion` is what a plug-in compares with the same text.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -62,117 +66,141 @@ def run(
         VerificationError: a model gives NaN or infinity.
         ExportError: a file cannot be written.
     """
-    _check_outputs(request, reporter)
-    options = replace(resolve_options(request), measures_noise=True)
+    check_outputs(request, reporter)
+    check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
-    settings = read_settings(request, specs)
-
-    def plan(source: ModelSource) -> DataPlan:
-        return plan_verified(source, settings, rows, request.tokenizer)
-
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        say = None if request.dry_run else reporter.say
-        job = open_verify_job(model, options, plan, companion=companion, say=say)
-        told = (*job.plan.warnings, *job.warnings)
-        for note in told:
+        text = plan_verified(model.source, read_settings(request, specs), rows, request.tokenizer)
+        asked = open_verification(request, model, text)
+        for note in asked.warnings:
             reporter.warn(note)
-        alone = None if companion is None else companion.compare_alone(job, reporter)
-        if alone is not None:
-            return finish(request, alone, reporter, options.gate)
-        mode = choose_verification_mode(job)
+        mode = plan_verification(asked, model, find_scratch(request))
         if request.dry_run:
-            return _describe_plan(job, mode)
-        for note in mode.describe():
-            reporter.say(note)
-        reporter.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
-        hashes = _hash_files(job, specs)
-        verified = run_verify_job(job, mode, reporter, command=spell_command())
-    for note in verified.report.warnings:
-        if note not in told:
+            return describe_plan(asked, model, mode)
+        announce(mode, model, reporter)
+        hashes = hash_files(asked, model, specs)
+        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+            verified = compare(asked, scored, reporter, measures_noise=True)
+    report = complete_report(verified, request, model, mode, peak)
+    for note in report.warnings:
+        if note not in asked.warnings:
             reporter.warn(note)
-    return finish(request, verified, reporter, options.gate, hashes)
+    return finish(request, report, verified.logprobs, asked.plan.fingerprint, reporter, hashes)
 
 
-def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
+def find_scratch(request: VerifyRequest) -> Path:
+    """Find the folder of hidden states that do not fit into memory."""
+    outputs = [path for path in (request.dump, request.report) if path is not None]
+    return Path(outputs[0]).absolute().parent if outputs else Path.cwd()
+
+
+def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
+    """Say how the model is held in memory, and how it computes."""
+    for note in mode.describe():
+        reporter.say(note)
+    reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
+
+
+def hash_files(asked: Verification, model: RunModel, specs: Sequence[str]) -> RunHashes:
     """Hash the files of the model, of the text and of what is compared with it.
 
     Raises:
         ModelError: one cannot be read.
     """
-    left = {each.name for each in job.opened}
-    scales = [each for each in job.options.scales if isinstance(each, str) and each in left]
+    scales = {name: Path(name) for name in asked.droppable}
+    places = {name: find_candidate(name) for name, path in scales.items() if path.exists()}
     try:
-        return hash_run(
-            None if job.is_live else job.source.folder,
-            specs,
-            {each: find_candidate(each) for each in scales},
-        )
+        return hash_run(None if model.is_live else model.source.folder, specs, places)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _describe_plan(job: VerifyJob, mode: MemoryPlan) -> RunPlan:
+def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:
     """Describe the planned run."""
-    planned = build_request(job, job.prepared.model)
-    names = [each.name for each in planned.candidates]
     return RunPlan(
         plan={
-            "model": job.name,
-            "architecture": job.target.geometry.architecture,
-            "layers": len(job.target.geometry.layers),
-            "weights_size_bytes": job.checkpoint.total_size_bytes,
-            "engine": job.options.engine.key,
-            "candidates": names,
-            "dtype": job.dtype,
-            "dtype_why": job.dtype_why,
-            "device": job.device,
-            "sequences": len(job.plan.sequences),
-            "tokens": job.plan.num_tokens,
-            "data": list(job.plan.sources),
+            "model": model.name,
+            "architecture": asked.geometry.architecture,
+            "layers": len(asked.geometry.layers),
+            "weights_size_bytes": model.checkpoint.total_size_bytes,
+            "engine": asked.engine,
+            "candidates": [each.name for each in asked.candidates],
+            "dtype": model.dtype,
+            "dtype_why": model.dtype_why,
+            "device": model.device,
+            "sequences": len(asked.plan.sequences),
+            "tokens": asked.plan.num_tokens,
+            "data": list(asked.plan.sources),
             **mode.as_json(),
+        }
+    )
+
+
+def complete_report(
+    verified: Verified, request: VerifyRequest, model: RunModel, mode: MemoryPlan, peak: PeakMemory
+) -> VerifyReport:
+    """Add to a report what it was made from, and what the page alone shows."""
+    asked = verified.verification
+    provenance = RunProvenance(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=spell_command(),
+        model_hash=open_target(model).fingerprint,
+        data_hash=asked.plan.fingerprint,
+        versions={**versions(asked.plan.tokens_by_modality), "python": python_version()},
+        settings={name: getattr(request, name) for name in _SETTINGS},
+        numerics=asked.numerics.list_differences(),
+    )
+    return verified.report.model_copy(
+        update={
+            "histograms": () if request.report is None else tuple(list_histograms(asked)),
+            "memory": {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes},
+            "provenance": provenance,
         }
     )
 
 
 def finish(
     request: VerifyRequest,
-    verified: VerificationResult,
+    report: VerifyReport,
+    logprobs: Mapping[str, torch.Tensor],
+    data: str,
     reporter: Reporter,
-    gate: Gate | None,
     hashes: RunHashes | None = None,
 ) -> VerifyResult:
-    """Write all output files, or none; an error carries the result, which may have cost hours.
+    """Write the output files; an error carries the result, which may have cost hours.
+
+    `logprobs` are what --dump writes, `data` is the fingerprint of their text.
 
     Raises:
         ExportError: a file cannot be written.
     """
-    gates = GATES if gate is None else {gate.name: gate}
-    used = dict.fromkeys(each.gate for each in verified.report.candidates)
+    gates = GATES
+    if request.gate is not None:
+        gate = load_gate(request.gate)
+        gates = {gate.name: gate}
+    used = dict.fromkeys(each.gate for each in report.candidates)
     result = VerifyResult(
-        **dict(verified.report),
+        **dict(report),
         gates=tuple(gates[name] for name in used),
         hashes=hashes,
-        next=suggest_command(verified.report, request),
+        next=suggest_command(report, request),
         has_gate=request.gate is not None,
-        is_strict=request.strict,
     )
     try:
         if request.dump is not None:
-            write_dump(Path(request.dump), verified)
+            metadata = {"format": "pt", "data": data}
+            save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
+            reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
         if request.report is not None:
             write_page(result, Path(request.report), command=result.next)
+            reporter.say(f"report written to {request.report}")
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
         raise
-    if request.dump is not None:
-        count = len(verified.logprobs)
-        reporter.say(f"log-probabilities of {count} models written to {request.dump}")
-    if request.report is not None:
-        reporter.say(f"report written to {request.report}")
     return result
 
 
-def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
+def check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
     """Refuse outputs that cannot be written or would replace an input, before hours of work.
 
     Raises:
@@ -180,24 +208,30 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
     """
     kinds = (
         *([(Path(request.report), is_page, "no page")] if request.report else []),
-        *([(Path(request.dump), is_dump, "no dump")] if request.dump else []),
+        *([(Path(request.dump), _is_dump, "no dump")] if request.dump else []),
     )
     outputs = [path for path, _, _ in kinds]
     if request.force and not outputs:
         reporter.warn("--force has no effect without --report or --dump")
-    for path in outputs:
+    for path, is_ours, other in kinds:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
         check_output_file(path, force=request.force)
         for source in _list_inputs(request):
             _refuse_input(path, source)
-    for output, is_ours, other in kinds:
-        if output.exists() and output.stat().st_size and not is_ours(output):
-            raise UsageError(
-                f"{output}: exists, and is {other} of verify", hint="name another file"
-            )
+        if path.exists() and path.stat().st_size and not is_ours(path):
+            raise UsageError(f"{path}: exists, and is {other} of verify", hint="name another file")
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise UsageError(f"--report and --dump are both {outputs[0]}")
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a file is one that --dump wrote."""
+    try:
+        header = read_header(path)
+    except ModelError:
+        return False
+    return "reference" in header.tensors and "data" in header.metadata
 
 
 def _refuse_input(path: Path, source: Path) -> None:

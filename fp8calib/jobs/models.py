@@ -229,7 +229,7 @@ def prepare_run_model(
         RecipeError: a pattern of the recipe matches no module.
     """
     dtype, why = choose_dtype(request.dtype, device=device, checkpoint=checkpoint)
-    prepared = prepare(build_skeleton(source), checkpoint, recipe)
+    prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, recipe)
     if recipe is None or recipe.observe.needs_forward:
         check_runnable(prepared.model)
     return RunModel(

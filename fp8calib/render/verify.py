@@ -14,7 +14,6 @@ from fp8calib.verification.report import (
     describe_pair,
 )
 from fp8calib.verification.tables import (
-    decoding_table,
     list_shown_pairs,
     rules_table,
     sites_table,
@@ -41,10 +40,6 @@ def describe(
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
-    if result.decoding:
-        yield Line()
-        yield decoding_table(result.decoding)
-        yield from (Line(f"  {each.sentence}") for each in result.decoding)
     yield Line()
     yield Answer("\n".join(answer))
 

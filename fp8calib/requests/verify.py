@@ -101,14 +101,6 @@ class VerifyRequest:
             help="Layers whose KV cache stays in 16 bits, as vLLM's option of this name leaves it.",
         ),
     ] = None
-    decode: Annotated[
-        bool,
-        Option(
-            "--decode",
-            help="Also score text as it is served: half of each sequence as a prompt, then token "
-            "by token.",
-        ),
-    ] = False
     fp8_dtype: Annotated[
         str,
         Option(

@@ -25,8 +25,6 @@ class VerifyResult(VerifyReport, Result):
     """None where only a server and an unquantized one or a dump are compared."""
     has_gate: bool = Field(default=False, exclude=True)
     """Whether a failure is one of the command."""
-    is_strict: bool = Field(default=False, exclude=True)
-    """Whether a warning is a failure."""
 
     @property
     def passed(self) -> bool:

@@ -253,7 +253,6 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
         quantizers=emulate_kv(table, numerics),
         reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        engine_prompt_in_16_bits=not numerics.prompt_reads_cache,
         notes=(
             *_note_misreads(name, reads, table.geometry),
             *(f"{name}: {note}" for note in _note_defaulted(table)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +13,7 @@ from fp8calib.numerics.histogram_estimates import clipped_share
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult
+from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult, SiteFit
 
 
 def list_layers(
@@ -48,30 +47,6 @@ def list_layers(
 
 PER_HEAD = "\0per-head"
 """A kind of scales that is measured beside those of the candidates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFit:
-    """How well the scale of one candidate fits K, V or q of a layer, on the reference's tensor.
-
-    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
-    out what the text explains: values that no scale of the tensor could keep.
-    """
-
-    site: str
-    layer: int
-    role: str
-    damage: Damage
-    """Of all heads."""
-    fitted: Damage
-    """Of all heads, with the fitted scale."""
-    loss_db: float
-    """How much lower the SQNR of a head is than with the fitted scale, at most."""
-    worst_db: float | None
-    """The SQNR of that head; None if nothing was lost."""
-    clipped: float
-    flushed: float
-    """Shares of the values of that head, beyond those of the fitted scale."""
 
 
 def measure_fits(

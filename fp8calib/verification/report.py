@@ -6,6 +6,7 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from fp8calib.blocks import Cell, Table
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.overview import Overview, WithOverview
+from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 
 SCALE_ONE = "scale-1.0"
@@ -167,6 +169,30 @@ class LayerResult(_Model):
     """The elements that share one scale."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFit:
+    """How well the scale of one candidate fits K, V or q of a layer, on the reference's tensor.
+
+    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
+    out what the text explains: values that no scale of the tensor could keep.
+    """
+
+    site: str
+    layer: int
+    role: str
+    damage: Damage
+    """Of all heads."""
+    fitted: Damage
+    """Of all heads, with the fitted scale."""
+    loss_db: float
+    """How much lower the SQNR of a head is than with the fitted scale, at most."""
+    worst_db: float | None
+    """The SQNR of that head; None if nothing was lost."""
+    clipped: float
+    flushed: float
+    """Shares of the values of that head, beyond those of the fitted scale."""
+
+
 class DiagnosisResult(_Model):
     """What K, V or q of one layer would lose with kinds of scales, on the reference's tensors.
 
@@ -215,25 +241,6 @@ class RuleResult(_Model):
     kld_se: float | None = None
     against_best: PairedResult | None = None
     """Its divergence minus that of the first rule of the list; None for that one."""
-
-
-class DecodeResult(_Model):
-    """A candidate on the tokens after the prompt, which is half of each sequence."""
-
-    candidate: str
-    tokens: int
-    """Those that decoding steps predict."""
-    is_same: bool
-    """Whether the engine computes a prompt as it decodes: then both figures are of one pass."""
-    prompt_kld: float
-    """The mean divergence where the whole text is a prompt."""
-    prompt_kld_se: float | None
-    decode_kld: float
-    """The same where each token after the prompt is decoded."""
-    decode_kld_se: float | None
-    difference: PairedResult
-    """Of the same tokens, decoded and as a prompt."""
-    sentence: str
 
 
 class KvNeed(_Model):
@@ -318,9 +325,15 @@ class VerifyReport(WithOverview, _Model):
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone."""
+    fits: Mapping[str, tuple[SiteFit, ...]] = Field(default_factory=dict, exclude=True)
+    """By candidate: how well its scales fit."""
+    unusable: tuple[str, ...] = Field(default=(), exclude=True)
+    """The candidates that the engine cannot load, or whose KV scales it does not use."""
+    is_strict: bool = Field(default=False, exclude=True)
+    """Whether a warning is a failure."""
+    broken: str = Field(default="", exclude=True)
+    """Why nothing can be told; empty where it can."""
     rules: tuple[RuleResult, ...] = ()
-    decoding: tuple[DecodeResult, ...] = ()
-    """With `--decode`: each candidate with a KV cache."""
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()

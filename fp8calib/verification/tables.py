@@ -16,7 +16,6 @@ from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
-    DecodeResult,
     LayerResult,
     PairedResult,
     RuleResult,
@@ -105,26 +104,6 @@ def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:
         columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
         rows=rows,
         words=(0, 2),
-    )
-
-
-def decoding_table(results: Sequence[DecodeResult]) -> Table:
-    """Make the table of what decoding changes."""
-    rows = [
-        [
-            each.candidate,
-            format_mean_kld(each.prompt_kld, each.prompt_kld_se),
-            format_mean_kld(each.decode_kld, each.decode_kld_se),
-            describe_pair(each.difference),
-        ]
-        for each in results
-    ]
-    return Table(
-        title=f"the second half of each sequence, {results[0].tokens:,} tokens: as a prompt, and "
-        "decoded after a prompt",
-        columns=["candidate", "KLD as a prompt ± se", "KLD decoded ± se", "decoding"],
-        rows=rows,
-        words=(0, 3),
     )
 
 

@@ -1,11 +1,10 @@
-"""Verify: run a model and its FP8 emulations on the same text, and report the differences."""
+"""Verify: score a model and its FP8 candidates on the same text, and report the differences."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -16,37 +15,29 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.run.streaming.model import StreamedModel
-from fp8calib.verification.companion import Companion, ComparedText
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
+    clipped_unscaled,
     diagnose,
     list_layers,
     measure_fits,
 )
-from fp8calib.verification.decoding import compare_decoding, list_decode_emulations
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.judge.damaged import Fits, describe_damage
-from fp8calib.verification.judge.decide import (
-    Basis,
-    decide,
-    decide_kv,
-    explain_broken,
-    has_kv_only,
-)
+from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
-from fp8calib.verification.judge.kv_need import (
-    assess_need,
-    find_fitting,
-    list_losing,
-)
+from fp8calib.verification.judge.kv_need import assess_need, find_fitting, list_losing
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
+    Decision,
     KvNeed,
     LayerResult,
     NoiseResult,
@@ -67,173 +58,237 @@ from fp8calib.verification.summary import (
 )
 from fp8calib.verification.token_scores import TokenScores
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceModel:
-    """The unquantized model that candidates are compared with."""
-
-    name: str
-    model: PreparedModel | StreamedModel
-    dtype: str
-    device: str
+_NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
+_FITTED_NAME = "scales that fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationRequest:
-    """The candidates to compare with a model, and the settings of the report."""
+class Verification:
+    """What is compared with an unquantized model, on which text; made before a weight is read."""
 
+    model: str
+    """Its name."""
+    geometry: ModelGeometry
     numerics: Numerics
-    """How the engine computes, the first of several."""
+    """How the engine computes."""
     candidates: tuple[Candidate, ...]
     """In the order of the report."""
+    plan: DataPlan
+    batch_size: int = 1
     engine: str = ""
-    """The name of the engine, or of several; empty: that of `numerics`."""
     engine_version: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
-    rules_of: str = ""
-    """The candidate that the rules are applied to."""
+    stats: CalibrationStats | None = None
+    """The first statistics of the candidates."""
+    stats_of: str = ""
+    """The name of their candidate."""
+    fmt: Fp8Format = E4M3FN
+    """The format of statistics and of scale 1.0."""
     per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
     """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
-    """The candidate whose scales the diagnosis uses; empty without one."""
+    """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     is_diagnosed_per_head: bool = False
     """Whether these are per head themselves."""
-    calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
-    """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    others: Mapping[str, Candidate] = field(default_factory=dict)
-    """What a companion lets run beside the candidates, by name."""
-    measures_noise: bool = False
-    """Whether the unquantized model runs again, in batches of another size."""
-    scores_decoding: bool = False
-    """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
-    refused: Collection[str] = ()
+    unusable: Collection[str] = ()
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
-    opened: Collection[str] = ()
+    droppable: Collection[str] = ()
     """The candidates of files: one that is damaged is left out while another is left."""
-    left_out: tuple[RefusedCandidate, ...] = ()
-    """Those that are left out already."""
+    refused: tuple[RefusedCandidate, ...] = ()
+    """Those that are left out."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The text, in batches."""
+        return list(batches(self.plan, self.batch_size))
+
+    def list_scored(self, others: Sequence[Candidate] = ()) -> list[Candidate]:
+        """List what is scored together: the candidates, what runs beside them, and the rules."""
+        rules = (replace(each, name=_rule_key(name)) for name, each in self.rules.items())
+        return [*self.candidates, *others, *rules]
+
+    def leave_out(self, error: ModelError | VerificationError) -> Verification:
+        """Leave out the candidate that an error is about.
+
+        Raises:
+            ModelError | VerificationError: this error, if it is about none, or the last.
+        """
+        rest = [name for name in self.droppable if name != error.candidate]
+        if not rest or len(rest) == len(self.droppable):
+            raise error
+        refused = RefusedCandidate(name=error.candidate, why=error.message)
+        is_diagnosed = self.diagnosis_of != error.candidate
+        return replace(
+            self,
+            candidates=tuple(c for c in self.candidates if c.name != error.candidate),
+            droppable=rest,
+            refused=(*self.refused, refused),
+            warnings=(*self.warnings, str(refused)),
+            diagnosis_of=self.diagnosis_of if is_diagnosed else "",
+            per_head=self.per_head if is_diagnosed else {},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationResult:
-    """The report, and the log-probability of every token."""
+class Verified:
+    """The report, and the scores that it is made from."""
 
+    verification: Verification
+    """Without the candidates that failed."""
     report: VerifyReport
-    logprobs: Mapping[str, torch.Tensor]
-    """`reference` and the candidates by name: fp32 [N], sequences in order."""
-    data: str
-    """The fingerprint of the text."""
+    scores: Scores
+
+    @property
+    def logprobs(self) -> dict[str, torch.Tensor]:
+        """`reference` and the candidates by name: fp32 [N], sequences in order."""
+        found = self.scores.candidates
+        mine = {each.name: found[each.name].logprobs for each in self.verification.candidates}
+        return {"reference": self.scores.reference.logprobs, **mine}
 
 
 def verify(
-    reference: ReferenceModel,
-    request: VerificationRequest,
-    plan: DataPlan,
-    *,
-    batch_size: int,
+    asked: Verification,
+    model: PreparedModel | StreamedModel,
     progress: Progress,
-    companion: Companion | None = None,
-) -> VerificationResult:
-    """Compare the model with every candidate of `request` on the text of `plan`.
+    *,
+    others: Sequence[Candidate] = (),
+    watched: Sequence[torch.Tensor] | None = None,
+    measures_noise: bool = False,
+) -> Verified:
+    """Compare the model with every candidate, and score `others` beside them.
 
-    `companion` is compared with the same text.
+    Args:
+        asked: the candidates and the text.
+        model: the unquantized model.
+        progress: hears of tokens.
+        others: candidates that are no part of the report, with names of their own.
+        watched: as `score` takes it.
+        measures_noise: whether the unquantized model runs again, in batches of another size.
 
     Raises:
         CalibrationError: a forward pass failed.
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    measurements = MeasurementHooks(_list_scale_kinds(request), set(_list_scalable(request)))
-    model, geometry = reference.model, reference.model.geometry
-    text = list(batches(plan, batch_size))
-    try:
-        compared = score(
-            model,
-            list_emulations(request),
-            text,
-            measurements,
-            progress=progress,
-            stage="verifying",
-            watched=None if companion is None else companion.watched,
-        )
-    except (ModelError, VerificationError) as error:
-        rest = leave_out(request, error)
-        if rest is None:
-            raise
-        return verify(
-            reference,
-            rest,
-            plan,
-            batch_size=batch_size,
-            progress=progress,
-            companion=companion,
-        )
-    _require_quantized(request.candidates, compared)
-    fits = _measure_fits(request, measurements, geometry)
-    fitted = _run_fitted(request, compared, fits, model, text, progress)
-    if companion is not None:
-        companion.compare(
-            ComparedText(
-                plan=plan,
-                candidates=request.candidates,
-                compared=compared,
-                model=model,
-                batch_size=batch_size,
+    text = asked.batches
+    while True:
+        hooks = MeasurementHooks(_list_scale_kinds(asked), set(_list_scalable(asked)))
+        try:
+            scores = score(
+                *(model, asked.list_scored(others), text, hooks),
                 progress=progress,
+                stage="verifying",
+                watched=watched,
             )
-        )
-    noise = None
-    if request.measures_noise:
-        few, size = choose_noise_text(plan, batch_size)
-        again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
-        noise = compare_noise(compared.reference.logprobs, again.reference.logprobs, plan, few)
-    report = _build_report(
-        reference,
-        request,
-        plan,
-        _Compared(compared=compared, found=measurements.found, fits=fits, fitted=fitted),
-        noise=noise,
-        duration_s=time.monotonic() - started,
-    )
-    logprobs = {
-        "reference": compared.reference.logprobs,
-        **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
+            break
+        except (ModelError, VerificationError) as error:
+            asked = asked.leave_out(error)
+    _require_quantized(asked.candidates, scores)
+    layer_of = asked.geometry.index_modules()
+    measured = {
+        each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates
     }
-    if companion is not None:
-        gate = request.gate or GATES[request.candidates[0].default_gate]
-        report, more = companion.complete(report, gate, plan)
-        logprobs |= more
-    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
-
-
-def leave_out(
-    request: VerificationRequest, error: ModelError | VerificationError
-) -> VerificationRequest | None:
-    """Leave out the candidate that an error is about; None if it is not known, or the last one."""
-    rest = [name for name in request.opened if name != error.candidate]
-    if not rest or len(rest) == len(request.opened):
-        return None
-    candidates = tuple(c for c in request.candidates if c.name != error.candidate)
-    is_diagnosed = request.diagnosis_of != error.candidate
-    refused = RefusedCandidate(name=error.candidate, why=error.message)
-    return replace(
-        request,
-        candidates=candidates,
-        opened=rest,
-        left_out=(*request.left_out, refused),
-        warnings=(*request.warnings, str(refused)),
-        diagnosis_of=request.diagnosis_of if is_diagnosed else "",
-        per_head=request.per_head if is_diagnosed else {},
+    fits = {name: found for name, found in measured.items() if found}
+    fitted = None
+    if (unscaled := _find_unfitted(asked, fits)) is not None:
+        fitted = _score_fitted(asked, scores, fits, unscaled, model, text, progress)
+    noise = None
+    if measures_noise:
+        few, size = choose_noise_text(asked.plan, asked.batch_size)
+        again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
+        noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
+    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
+    report = _build_report(asked, scores, fits, fitted, vocab_size)
+    diagnosis = diagnose(
+        hooks.found,
+        layer_of,
+        "" if asked.is_diagnosed_per_head else asked.diagnosis_of,
+        {} if asked.stats is None else clipped_unscaled(asked.stats, asked.fmt),
     )
+    timed = {"diagnosis": diagnosis, "noise": noise, "duration_s": time.monotonic() - started}
+    report = conclude(report.model_copy(update=timed))
+    return Verified(verification=asked, report=report, scores=scores)
 
 
-_NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def _list_scale_kinds(asked: Verification) -> dict[str, Mapping[Site, Quantizer]]:
+    """List what is measured on K, V and q: each candidate's scales, and per-head ones."""
+    if not any(candidate.fitted for candidate in asked.candidates):
+        return {}
+    kinds = {
+        candidate.name: {
+            site: quantizer
+            for site, quantizer in candidate.quantizers.items()
+            if site in candidate.fitted and site.role is not Role.P
+        }
+        for candidate in asked.candidates
+    }
+    return {**kinds, PER_HEAD: asked.per_head}
+
+
+def _list_scalable(asked: Verification) -> Iterator[tuple[str, Site]]:
+    """List the sites of each candidate where its engine uses a scale."""
+    for candidate in asked.candidates:
+        for site, quantizer in candidate.fitted.items():
+            if not isinstance(quantizer.scale, torch.Tensor):
+                yield candidate.name, site
+
+
+def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
+    """Refuse the scores of a candidate that met none of the tensors it quantizes.
+
+    Raises:
+        VerificationError: naming the candidate.
+    """
+    for candidate in candidates:
+        asked = candidate.quantizers
+        if asked and not candidate.weights and not scores.damage[candidate.name]:
+            raise VerificationError(
+                f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
+                f"{next(iter(asked))} or another site",
+                hint="this class of the model is not supported: report it with its config",
+            )
+
+
+def _find_unfitted(asked: Verification, fits: Fits) -> Candidate | None:
+    """Find scale 1.0 where it loses at some site."""
+    unscaled = next((each for each in asked.candidates if each.name == SCALE_ONE), None)
+    return unscaled if list_losing(fits.get(SCALE_ONE, ())) else None
+
+
+def _score_fitted(
+    asked: Verification,
+    scores: Scores,
+    fits: Fits,
+    unscaled: Candidate,
+    model: PreparedModel | StreamedModel,
+    text: Sequence[Batch],
+    progress: Progress,
+) -> TokenScores | None:
+    """Score the model with scales that fit, which tell what scale 1.0 adds to the cost of FP8.
+
+    Where the scales of a candidate fit, that candidate tells. None where only FP8 weights are
+    compared.
+    """
+    others = [each for each in asked.candidates if each.name != SCALE_ONE]
+    cached = [each.name for each in others if not each.weights]
+    if others and not cached:
+        return None
+    if (fitting := find_fitting(cached, fits)) is not None:
+        return scores.candidates[fitting]
+    fitted = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
+    found = score(model, [fitted], text, progress=progress, stage=_FITTED_NAME)
+    return found.candidates[_FITTED_NAME]
 
 
 def compare_noise(
@@ -263,175 +318,50 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-def list_emulations(request: VerificationRequest) -> list[Candidate]:
-    """List what runs beside the unquantized model; each has a name of its own."""
-    further = {
-        **request.others,
-        **{_rule_key(name): candidate for name, candidate in request.rules.items()},
-        **(list_decode_emulations(request.candidates) if request.scores_decoding else {}),
-    }
-    return [*request.candidates, *(replace(each, name=name) for name, each in further.items())]
-
-
-def _rule_key(rule: str) -> str:
-    return f"\0rule:{rule}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compared:
-    """What was computed: scores, and how well the scales of each candidate fit."""
-
-    compared: Scores
-    found: Mapping[tuple[str, Site], torch.Tensor]
-    """The sums of `MeasurementHooks`."""
-    fits: Fits
-    fitted: TokenScores | None
-    """The scores with fitted scales; None where they were not needed."""
-
-
-def _list_scale_kinds(request: VerificationRequest) -> dict[str, Mapping[Site, Quantizer]]:
-    """List what is measured on K, V and q: each candidate's scales, and per-head ones."""
-    if not any(candidate.fitted for candidate in request.candidates):
-        return {}
-    kinds = {
-        candidate.name: {
-            site: quantizer
-            for site, quantizer in candidate.quantizers.items()
-            if site in candidate.fitted and site.role is not Role.P
-        }
-        for candidate in request.candidates
-    }
-    return {**kinds, PER_HEAD: request.per_head}
-
-
-def _list_scalable(request: VerificationRequest) -> Iterator[tuple[str, Site]]:
-    """List the sites of each candidate where its engine uses a scale."""
-    for candidate in request.candidates:
-        for site, quantizer in candidate.fitted.items():
-            if not isinstance(quantizer.scale, torch.Tensor):
-                yield candidate.name, site
-
-
-def _require_quantized(candidates: Sequence[Candidate], compared: Scores) -> None:
-    """Refuse the result of an emulation that met none of the tensors it quantizes.
-
-    Raises:
-        VerificationError: naming the candidate.
-    """
-    for candidate in candidates:
-        asked = candidate.quantizers
-        if asked and not candidate.weights and not compared.damage[candidate.name]:
-            raise VerificationError(
-                f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
-                f"{next(iter(asked))} or another site",
-                hint="this class of the model is not supported: report it with its config",
-            )
-
-
-def _measure_fits(
-    request: VerificationRequest, measurements: MeasurementHooks, geometry: ModelGeometry
-) -> Fits:
-    layer_of = geometry.index_modules()
-    fits = {
-        candidate.name: measure_fits(measurements.found, candidate.name, layer_of)
-        for candidate in request.candidates
-    }
-    return {name: found for name, found in fits.items() if found}
-
-
-def _run_fitted(
-    request: VerificationRequest,
-    compared: Scores,
-    fits: Fits,
-    model: PreparedModel | StreamedModel,
-    text: Sequence[Batch],
-    progress: Progress,
-) -> TokenScores | None:
-    """Score the model with fitted scales, where scale 1.0 loses and no candidate's scales fit.
-
-    They tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it adds nothing; where
-    the scales of a candidate fit, that candidate tells.
-    """
-    unscaled = next((c for c in request.candidates if c.name == SCALE_ONE), None)
-    if unscaled is None or not list_losing(fits.get(SCALE_ONE, ())):
-        return None
-    others = [c for c in request.candidates if c.name != SCALE_ONE]
-    cached = [c.name for c in others if not c.weights]
-    if others and not cached:
-        return None
-    if (fitting := find_fitting(cached, fits)) is not None:
-        return compared.candidates[fitting]
-    fitted = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
-    found = score(model, [fitted], text, progress=progress, stage=_FITTED_NAME)
-    return found.candidates[_FITTED_NAME]
+# --- the report -----------------------------------------------------------------------------------
 
 
 def _build_report(
-    reference: ReferenceModel,
-    request: VerificationRequest,
-    plan: DataPlan,
-    computed: _Compared,
-    **others: Any,
+    asked: Verification,
+    scores: Scores,
+    fits: Fits,
+    fitted: TokenScores | None,
+    vocab_size: int,
 ) -> VerifyReport:
-    """Build the report; `others` are fields of it that are measured apart."""
-    compared = computed.compared
-    lengths = plan.lengths
-    layer_of = reference.model.geometry.index_modules()
-    layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
-    ppl = compute_ppl(compared.reference.logprobs)
-    vocab_size = int(reference.model.model.config.get_text_config(decoder=True).vocab_size)
+    """Build the report, without its conclusion."""
+    lengths = asked.plan.lengths
+    layers = tuple(_list_layer_rows(asked, scores))
+    ppl = compute_ppl(scores.reference.logprobs)
     broken = explain_broken(ppl, vocab_size)
-    results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
+    results = [_make_result(each, asked, scores, fits, layers) for each in asked.candidates]
     if broken:
-        results = tuple(map(_withhold, results))
-    pairs = _pair_candidates(results, layers, compared, lengths)
-    need = _assess_need(results, layers, computed, pairs, lengths)
-    basis = Basis(
-        candidates=results,
-        layers=layers,
-        fits=computed.fits,
-        kv=need,
-        paired={(pair.candidate, pair.base): pair for pair in pairs},
-        refused=request.refused,
-        is_strict=request.is_strict,
-        broken=broken,
-        engine=request.engine_version,
-    )
-    cached = decide_kv(basis)
-    if need is not None and cached is not None:
-        need = need.model_copy(update={"why": cached.headline})
-    if need is not None and broken:
-        need = need.model_copy(update={"answer": "cannot-tell", "why": broken})
+        results = [_withhold(each) for each in results]
+    pairs = _pair_candidates(results, layers, scores, lengths)
     return VerifyReport(
-        model=reference.name,
-        engine=request.engine or request.numerics.name,
-        engine_version=request.engine_version,
-        dtype=reference.dtype,
-        device=reference.device,
-        data=plan.sources,
-        tokens=len(compared.reference.logprobs),
+        model=asked.model,
+        engine=asked.engine or asked.numerics.name,
+        engine_version=asked.engine_version,
+        dtype=asked.dtype,
+        device=asked.device,
+        data=asked.plan.sources,
+        tokens=len(scores.reference.logprobs),
         sequences=len(lengths),
-        seq_len=plan.seq_len,
+        seq_len=asked.plan.seq_len,
+        duration_s=0.0,
         reference=ReferenceResult(ppl=ppl),
-        candidates=results,
-        refused=request.left_out,
+        candidates=tuple(results),
+        refused=asked.refused,
         layers=layers,
-        decision=decide(basis, cached),
-        kv=need,
+        decision=Decision(headline=""),
+        kv=_assess_need(results, layers, scores, fits, fitted, pairs, lengths),
         comparisons=pairs,
-        diagnosis=diagnose(
-            computed.found,
-            layer_of,
-            "" if request.is_diagnosed_per_head else request.diagnosis_of,
-            request.calibration_clipped,
-        ),
-        diagnosis_of=request.diagnosis_of,
-        rules=_rank_rules(request, compared, lengths),
-        decoding=compare_decoding(request.candidates, compared, lengths)
-        if request.scores_decoding
-        else (),
-        warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
-        **others,
+        diagnosis_of=asked.diagnosis_of,
+        rules=_rank_rules(asked, scores),
+        warnings=(*asked.warnings, *_list_unmet_sites(asked, scores)),
+        fits=fits,
+        unusable=tuple(asked.unusable),
+        is_strict=asked.is_strict,
+        broken=broken,
     )
 
 
@@ -446,11 +376,11 @@ def _withhold(result: CandidateResult) -> CandidateResult:
 def _pair_candidates(
     results: Sequence[CandidateResult],
     layers: Sequence[LayerResult],
-    compared: Scores,
+    scores: Scores,
     lengths: Sequence[int],
 ) -> tuple[PairedResult, ...]:
     """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
-    klds = {name: scores.klds for name, scores in compared.candidates.items()}
+    klds = {name: each.klds for name, each in scores.candidates.items()}
     cached = [one for one in results if has_kv_only(one.name, layers)]
     weights = [one for one in results if one not in cached]
     return tuple(
@@ -465,49 +395,46 @@ def _pair_candidates(
 def _assess_need(
     results: Sequence[CandidateResult],
     layers: Sequence[LayerResult],
-    computed: _Compared,
+    scores: Scores,
+    fits: Fits,
+    fitted: TokenScores | None,
     pairs: Sequence[PairedResult],
     lengths: Sequence[int],
 ) -> KvNeed | None:
     """Answer whether KV scales are needed; None where only FP8 weights are compared."""
-    others = [one for one in results if one.name != SCALE_ONE]
-    is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
-    if SCALE_ONE not in computed.fits or not is_asked:
+    others = [one.name for one in results if one.name != SCALE_ONE]
+    is_asked = not others or any(has_kv_only(name, layers) for name in others)
+    if SCALE_ONE not in fits or not is_asked:
         return None
-    klds = {SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds}
+    klds = {SCALE_ONE: scores.candidates[SCALE_ONE].klds}
     fp8, added = average(klds[SCALE_ONE], lengths), None
-    if computed.fitted is not None:
-        klds[_FITTED_NAME] = computed.fitted.klds
+    if fitted is not None:
+        klds[_FITTED_NAME] = fitted.klds
         fp8 = average(klds[_FITTED_NAME], lengths)
         added = compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths)
-    scaled = {one.name for one in others}
-    removed = [pair for pair in pairs if pair.candidate in scaled]
-    return assess_need(list_losing(computed.fits[SCALE_ONE]), fp8, added, removed)
-
-
-_FITTED_NAME = "scales that fit"
+    removed = [pair for pair in pairs if pair.candidate in others]
+    return assess_need(list_losing(fits[SCALE_ONE]), fp8, added, removed)
 
 
 def _make_result(
     candidate: Candidate,
-    computed: _Compared,
-    request: VerificationRequest,
-    lengths: Sequence[int],
+    asked: Verification,
+    scores: Scores,
+    fits: Fits,
     layers: Sequence[LayerResult],
 ) -> CandidateResult:
-    compared = computed.compared
-    scores, reference = compared.candidates[candidate.name], compared.reference
-    summary = summarize(scores, reference, lengths)
-    gate = request.gate or GATES[candidate.default_gate]
+    mine, reference = scores.candidates[candidate.name], scores.reference
+    lengths = asked.plan.lengths
+    summary = summarize(mine, reference, lengths)
+    gate = asked.gate or GATES[candidate.default_gate]
     verdict, why = correct_if_misleading(
         *judge(summary, gate),
-        damage=describe_damage(candidate.name, layers, computed.fits),
+        damage=describe_damage(candidate.name, layers, fits),
         summary=summary,
         gate=gate,
     )
-    overflowing = _find_overflow(candidate, compared)
-    if overflowing:
-        verdict, why = Verdict.FAIL, f"{request.numerics.name} turns {overflowing}"
+    if overflowing := _find_overflow(candidate, scores):
+        verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
@@ -515,26 +442,26 @@ def _make_result(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
-        by_position=summarize_positions(scores.logprobs, reference.logprobs, lengths, scores.klds),
+        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
     )
 
 
-def _list_unmet_sites(request: VerificationRequest, compared: Scores) -> Iterator[str]:
+def _list_unmet_sites(asked: Verification, scores: Scores) -> Iterator[str]:
     """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
-    for candidate in request.candidates:
-        met = compared.damage[candidate.name]
+    for candidate in asked.candidates:
+        met = scores.damage[candidate.name]
         missed = [site for site in candidate.quantizers if site not in met]
         if missed:
             yield (
                 f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
-                f"{request.numerics.name} but not emulated: the model computes it "
+                f"{asked.numerics.name} but not emulated: the model computes it "
                 "without a hook"
             )
 
 
-def _find_overflow(candidate: Candidate, compared: Scores) -> str:
+def _find_overflow(candidate: Candidate, scores: Scores) -> str:
     """Describe values that overflow because the engine does not saturate; empty without any."""
-    for site, sums in compared.damage[candidate.name].items():
+    for site, sums in scores.damage[candidate.name].items():
         quantizer = candidate.quantizers.get(site)
         count = Damage(*sums.tolist()).clipped
         if quantizer is not None and not quantizer.saturates and count:
@@ -542,31 +469,33 @@ def _find_overflow(candidate: Candidate, compared: Scores) -> str:
     return ""
 
 
-def _list_layer_rows(
-    candidates: Sequence[Candidate], compared: Scores, layer_of: Mapping[str, int]
-) -> Iterator[LayerResult]:
-    for candidate in candidates:
+def _list_layer_rows(asked: Verification, scores: Scores) -> Iterator[LayerResult]:
+    layer_of = asked.geometry.index_modules()
+    for candidate in asked.candidates:
         quantizers = candidate.quantizers
         scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-        scales |= compared.weight_scales[candidate.name]
-        yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
+        scales |= scores.weight_scales[candidate.name]
+        yield from list_layers(candidate.name, scores.damage[candidate.name], scales, layer_of)
 
 
-def _rank_rules(
-    request: VerificationRequest, compared: Scores, lengths: Sequence[int]
-) -> tuple[RuleResult, ...]:
+def _rule_key(rule: str) -> str:
+    return f"\0rule:{rule}"
+
+
+def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
     """Rank the rules, the smallest divergence first."""
-    scores = {rule: compared.candidates[_rule_key(rule)] for rule in request.rules}
-    klds = {rule: found.klds for rule, found in scores.items()}
-    found = {rule: summarize(each, compared.reference, lengths) for rule, each in scores.items()}
+    lengths = asked.plan.lengths
+    mine = {rule: scores.candidates[_rule_key(rule)] for rule in asked.rules}
+    klds = {rule: each.klds for rule, each in mine.items()}
+    found = {rule: summarize(each, scores.reference, lengths) for rule, each in mine.items()}
     ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
     return tuple(
         RuleResult(
-            candidate=request.rules_of,
+            candidate=asked.stats_of,
             rule=rule,
             ppl_ratio=found[rule].ppl_ratio,
             ppl_ratio_se=found[rule].ppl_ratio_se,
-            kld_mean=found[rule].kld_mean,
+            kld_mean=found[rule].kld_mean or 0.0,
             kld_se=found[rule].kld_se,
             against_best=None
             if rule == ranked[0]

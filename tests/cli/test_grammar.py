@@ -184,7 +184,7 @@ def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str
         ("check m --engine vllm vllm-cpu", "repeat the option: --engine vllm --engine vllm-cpu"),
         ("check m --tp 1 2", "--tp takes one value"),
         ("check m n", "see --help"),
-        ("verify m --decode n", "see --help"),
+        ("verify m --strict n", "see --help"),
         ("verify --data a m n", "see --help"),
     ],
 )

@@ -792,7 +792,7 @@ def test_no_output_replaces_what_is_read(
         assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("failing", ["write_dump", "write_page"])
+@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
 def test_an_output_that_cannot_be_written_hides_no_result(
     model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
-from fp8calib.verification.judge.decide import Basis, decide, decide_kv, explain_broken
+from fp8calib.verification.judge.decide import conclude as conclude_report
+from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.judge.kv_need import assess_need, list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -31,15 +33,10 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.verify import (
-    ReferenceModel,
-    VerificationRequest,
-    VerificationResult,
-    verify,
-)
+from fp8calib.verification.verify import Verification, Verified, verify
 from tests import zoo
 from tests.doors import Silent, make_plan
-from tests.kit.reports import make_candidate, make_layer
+from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.verification import by_hand
 from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
 from tests.zoo import draw
@@ -48,8 +45,27 @@ SEQUENCES = draw([20] * 12)
 LAYERS = 4
 
 
-def settle(basis: Basis) -> Decision:
-    return decide(basis, decide_kv(basis))
+def settle(
+    *,
+    candidates: Sequence[CandidateResult],
+    layers: Sequence[LayerResult],
+    fits: Mapping[str, Sequence[SiteFit]],
+    kv: KvNeed | None,
+    paired: Sequence[PairedResult] = (),
+    refused: Sequence[str] = (),
+    **more: Any,
+) -> Decision:
+    """Conclude from figures made by hand."""
+    report = make_small(
+        candidates=tuple(candidates),
+        layers=tuple(layers),
+        fits={name: tuple(each) for name, each in fits.items()},
+        kv=kv,
+        comparisons=tuple(paired),
+        unusable=tuple(refused),
+        **more,
+    )
+    return conclude_report(report).decision
 
 
 def build() -> PreTrainedModel:
@@ -84,22 +100,21 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
     """Verify tables of KV scales, and scale 1.0 beside them."""
     candidates = [build_kv_candidate(name, t, PLAIN, origin="test") for name, t in tables.items()]
     unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
-    request = VerificationRequest(
+    named = next(iter(tables), "")
+    return compare(subject, *candidates, unscaled, diagnosis_of=named).report
+
+
+def compare(subject: by_hand.Subject, *candidates: Candidate, diagnosis_of: str = "") -> Verified:
+    asked = Verification(
+        model="tiny",
+        geometry=subject.geometry,
         numerics=PLAIN,
-        candidates=(*candidates, unscaled),
-        diagnosis_of=next(iter(tables), ""),
+        candidates=candidates,
+        plan=make_plan(SEQUENCES),
+        batch_size=4,
+        diagnosis_of=diagnosis_of,
     )
-    return compare(subject, request).report
-
-
-def compare(subject: by_hand.Subject, request: VerificationRequest) -> VerificationResult:
-    asked = ReferenceModel(
-        name="tiny",
-        model=subject.prepared,
-        dtype="float32",
-        device="cpu",
-    )
-    return verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
+    return verify(asked, subject.prepared, Silent())
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
@@ -201,8 +216,7 @@ def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) ->
     """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
     candidate = build_unscaled("same", subject.geometry, E4M3FN, PLAIN)
     nothing = type(candidate)(name="same")
-    request = VerificationRequest(numerics=PLAIN, candidates=(nothing,))
-    verified = compare(subject, request)
+    verified = compare(subject, nothing)
     (result,) = verified.report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
@@ -339,20 +353,15 @@ def conclude(
 ) -> Decision:
     """Decide on candidates with KV scales beside scale 1.0."""
     unscaled = one or candidate(SCALE_ONE, 0.006)
-    paired = {
-        (each.name, SCALE_ONE): pair(each.name, SCALE_ONE, -0.002, PairedAnswer.BETTER)
-        for each in scaled
-    }
+    paired = [pair(each.name, SCALE_ONE, -0.002, PairedAnswer.BETTER) for each in scaled]
     losing = [each for each in (CLIPS, UNDERFLOWS, QUERY) if each.site in found.sites]
     return settle(
-        Basis(
-            candidates=(*scaled, unscaled),
-            layers=[row(each.name) for each in (*scaled, unscaled)],
-            fits={each.name: [fit(3)] for each in scaled} | {SCALE_ONE: losing} | (fits or {}),
-            kv=found,
-            paired=paired,
-            **more,
-        )
+        candidates=(*scaled, unscaled),
+        layers=[row(each.name) for each in (*scaled, unscaled)],
+        fits={each.name: [fit(3)] for each in scaled} | {SCALE_ONE: losing} | (fits or {}),
+        kv=found,
+        paired=paired,
+        **more,
     )
 
 
@@ -438,16 +447,14 @@ def test_scales_that_do_not_fit_are_not_recommended() -> None:
 def test_q_is_told_from_k_and_v() -> None:
     """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
     found = settle(
-        Basis(
-            candidates=(candidate("mine", 0.004), candidate(SCALE_ONE, 0.1)),
-            layers=[
-                row("mine"),
-                row("mine", "q", site=QUERY.site, layer=7, scale=1.0),
-                row(SCALE_ONE),
-            ],
-            fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
-            kv=need(PairedAnswer.WORSE, CLIPS, QUERY),
-        )
+        candidates=(candidate("mine", 0.004), candidate(SCALE_ONE, 0.1)),
+        layers=[
+            row("mine"),
+            row("mine", "q", site=QUERY.site, layer=7, scale=1.0),
+            row(SCALE_ONE),
+        ],
+        fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
+        kv=need(PairedAnswer.WORSE, CLIPS, QUERY),
     )
     assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
     assert "v of layer 3 clips and q of layer 7 underflows at scale 1.0" in found.headline
@@ -488,19 +495,17 @@ def weights(
 ) -> Decision:
     """Decide between candidates with FP8 weights; `answers` are those against the others."""
     return settle(
-        Basis(
-            candidates=(*found, candidate(SCALE_ONE, 0.006)),
-            layers=[row(each.name, "weight") for each in found],
-            fits={},
-            kv=None,
-            paired={
-                (name, base.name): pair(name, base.name, 0.001, answer)
-                for name, answer in answers.items()
-                for base in found
-            },
-            refused=refused,
-            is_strict=is_strict,
-        )
+        candidates=(*found, candidate(SCALE_ONE, 0.006)),
+        layers=[row(each.name, "weight") for each in found],
+        fits={},
+        kv=None,
+        paired=[
+            pair(name, base.name, 0.001, answer)
+            for name, answer in answers.items()
+            for base in found
+        ],
+        refused=refused,
+        is_strict=is_strict,
     )
 
 
@@ -524,7 +529,7 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
 
 def test_weights_that_are_not_what_they_were_are_named() -> None:
     bad = row("mine", "weight", sqnr_db=12.0, scale=None)
-    found = settle(Basis(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None))
+    found = settle(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None)
     assert found.details == (
         "mine: layers.3.attn.weight (layer 3, amax 3) is distorted: its SQNR is 12.0 dB."
     )
@@ -536,9 +541,7 @@ def describe_input(**more: Any) -> str:
     """Describe an input whose scale covers 6.6, and whose SQNR is low."""
     values: dict[str, Any] = {"scale": 6.6 / 448, "largest": 6.6, "sqnr_db": 9.0}
     found = row("mine", "input", **values | more)
-    return settle(
-        Basis(candidates=[candidate("mine", 0.1)], layers=[found], fits={}, kv=None)
-    ).details
+    return settle(candidates=[candidate("mine", 0.1)], layers=[found], fits={}, kv=None).details
 
 
 def test_amax_above_the_range_clips_whatever_share_of_values_becomes_zero() -> None:

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForMultimodalLM
 
 import fp8calib
-from fp8calib.errors import UsageError
 from fp8calib.jobs.verification import memory
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
@@ -79,12 +78,6 @@ def streamed(streams: bool) -> Any:
         return mode
 
     return patch.object(memory, "plan_memory", chosen)
-
-
-def test_decoding_takes_text_alone(tmp_path: Path) -> None:
-    save_multimodal("llava", tmp_path)
-    with pytest.raises(UsageError, match="--decode: the data has image"):
-        fp8calib.verify(tmp_path, data=rows("llava"), pack=False, dtype="float32", decode=True)
 
 
 def test_a_model_that_sees_is_not_calibrated_on_text_without_a_word(tmp_path: Path) -> None:

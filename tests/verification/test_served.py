@@ -12,17 +12,18 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
-import fp8calib
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
+from fp8calib.plugins.server import server
+from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
-from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
+from fp8calib.verification.verify import Verification, verify
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.plugins.kv_types import by_hand as types_by_hand
@@ -214,16 +215,18 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_pat
         own = Candidate(
             name=name,
             quantizers=CACHE_TYPES[name].quantize(subject.geometry),
-            engine_prompt_in_16_bits=True,
         )
         candidates = (build_unscaled("scale-1.0", subject.geometry, E4M3FN, PLAIN), own)
-        asked = VerificationRequest(numerics=PLAIN, candidates=candidates, scores_decoding=True)
-        reference = ReferenceModel(
-            name="tiny", model=subject.prepared, dtype="float32", device="cpu"
+        asked = Verification(
+            model="tiny",
+            geometry=subject.geometry,
+            numerics=PLAIN,
+            candidates=candidates,
+            plan=make_plan(text),
         )
-        plan = make_plan(text)
-        report = verify(reference, asked, plan, batch_size=1, progress=Silent()).report
-    unscaled, found = report.decoding
+        others = list(list_served([own]))
+        scores = verify(asked, subject.prepared, Silent(), others=others).scores
+    unscaled, found = compare_served(candidates, scores, asked.plan.lengths)
     assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
     assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)
     assert unscaled.sentence.endswith("decoding computes the same.")
@@ -247,4 +250,4 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_pat
 
 def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match="--decode: no sequence is longer than 2 tokens"):
-        fp8calib.verify(model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)
+        server("http://localhost:1", model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
@@ -229,7 +229,7 @@ class GroupMaker:
             return
         opened = self._opened
         geometry = opened.target.geometry
-        whole = replace(self._emulate_cache(), prompt_in_16_bits=False)
+        whole = self._emulate_cache()
         can_skip = all(engine.can_skip_caches for engine in opened.engines)
         attentions = {layer.index: attention for layer, attention in geometry.attentions()}
         changed = {site.module for site in whole.quantizers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -19,23 +20,18 @@ from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import drop_kv
-from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference
-from fp8calib.jobs.verification.options import resolve_options
-from fp8calib.jobs.verification.run_job import open_verify_job
-from fp8calib.model.load import LoadedModel
+from fp8calib.jobs.verification.memory import open_scored, plan_verification
+from fp8calib.jobs.verification.opened import open_verification
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import Target
-from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.planning.choices import Group, emulate_plan
 from fp8calib.verification.planning.gradients import can_estimate, estimate
 from fp8calib.verification.planning.search import Search
 from fp8calib.verification.score import AT_ONCE, count_by_share, count_in_rounds
 from fp8calib.verification.text_runs import TextRuns
+from fp8calib.verification.verify import Verification
 
 _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
@@ -88,11 +84,14 @@ def open_measured(
     maker = GroupMaker(opened, stats)
     for text in maker.describe_refused():
         reporter.say(text)
-    job, mode = _open_job(opened, maker)
+    asked = _ask(opened, maker)
+    extra = {"gradients": _estimate_gradient_bytes(opened)}
+    mode = plan_verification(
+        asked, opened.model, Path.cwd(), walks=1, always_streams=_STREAMS, extra_bytes=extra
+    )
     for text in mode.describe():
         reporter.say(text)
-    with open_reference(job, mode, reporter) as reference:
-        streamed = reference.model
+    with open_scored(asked, opened.model, mode, reporter) as streamed:
         assert isinstance(streamed, StreamedModel)  # noqa: S101 -- always
         groups = maker.make(streamed.model)
         yield MeasuredPlan(
@@ -124,25 +123,21 @@ def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:
     return Sizes(fixed=stored - weights + scales, unquantized=stored - weights + plain)
 
 
-def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryPlan]:
-    """Open the comparison, in as much memory as a full round of plans needs."""
+def _ask(opened: OpenedPlan, maker: GroupMaker) -> Verification:
+    """Ask for the comparison of a full round of plans, which decides on the memory."""
     request = opened.request
-
-    def make(model: LoadedModel, _target: Target) -> list[Candidate]:
-        groups = maker.make(model)
-        require_choices(maker, groups)
-        whole = emulate_plan(groups, tuple(len(group.choices) - 1 for group in groups))
-        names = map(str, range(AT_ONCE))
-        return [replace(whole, name=name) for name in names]
-
-    options = resolve_options(
-        VerifyRequest(str(request.model), engine=opened.emulated.key, batch_size=request.batch_size)
+    asked = open_verification(
+        VerifyRequest(
+            str(request.model), engine=opened.emulated.key, batch_size=request.batch_size
+        ),
+        opened.model,
+        join_texts(opened),
     )
-    job = open_verify_job(opened.model, options, join_texts(opened))
-    job = replace(job, make_candidates=make)
-    extra = {"gradients": _estimate_gradient_bytes(opened)}
-    mode = choose_verification_mode(job, always_streams=_STREAMS, extra_bytes=extra)
-    return job, mode
+    groups = maker.make(opened.model.prepared.model)
+    require_choices(maker, groups)
+    whole = emulate_plan(groups, tuple(len(group.choices) - 1 for group in groups))
+    plans = (replace(whole, name=str(number)) for number in range(AT_ONCE))
+    return replace(asked, candidates=(*plans, *asked.candidates))
 
 
 def _estimate_gradient_bytes(opened: OpenedPlan) -> int:

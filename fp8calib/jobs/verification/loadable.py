@@ -17,9 +17,9 @@ from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
-from fp8calib.jobs.verification.job import VerifyOptions
-from fp8calib.numerics.schemes import Scheme
+from fp8calib.numerics.schemes import Scheme, find_scheme
 from fp8calib.quantization.plan import make_plan
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import (
     OpenedCandidate,
@@ -43,10 +43,12 @@ class Loading:
 
 
 def judge_loading(
-    options: VerifyOptions, model: RunModel, opened: Sequence[OpenedCandidate]
+    request: VerifyRequest,
+    engine: Engine,
+    model: RunModel,
+    opened: Sequence[OpenedCandidate],
 ) -> Loading:
     """Find the candidates that the emulated engine cannot load, or may not."""
-    engine = options.engine
     if engine.replay_folder is None:
         return Loading(refused={}, unused={}, doubts={})
     folders = {
@@ -59,9 +61,9 @@ def judge_loading(
     if is_unquantized:
         folders[SCALE_ONE] = model.source.folder
     reports = {name: _replay(path, engine) for name, path in folders.items()}
-    if options.scheme is not None and is_unquantized:
-        report = _replay_scheme(model, options.scheme, engine)
-        reports |= dict.fromkeys([each.name for each in opened] or [options.scheme.name], report)
+    if request.scheme is not None and is_unquantized:
+        report = _replay_scheme(model, find_scheme(request.scheme), engine)
+        reports |= dict.fromkeys([each.name for each in opened] or [request.scheme], report)
     known = {name: report for name, report in reports.items() if report is not None}
     faults = {name: find_load_fault(report) for name, report in known.items()}
     unused = {each.name: _find_unused(each, known.get(each.name), model, engine) for each in opened}
@@ -76,12 +78,11 @@ def judge_loading(
     )
 
 
-def warn_of_loading(options: VerifyOptions, loading: Loading) -> Iterator[str]:
+def warn_of_loading(engine: Engine, loading: Loading) -> Iterator[str]:
     """Warn of candidates that the emulated engine cannot load, or may not.
 
     The first warning is of an engine whose version is another than that of the rules.
     """
-    engine = options.engine
     if engine.note:
         yield f"{engine.title}: {engine.note}"
     for name, why in loading.refused.items():

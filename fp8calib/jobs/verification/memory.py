@@ -1,94 +1,122 @@
-"""What a verification needs in memory, and the reference that runs in it."""
+"""Hold the unquantized model of a verification: what it needs in memory, whole or streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from fp8calib.data.sequences import batches
+from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
-from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.request import build_request
+from fp8calib.jobs.models import RunModel
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
+from fp8calib.model.live_model import LiveCheckpoint
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
-from fp8calib.run.streaming.model import open_streamed
+from fp8calib.run.streaming.model import StreamedModel, open_streamed
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.token_scores import scoring_bytes
-from fp8calib.verification.verify import ReferenceModel, list_emulations
+from fp8calib.verification.verify import Verification
 
 
-def choose_verification_mode(
-    job: VerifyJob,
+def plan_verification(
+    asked: Verification,
+    model: RunModel,
+    scratch: Path,
     *,
+    others: Sequence[Candidate] = (),
+    walks: int = 2,
     always_streams: str = "",
+    cannot_stream: UsageError | None = None,
     extra_bytes: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
-    `always_streams` says why it is streamed in any case; `extra_bytes` is further memory, by what
-    needs it.
+    Args:
+        asked: what is compared.
+        model: the unquantized model.
+        scratch: the folder of hidden states that do not fit into memory.
+        others: what is scored beside the candidates.
+        walks: how often all layers are read; the noise floor is one of two.
+        always_streams: why it is streamed in any case.
+        cannot_stream: raised where it would be streamed.
+        extra_bytes: further memory, by what needs it.
 
     Raises:
-        UsageError: it fits in neither way, or it has to be streamed and --sampled is given.
+        UsageError: it fits in neither way, or `cannot_stream`.
     """
-    if job.is_placed:
-        return MemoryPlan(prepared=job.prepared)
-    found = list(batches(job.plan, job.options.request.batch_size))
-    request = build_request(job, job.prepared.model)
-    emulations = list_emulations(request)
+    if model.is_placed:
+        return MemoryPlan(prepared=model.prepared)
+    text, scored = asked.batches, asked.list_scored(others)
     logits = scoring_bytes(
-        torch.device(job.device),
-        int(job.source.text_config.vocab_size),
-        DTYPES[job.dtype].itemsize,
-        num_tokens=max(batch.input_ids.numel() for batch in found),
+        torch.device(model.device),
+        int(model.source.text_config.vocab_size),
+        DTYPES[model.dtype].itemsize,
+        num_tokens=max(batch.input_ids.numel() for batch in text),
     )
     extra = dict(extra_bytes or {})
-    roles = {site.role for each in emulations for site in each.quantizers}
+    roles = {site.role for each in scored for site in each.quantizers}
     if Role.P in roles:
-        heads = [attention.num_heads for _, attention in job.target.geometry.attentions()]
-        length = max(batch.input_ids.shape[1] for batch in found)
-        extra["attention in fp32"] = attending_bytes(torch.device(job.device), max(heads), length)
+        heads = [attention.num_heads for _, attention in asked.geometry.attentions()]
+        length = max(batch.input_ids.shape[1] for batch in text)
+        extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
     return plan_memory(
         Workload(
-            source=job.source,
-            prepared=job.prepared,
-            checkpoint=job.checkpoint,
-            dtype=DTYPES[job.dtype],
-            device=job.device,
-            batches=found,
-            scratch=job.options.scratch,
+            source=model.source,
+            prepared=model.prepared,
+            checkpoint=model.checkpoint,
+            dtype=DTYPES[model.dtype],
+            device=model.device,
+            batches=text,
+            scratch=scratch,
             extra=extra,
             logits_bytes=logits,
-            num_models=len(emulations) + 1,
-            changes_weights=any(each.weights for each in emulations),
+            num_models=len(scored) + 1,
+            changes_weights=any(each.weights for each in scored),
             changes_inputs=Role.INPUT in roles,
-            walks=1 + request.measures_noise,
+            walks=walks,
             always_streams=always_streams,
         ),
-        find_limits(job.device, job.memory),
-        cannot_stream=None if job.companion is None else job.companion.cannot_stream,
+        find_limits(model.device, model.memory),
+        cannot_stream=cannot_stream,
     )
 
 
 @contextmanager
-def open_reference(
-    job: VerifyJob, mode: MemoryPlan, progress: Progress
-) -> Iterator[ReferenceModel]:
-    """Load the model whole, or open it for streaming."""
-    prepared = job.load(mode, progress)
-    reference = ReferenceModel(
-        name=job.name,
-        model=prepared,
-        dtype=job.dtype,
-        device=job.device,
-    )
+def open_scored(
+    asked: Verification, model: RunModel, mode: MemoryPlan, progress: Progress
+) -> Iterator[PreparedModel | StreamedModel]:
+    """Load the model whole, or open it for streaming.
+
+    Of one in memory, the weights that candidates replace are copied first.
+    """
+    if isinstance(model.checkpoint, LiveCheckpoint) and any(c.weights for c in asked.candidates):
+        _refuse_inference_tensors(model.prepared.model)
+        model.checkpoint.hold()
+    prepared = model.load(mode, progress)
     if mode.streaming is None:
-        yield reference
+        yield prepared
         return
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *job.plan.sequences])
-    with open_streamed(prepared, job.checkpoint, tokens, mode.streaming) as streamed:
-        yield replace(reference, model=streamed)
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *asked.plan.sequences])
+    with open_streamed(prepared, model.checkpoint, tokens, mode.streaming) as streamed:
+        yield streamed
+
+
+def _refuse_inference_tensors(model: LoadedModel) -> None:
+    """Refuse a model whose weights cannot be replaced for a while.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    named: Iterator[tuple[str, torch.nn.Parameter]] = model.named_parameters()
+    for name, parameter in named:
+        if parameter.is_inference():
+            raise UsageError(
+                f"{name} was made in torch.inference_mode(), so it cannot be quantized in place",
+                hint="load the model outside of inference_mode, or pass its path",
+            )

@@ -9,22 +9,26 @@ from functools import partial
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.data.sequences import DataPlan
+from fp8calib.commands.verify import describe_plan
 from fp8calib.data.sources import split_data
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import find_gpu
-from fp8calib.engines.registry import list_offering
+from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import open_run_model
+from fp8calib.jobs.models import RunModel, open_run_model
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.memory import choose_verification_mode
-from fp8calib.jobs.verification.options import if_quantized, resolve_options
-from fp8calib.jobs.verification.run_job import open_verify_job, plan_verified, run_verify_job
-from fp8calib.model.load import ModelSource
+from fp8calib.jobs.verification.memory import open_scored, plan_verification
+from fp8calib.jobs.verification.opened import (
+    check_request,
+    if_quantized,
+    list_scales,
+    open_target,
+    open_verification,
+    plan_verified,
+)
 from fp8calib.numerics.formats import E4M3FN, E5M2
 from fp8calib.plugins.kv_types.recommend import list_usable, recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
@@ -32,10 +36,15 @@ from fp8calib.plugins.kv_types.result import CacheResult, KvTypesResult
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.candidates import (
+    build_kv_candidate,
+    build_unscaled,
+    open_candidate,
+    open_stats,
+)
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -43,6 +52,7 @@ from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
 )
+from fp8calib.verification.verify import Verification, verify
 
 _SHARED = (
     *("model", "data", "engine", "text_column", "samples", "seq_len", "batch_size", "pack"),
@@ -66,35 +76,35 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     """
     if request.kv_memory is not None and not 0 < request.kv_memory * 2**30 < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
-    scales = () if request.scales is None else request.scales
-    asked = {name: getattr(request, name) for name in _SHARED}
-    options = resolve_options(VerifyRequest(scales=scales, **asked))
-    engine = options.engine
+    shared = VerifyRequest(**{name: getattr(request, name) for name in _SHARED})
+    check_request(replace(shared, scales=() if request.scales is None else request.scales))
+    engine, _ = find_emulated(request.engine)
     _check_offered(request.kv_cache_dtype or (), engine)
     specs, text_rows = split_data(request.data, text_column=request.text_column)
-    settings = read_settings(options.request, specs)
-
-    def plan(source: ModelSource) -> DataPlan:
-        return plan_verified(source, settings, text_rows, request.tokenizer)
-
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        job = open_verify_job(model, options, plan)
-        left_out = _find_left_out(request, engine, job.target.geometry)
+        settings = read_settings(shared, specs)
+        plan = plan_verified(model.source, settings, text_rows, request.tokenizer)
+        asked = open_verification(shared, model, plan)
+        left_out = _find_left_out(request, engine, asked.geometry)
         asked_types = dict.fromkeys(request.kv_cache_dtype or engine.cache_types)
         names = [name for name in asked_types if name not in {*_FP8, *left_out}]
-        candidates = list(_make_candidates(names, job))
-        job = replace(job, opened=(), make_candidates=lambda *_: candidates)
-        mode = choose_verification_mode(job)
+        scales = None
+        if request.scales is not None:
+            scales = _open_scales(list_scales(request.scales)[0], model, asked)
+        candidates = _make_candidates(names, asked, engine, scales)
+        asked = replace(asked, candidates=(*candidates, *asked.candidates))
+        mode = plan_verification(asked, model, Path.cwd(), walks=1)
         if request.dry_run:
-            return _describe_plan(job, mode, [*(each.name for each in candidates), SCALE_ONE])
-        report = run_verify_job(job, mode, reporter).report
+            return describe_plan(asked, model, mode)
+        with open_scored(asked, model, mode, reporter) as scored:
+            report = verify(asked, scored, reporter).report
     warnings = (
         *(f"the cache type {name} is left out: {why}" for name, why in left_out.items()),
         *report.warnings,
     )
     for text in warnings:
         reporter.warn(text)
-    rows = [_make_row(found, request, engine, job.target.geometry) for found in report.candidates]
+    rows = [_make_row(found, request, engine, asked.geometry) for found in report.candidates]
     compare = partial(_find_pair, report.comparisons)
     chosen, why = recommend(rows, compare)
     return KvTypesResult(
@@ -178,35 +188,48 @@ def _explain_not_emulated(name: str) -> str:
     return "its kernels were not compared with an emulation yet"
 
 
-def _make_candidates(names: Sequence[str], job: VerifyJob) -> Iterator[Candidate]:
-    """Make the types, and those that use scales again with the ones of --scales.
+def _open_scales(
+    scales: str | Path | CalibrationStats, model: RunModel, asked: Verification
+) -> tuple[str, ScaleTable]:
+    """Read the KV scales of --scales, and name them.
 
     Raises:
-        ModelError: --scales has none for e4m3fn.
+        ModelError: it has none for e4m3fn.
     """
-    geometry, options = job.target.geometry, job.options
-    table, origin = None, ""
-    for opened in job.opened:
-        origin = opened.name
-        if opened.stats is not None:
-            table = compute_kv_scales(opened.stats, E4M3FN, query=opened.with_query)
-        elif opened.found is None or opened.found.table.fmt is not E4M3FN:
-            raise ModelError(f"{origin}: has no KV scales for e4m3fn")
-        else:
-            table = opened.found.table
-        yield build_kv_candidate(f"fp8{_WITH}{origin}", table, options.numerics, origin=origin)
+    target = open_target(model)
+    if isinstance(scales, CalibrationStats):
+        opened = open_stats("statistics", scales, target)
+    else:
+        opened = open_candidate(str(scales), target, asked.numerics)
+    if opened.stats is not None:
+        return opened.name, compute_kv_scales(opened.stats, E4M3FN, query=opened.with_query)
+    if opened.found is None or opened.found.table.fmt is not E4M3FN:
+        raise ModelError(f"{opened.name}: has no KV scales for e4m3fn")
+    return opened.name, opened.found.table
+
+
+def _make_candidates(
+    names: Sequence[str],
+    asked: Verification,
+    engine: Engine,
+    scales: tuple[str, ScaleTable] | None,
+) -> Iterator[Candidate]:
+    """Make the types, and those that use scales again with the ones of --scales."""
+    origin, table = scales or ("", None)
+    if table is not None:
+        yield build_kv_candidate(f"fp8{_WITH}{origin}", table, asked.numerics, origin=origin)
     for name in names:
         if name == _E5M2:
-            yield build_unscaled(name, geometry, E5M2, options.numerics)
-            if table is not None and options.numerics.kv_scales_e5m2:
-                scales = replace(table, fmt=E5M2)
+            yield build_unscaled(name, asked.geometry, E5M2, asked.numerics)
+            if table is not None and asked.numerics.kv_scales_e5m2:
                 named = f"{name}{_WITH}{origin}"
-                yield build_kv_candidate(named, scales, options.numerics, origin=origin)
+                of_e5m2 = replace(table, fmt=E5M2)
+                yield build_kv_candidate(named, of_e5m2, asked.numerics, origin=origin)
             continue
-        yield _emulate(name, name, geometry)
+        yield _emulate(name, name, asked.geometry)
         if table is not None and CACHE_TYPES[name].has_global_scales:
-            factor = options.engine.scale_factor
-            scaled = _emulate(f"{name}{_WITH}{origin}", name, geometry, table.times(factor))
+            factor = engine.scale_factor
+            scaled = _emulate(f"{name}{_WITH}{origin}", name, asked.geometry, table.times(factor))
             told = f"{scaled.description}; global scales times {factor:g}, as on B200"
             yield scaled if factor == 1 else replace(scaled, description=told)
 
@@ -219,25 +242,6 @@ def _emulate(
         name=name,
         description=cache_type.description,
         quantizers=cache_type.quantize(geometry, table),
-        engine_prompt_in_16_bits=cache_type.prompt_in_16_bits,
-    )
-
-
-def _describe_plan(job: VerifyJob, mode: MemoryPlan, names: list[str]) -> RunPlan:
-    return RunPlan(
-        plan={
-            "model": job.name,
-            "weights_size_bytes": job.checkpoint.total_size_bytes,
-            "engine": job.options.engine.key,
-            "candidates": names,
-            "dtype": job.dtype,
-            "dtype_why": job.dtype_why,
-            "device": job.device,
-            "sequences": len(job.plan.sequences),
-            "tokens": job.plan.num_tokens,
-            "data": list(job.plan.sources),
-            **mode.as_json(),
-        }
     )
 
 

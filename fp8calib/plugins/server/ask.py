@@ -1,12 +1,11 @@
-"""The servers of a verification: connect before the run, score during the run, compare after it."""
+"""The servers of a comparison: connected before a weight is read, asked before the model runs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,147 +14,37 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.data.sequences import DataPlan, replace_sequences
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.memory import choose_verification_mode
-from fp8calib.jobs.verification.run_job import require_text
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
-from fp8calib.plugins.server.assess import Assessment, ServerAnswers, ServerEvidence, assess
+from fp8calib.plugins.server.assess import ServerAnswers, ServerEvidence
 from fp8calib.plugins.server.client import RequestCount, find_endpoint
 from fp8calib.plugins.server.decoding import DecodingAnswers
-from fp8calib.plugins.server.faults import SEQUENCES, FaultRunner, changes_of, list_faults
-from fp8calib.plugins.server.hypotheses import Fault
+from fp8calib.plugins.server.faults import SEQUENCES
 from fp8calib.plugins.server.recognise import require_kind
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.result import SERVER, ServerResult
-from fp8calib.plugins.server.row import add_server, report_alone
+from fp8calib.plugins.server.result import SERVER
 from fp8calib.plugins.server.score import ConnectedServer, ServerOptions, connect
 from fp8calib.plugins.server.written import count_given, write_text
 from fp8calib.requests.shared import SKIP_LAYERS
-from fp8calib.verification.companion import ComparedText
-from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.judge.gates import GATES, Gate
-from fp8calib.verification.report import SCALE_ONE, VerifyReport
-from fp8calib.verification.verify import VerificationResult
+from fp8calib.verification.report import SCALE_ONE
 
-Value = TypeVar("Value")
 _SERVER_KEY = "FP8CALIB_SERVER_KEY"
 """The environment variable with the API key of the server."""
 _REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
 """The same for --reference-server."""
 
 
-class ServerCompanion:
-    """The servers that score the text of a verification: connected before it, asked during it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """The server, and the unquantized one if it is named."""
 
-    def __init__(self, request: ServerRequest) -> None:
-        self.request = request
-        self._server: ConnectedServer | None = None
-        self._reference: ConnectedServer | None = None
-        self._answers: ServerAnswers | None = None
-        self._faults: Mapping[str, Fault] = {}
-        self._assessment: Assessment | None = None
+    request: ServerRequest
+    server: ConnectedServer
+    reference: ConnectedServer | None
 
-    @property
-    def result(self) -> ServerResult:
-        """What the comparison found."""
-        return self._require(self._assessment).result
-
-    @property
-    def cannot_stream(self) -> UsageError | None:
-        """Why the model must be in memory whole; None if it need not be."""
-        if not self.request.sampled or self.request.reference_server is not None:
-            return None
-        return UsageError(
-            "--sampled: the model does not fit into memory, and a streamed one cannot write: "
-            "every generated token would read all weights again",
-            hint="name an unquantized server that writes (--reference-server), or use a machine "
-            "(or a larger --memory) that holds the model",
-        )
-
-    def connect(self, source: ModelSource, plan: DataPlan, say: Callable[[str], None]) -> DataPlan:
-        """Connect to the servers; give the plan with what could not be checked.
-
-        `say` gets notes on the connection while it is used.
-
-        Raises:
-            UsageError: a URL or the kind is invalid, both servers are one, or rows have media.
-            ServerError: a server fails.
-            ModelError: it has another model.
-        """
-        request = self.request
-        require_text(plan, "server")
-        require_kind(request.server_kind)
-        tokenizer = request.tokenizer or _load_tokenizer(source)
-
-        def open_one(
-            option: str, url: str, key: str, model: str | None, kind: str | None
-        ) -> ConnectedServer:
-            options = ServerOptions(
-                endpoint=find_endpoint(option, url, key),
-                model=model,
-                kind=kind,
-                likely_kind=request.server_kind,
-                num_top=request.server_logprobs,
-                concurrency=request.server_concurrency,
-                timeout_s=request.server_timeout,
-                count=RequestCount(say=say),
-            )
-            vocab_size = int(source.text_config.vocab_size)
-            return connect(options, plan.sequences, tokenizer, vocab_size=vocab_size)
-
-        url, name = request.reference_server, request.reference_server_model
-        self._server = open_one(
-            "URL", request.url, _SERVER_KEY, request.server_model, request.server_kind
-        )
-        if url is not None:
-            self._reference = open_one("--reference-server", url, _REFERENCE_KEY, name, None)
-        both = self._list_servers()
-        if len({(one.options.endpoint.url, one.server.model) for one in both}) < len(both):
-            raise UsageError(
-                f"--reference-server: {both[0].options.endpoint.url} is the server itself",
-                hint="name a server of the unquantized model, or --reference-server-model",
-            )
-        notes = (one.server.note for one in both if one.server.note)
-        return replace(plan, warnings=(*plan.warnings, *notes))
-
-    def compare_alone(self, job: VerifyJob, reporter: Reporter) -> VerificationResult | None:
-        """Compare with a dump, or with an unquantized server where the model cannot be run.
-
-        Raises:
-            UsageError: nothing is emulated, and there is nothing to compare with.
-            ServerError: a server fails.
-            ModelError: the dump cannot be read.
-            DataError: the dump is of another text.
-        """
-        dump = self.request.reference_dump
-        if dump is None:
-            if self.request.reference_server is None or self.request.dry_run:
-                return None
-            try:
-                choose_verification_mode(job)
-            except UsageError as error:
-                reporter.warn(f"nothing is emulated here: {error.message}")
-            else:
-                return None
-        evidence = gather_alone(job.plan, None if dump is None else Path(dump))
-        started = time.monotonic()
-        plan = self.begin(job.plan, None, reporter)
-        self._assessment = assess(
-            self._require(self._answers), replace(evidence, sequences=plan.sequences)
-        )
-        report, logprobs = report_alone(
-            job.name,
-            job.options.numerics.name,
-            self._assessment,
-            job.options.gate or GATES["kv"],
-            plan,
-            time.monotonic() - started,
-        )
-        return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
-
-    def begin(self, plan: DataPlan, model: LoadedModel | None, progress: Progress) -> DataPlan:
+    def ask(
+        self, plan: DataPlan, model: LoadedModel | None, progress: Progress
+    ) -> tuple[DataPlan, ServerAnswers]:
         """Let the servers score the text, and the server its first sequences again.
 
         With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
@@ -164,75 +53,100 @@ class ServerCompanion:
             ServerError: a server fails.
             VerificationError: the model gives NaN or inf.
         """
-        plan = self._write_sampled(plan, model, progress)
-        server, reference = self._require(self._server), self._reference
+        server, reference, request = self.server, self.reference, self.request
+        if request.sampled and reference is not None:
+            plan = replace_sequences(plan, reference.write(plan.sequences, progress))
+        elif request.sampled:
+            assert model is not None  # noqa: S101 -- a streamed one is refused before it runs
+            plan = replace_sequences(plan, write_text(model, plan.sequences, progress))
         every, few = plan.sequences, plan.sequences[:SEQUENCES]
-        self._answers = ServerAnswers(
+        both = [one for one in (server, reference) if one is not None]
+        return plan, ServerAnswers(
             scores=server.score(every, progress, stage="asking the server"),
             again=server.score(few, progress, stage="asking the server again"),
             reference=None
             if reference is None
             else reference.score(every, progress, stage="asking the unquantized server"),
-            decoding=_ask_decoding(server, every, progress) if self.request.decode else None,
-            num_given=count_given(every) if self.request.sampled else None,
-            repeated=sum(one.options.count.repeated for one in self._list_servers()),
+            decoding=_ask_decoding(server, every, progress) if request.decode else None,
+            num_given=count_given(every) if request.sampled else None,
+            repeated=sum(one.options.count.repeated for one in both),
         )
-        return plan
 
-    def list_emulations(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
-        """List the faults that run beside the candidates."""
-        self._faults = list_faults(candidates)
-        return {name: fault.emulation for name, fault in self._faults.items()}
 
-    @property
-    def watched(self) -> Sequence[torch.Tensor] | None:
-        """The tokens that the server names."""
-        return self._require(self._answers).watched
+def explain_streaming(request: ServerRequest) -> UsageError | None:
+    """Say why the model must be in memory whole; None if it need not be."""
+    if not request.sampled or request.reference_server is not None:
+        return None
+    return UsageError(
+        "--sampled: the model does not fit into memory, and a streamed one cannot write: "
+        "every generated token would read all weights again",
+        hint="name an unquantized server that writes (--reference-server), or use a machine "
+        "(or a larger --memory) that holds the model",
+    )
 
-    def compare(self, text: ComparedText) -> None:
-        """Find what explains the server's answers."""
-        runner = FaultRunner(
-            model=text.model,
-            candidates=text.candidates,
-            plan=text.plan,
-            batch_size=text.batch_size,
-            progress=text.progress,
+
+def open_servers(
+    request: ServerRequest, source: ModelSource, plan: DataPlan, say: Callable[[str], None]
+) -> tuple[DataPlan, Servers]:
+    """Connect to the servers; give the plan with what could not be checked.
+
+    `say` gets notes on the connection while it is used.
+
+    Raises:
+        UsageError: a URL or the kind is invalid, both servers are one, or rows have media.
+        ServerError: a server fails.
+        ModelError: it has another model.
+    """
+    tokenizer = request.tokenizer or _load_tokenizer(source)
+
+    def open_one(
+        option: str, url: str, key: str, model: str | None, kind: str | None
+    ) -> ConnectedServer:
+        options = ServerOptions(
+            endpoint=find_endpoint(option, url, key),
+            model=model,
+            kind=kind,
+            likely_kind=request.server_kind,
+            num_top=request.server_logprobs,
+            concurrency=request.server_concurrency,
+            timeout_s=request.server_timeout,
+            count=RequestCount(say=say),
         )
-        names = [*(candidate.name for candidate in text.candidates), *self._faults]
-        evidence = ServerEvidence(
-            sequences=text.plan.sequences,
-            reference=text.compared.reference.logprobs,
-            watched=text.compared.reference.watched,
-            candidates={name: changes_of(text.compared, name) for name in names},
-            has_scales=bool(runner.bases),
-            faults=self._faults,
-            layer_faults=runner,
+        vocab_size = int(source.text_config.vocab_size)
+        return connect(options, plan.sequences, tokenizer, vocab_size=vocab_size)
+
+    server = open_one("URL", request.url, _SERVER_KEY, request.server_model, request.server_kind)
+    reference = None
+    if (url := request.reference_server) is not None:
+        named = request.reference_server_model
+        reference = open_one("--reference-server", url, _REFERENCE_KEY, named, None)
+    both = [one for one in (server, reference) if one is not None]
+    if len({(one.options.endpoint.url, one.server.model) for one in both}) < len(both):
+        raise UsageError(
+            f"--reference-server: {server.options.endpoint.url} is the server itself",
+            hint="name a server of the unquantized model, or --reference-server-model",
         )
-        self._assessment = assess(self._require(self._answers), evidence)
+    notes = (one.server.note for one in both if one.server.note)
+    return replace(plan, warnings=(*plan.warnings, *notes)), Servers(
+        request=request, server=server, reference=reference
+    )
 
-    def complete(
-        self, report: VerifyReport, gate: Gate, plan: DataPlan
-    ) -> tuple[VerifyReport, Mapping[str, torch.Tensor]]:
-        """Add the server to the candidates, and its log-probabilities to the dump."""
-        assessment = self._require(self._assessment)
-        return add_server(report, assessment, gate, plan), {SERVER: assessment.logprobs}
 
-    def _list_servers(self) -> list[ConnectedServer]:
-        return [one for one in (self._server, self._reference) if one is not None]
+def check_text(request: ServerRequest, plan: DataPlan) -> None:
+    """Refuse rows with media, and text that no server can be asked about.
 
-    def _require(self, value: Value | None) -> Value:
-        if value is None:
-            raise RuntimeError("the steps of a comparison run in order")
-        return value
-
-    def _write_sampled(
-        self, plan: DataPlan, model: LoadedModel | None, progress: Progress
-    ) -> DataPlan:
-        if not self.request.sampled:
-            return plan
-        if self._reference is not None:
-            return replace_sequences(plan, self._reference.write(plan.sequences, progress))
-        return replace_sequences(plan, write_text(self._require(model), plan.sequences, progress))
+    Raises:
+        UsageError: there are such rows, or the kind of server is unknown.
+    """
+    if plan.media:
+        kinds = " and ".join(list(plan.tokens_by_modality)[1:])
+        raise UsageError(
+            f"server: the data has {kinds}, and this takes text alone", hint="use rows of text"
+        )
+    require_kind(request.server_kind)
+    if request.decode and max(plan.lengths) <= 2:
+        hint = "use longer text, or a larger --seq-len"
+        raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
 
 
 def _ask_decoding(

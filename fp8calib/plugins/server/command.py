@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from fp8calib.commands.verify import run as verify
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fp8calib.commands.verify import (
+    announce,
+    check_outputs,
+    complete_report,
+    describe_plan,
+    find_scratch,
+    finish,
+    hash_files,
+)
+from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.plugins.server.ask import ServerCompanion, check_dump
+from fp8calib.jobs.text import read_settings
+from fp8calib.jobs.verification.memory import open_scored, plan_verification
+from fp8calib.jobs.verification.opened import (
+    check_request,
+    if_quantized,
+    open_verification,
+    plan_verified,
+)
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.plugins.server.ask import (
+    Servers,
+    check_dump,
+    check_text,
+    explain_streaming,
+    gather_alone,
+    open_servers,
+)
+from fp8calib.plugins.server.assess import Assessment, ServerAnswers, ServerEvidence, assess
+from fp8calib.plugins.server.faults import FaultRunner, changes_of, list_faults
+from fp8calib.plugins.server.hypotheses import Fault
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.result import ServerVerifyResult
+from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
+from fp8calib.plugins.server.row import add_server, report_alone
+from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.results.run_plan import RunPlan
+from fp8calib.run.streaming.model import StreamedModel
+from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.verify import Verification, Verified, verify
 
 
 def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunPlan:
@@ -30,11 +70,119 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             hint="add --reference-server URL",
         )
     check_dump(request)
-    companion = ServerCompanion(request)
-    result = verify(request, reporter, companion)
-    if isinstance(result, RunPlan):
-        return result
-    return ServerVerifyResult(**dict(result), server=companion.result)
+    check_outputs(request, reporter)
+    check_request(request)
+    specs, rows = split_data(request.data, text_column=request.text_column)
+    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
+        text = plan_verified(model.source, read_settings(request, specs), rows, request.tokenizer)
+        check_text(request, text)
+        servers = None
+        if not request.dry_run:
+            text, servers = open_servers(request, model.source, text, reporter.say)
+        asked = open_verification(request, model, text)
+        for note in asked.warnings:
+            reporter.warn(note)
+        faults = list_faults(asked.candidates)
+        others = [replace(fault.emulation, name=name) for name, fault in faults.items()]
+        if request.decode and not asked.numerics.prompt_reads_cache:
+            others += list_served(asked.candidates)
+        if servers is not None and request.reference_dump is not None:
+            return _compare_alone(request, asked, servers, reporter)
+        try:
+            mode = plan_verification(
+                asked,
+                model,
+                find_scratch(request),
+                others=others,
+                cannot_stream=explain_streaming(request),
+            )
+        except UsageError as error:
+            if servers is None or request.reference_server is None:
+                raise
+            reporter.warn(f"nothing is emulated here: {error.message}")
+            return _compare_alone(request, asked, servers, reporter)
+        if servers is None:
+            return describe_plan(asked, model, mode)
+        announce(mode, model, reporter)
+        hashes = hash_files(asked, model, specs)
+        told = asked.warnings
+        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+            writer = None if isinstance(scored, StreamedModel) else scored.model
+            text, answers = servers.ask(asked.plan, writer, reporter)
+            asked = replace(asked, plan=text)
+            verified = verify(
+                *(asked, scored, reporter),
+                others=others,
+                watched=answers.watched,
+                measures_noise=True,
+            )
+            assessment = _explain(verified, scored, answers, faults, reporter)
+    report = complete_report(verified, request, model, mode, peak)
+    for note in report.warnings:
+        if note not in told:
+            reporter.warn(note)
+    asked = verified.verification
+    report = add_server(report, assessment, _find_gate(asked), text)
+    logprobs = {**verified.logprobs, SERVER: assessment.logprobs}
+    result = finish(request, report, logprobs, text.fingerprint, reporter, hashes)
+    served: tuple[ServedResult, ...] = ()
+    if request.decode:
+        served = compare_served(asked.candidates, verified.scores, text.lengths)
+    return ServerVerifyResult(**dict(result), server=assessment.result, served=served)
+
+
+def _find_gate(asked: Verification) -> Gate:
+    return asked.gate or GATES[asked.candidates[0].default_gate]
+
+
+def _explain(
+    verified: Verified,
+    model: PreparedModel | StreamedModel,
+    answers: ServerAnswers,
+    faults: Mapping[str, Fault],
+    reporter: Reporter,
+) -> Assessment:
+    """Find what explains the server's answers."""
+    asked, scores = verified.verification, verified.scores
+    runner = FaultRunner(
+        model=model,
+        candidates=asked.candidates,
+        plan=asked.plan,
+        batch_size=asked.batch_size,
+        progress=reporter,
+    )
+    names = [*(candidate.name for candidate in asked.candidates), *faults]
+    evidence = ServerEvidence(
+        sequences=asked.plan.sequences,
+        reference=scores.reference.logprobs,
+        watched=scores.reference.watched,
+        candidates={name: changes_of(scores, name) for name in names},
+        has_scales=bool(runner.bases),
+        faults=faults,
+        layer_faults=runner,
+    )
+    return assess(answers, evidence)
+
+
+def _compare_alone(
+    request: ServerRequest, asked: Verification, servers: Servers, reporter: Reporter
+) -> ServerVerifyResult:
+    """Compare the server with a dump, or with an unquantized server: nothing is emulated here."""
+    dump = None if request.reference_dump is None else Path(request.reference_dump)
+    evidence = gather_alone(asked.plan, dump)
+    started = time.monotonic()
+    text, answers = servers.ask(asked.plan, None, reporter)
+    assessment = assess(answers, replace(evidence, sequences=text.sequences))
+    report, logprobs = report_alone(
+        asked.model,
+        asked.numerics.name,
+        assessment,
+        asked.gate or GATES["kv"],
+        text,
+        time.monotonic() - started,
+    )
+    result = finish(request, report, logprobs, text.fingerprint, reporter)
+    return ServerVerifyResult(**dict(result), server=assessment.result)
 
 
 server = as_function("server", ServerRequest, run)

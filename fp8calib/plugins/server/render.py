@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fp8calib.blocks import Block, Line, Table
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.result import ServerResult, ServerVerifyResult
+from fp8calib.plugins.server.result import ServedResult, ServerVerifyResult
 from fp8calib.render.verify import describe as describe_verification
 from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.report import describe_pair
 
 
 def describe(result: ServerVerifyResult, request: ServerRequest) -> Iterator[Block]:
     """Describe what explains the server, among the other candidates."""
-    yield from describe_verification(result, request, _describe_server(result.server))
+    yield from describe_verification(result, request, _describe_server(result))
 
 
-def _describe_server(found: ServerResult) -> Iterator[Block]:
+def _describe_server(result: ServerVerifyResult) -> Iterator[Block]:
+    found = result.server
     yield Line()
     title = (
         f"what explains the server's changes, {found.change_rms:.4f} nats (root mean square; "
@@ -53,3 +55,27 @@ def _describe_server(found: ServerResult) -> Iterator[Block]:
         yield Line(
             f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"
         )
+    if result.served:
+        yield Line()
+        yield _tabulate_served(result.served)
+        yield from (Line(f"  {each.sentence}") for each in result.served)
+
+
+def _tabulate_served(results: Sequence[ServedResult]) -> Table:
+    """Make the table of what decoding changes."""
+    rows = [
+        [
+            each.candidate,
+            format_mean_kld(each.prompt_kld, each.prompt_kld_se),
+            format_mean_kld(each.decode_kld, each.decode_kld_se),
+            describe_pair(each.difference),
+        ]
+        for each in results
+    ]
+    return Table(
+        title=f"the second half of each sequence, {results[0].tokens:,} tokens: as a prompt, and "
+        "decoded after a prompt",
+        columns=["candidate", "KLD as a prompt ± se", "KLD decoded ± se", "decoding"],
+        rows=rows,
+        words=(0, 3),
+    )

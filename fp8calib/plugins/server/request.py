@@ -65,6 +65,14 @@ class ServerRequest(VerifyRequest, _Url):
             help="The longest wait for one sequence. After half of it, the sequence is sent again.",
         ),
     ] = 600.0
+    decode: Annotated[
+        bool,
+        Option(
+            "--decode",
+            help="Also score text as it is served: half of each sequence as a prompt, then token "
+            "by token.",
+        ),
+    ] = False
     sampled: Annotated[
         bool,
         Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8calib.geometry.model_geometry import Frozen
 from fp8calib.results.verify import VerifyResult
+from fp8calib.verification.report import PairedResult
 
 SERVER = "server"
 """The name of the server among the candidates."""
@@ -87,7 +88,28 @@ class ServerResult(Frozen):
     """The best first."""
 
 
+class ServedResult(Frozen):
+    """A candidate on the tokens after the prompt, which is half of each sequence."""
+
+    candidate: str
+    tokens: int
+    """Those that decoding steps predict."""
+    is_same: bool
+    """Whether the engine computes a prompt as it decodes: then both figures are of one pass."""
+    prompt_kld: float
+    """The mean divergence where the whole text is a prompt."""
+    prompt_kld_se: float | None
+    decode_kld: float
+    """The same where each token after the prompt is decoded."""
+    decode_kld_se: float | None
+    difference: PairedResult
+    """Of the same tokens, decoded and as a prompt."""
+    sentence: str
+
+
 class ServerVerifyResult(VerifyResult):
     """The report of a verification with a server among its candidates."""
 
     server: ServerResult
+    served: tuple[ServedResult, ...] = ()
+    """With `--decode`: each candidate with a KV cache."""

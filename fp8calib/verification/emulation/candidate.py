@@ -36,8 +36,6 @@ class Candidate:
     """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
-    engine_prompt_in_16_bits: bool = False
-    """Whether the engine computes attention of a prompt in 16 bits, unlike that of later tokens."""
 
     @property
     def has_cache(self) -> bool:

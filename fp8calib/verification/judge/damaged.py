@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_high
 
-from fp8calib.verification.damage_rows import SiteFit
-from fp8calib.verification.report import LayerResult
+from fp8calib.verification.report import LayerResult, SiteFit
 
 LEAST_DB = 15.0
 """Half of the SQNR, in dB, that e4m3 has with a scale that fits."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from fp8calib.errors import format_ranges
-from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.figures import format_mean_kld
-from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
+from fp8calib.verification.judge.damaged import list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -19,7 +17,9 @@ from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
     Remedy,
+    SiteFit,
     Verdict,
+    VerifyReport,
     describe_pair,
     format_difference,
     tell_more,
@@ -39,27 +39,17 @@ _SMALLEST_VOCABULARY = 256
 """Bytes alone are 256 tokens; a model with a smaller vocabulary is a toy that may know nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """What the decision is made from."""
-
-    candidates: Sequence[CandidateResult]
-    layers: Sequence[LayerResult]
-    fits: Fits
-    kv: KvNeed | None
-    paired: Mapping[tuple[str, str], PairedResult] = field(default_factory=dict)
-    """By candidate and base: of KV scales with scale 1.0, of FP8 weights with the best."""
-    refused: Collection[str] = ()
-    """The candidates that the engine cannot load, or whose KV scales it does not use."""
-    is_strict: bool = False
-    """Whether a warning of the gate is a failure."""
-    broken: str = ""
-    """Why nothing can be told (`explain_broken`)."""
-    engine: str = ""
-    """Its name in texts."""
+def conclude(report: VerifyReport) -> VerifyReport:
+    """Add to a report what it concludes: its decision, and whether KV scales are needed."""
+    cached, need = decide_kv(report), report.kv
+    if need is not None and cached is not None:
+        need = need.model_copy(update={"why": cached.headline})
+    if need is not None and report.broken:
+        need = need.model_copy(update={"answer": "cannot-tell", "why": report.broken})
+    return report.model_copy(update={"decision": decide(report, cached), "kv": need})
 
 
-def decide(basis: Basis, cached: Decision | None) -> Decision:
+def decide(report: VerifyReport, cached: Decision | None) -> Decision:
     """Decide what to serve or to do next; `cached` is the decision about the KV cache.
 
     Nothing is recommended if the unquantized model knows nothing. Nor is anything that fails its
@@ -67,39 +57,44 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     """
     weights = [
         one
-        for one in basis.candidates
-        if one.name != SCALE_ONE and not has_kv_only(one.name, basis.layers)
+        for one in report.candidates
+        if one.name != SCALE_ONE and not has_kv_only(one.name, report.layers)
     ]
-    scaled = _list_scaled(basis)
+    scaled = _list_scaled(report)
     if cached is not None:
         found = cached
         if weights and scaled:
-            headline = f"{_decide_weights(basis, weights).headline} {cached.headline}"
+            headline = f"{_decide_weights(report, weights).headline} {cached.headline}"
             found = cached.model_copy(update={"headline": headline})
     elif weights:
-        found = _decide_weights(basis, weights)
+        found = _decide_weights(report, weights)
     else:
-        verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
+        verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
-    if basis.broken:
+    if report.broken:
         found = Decision(headline="")
-    first = " ".join(filter(None, (basis.broken, *_list_collapses(basis))))
+    first = " ".join(filter(None, (report.broken, *_list_collapses(report))))
     headline = f"{first} {found.headline}".strip()
     details = " ".join(
         text
-        for one in basis.candidates
+        for one in report.candidates
         if one.name != SCALE_ONE
-        if (text := _describe_unfit(one.name, basis))
+        if (text := _describe_unfit(one.name, report))
     )
     return found.model_copy(update={"headline": headline, "details": details})
 
 
-def _list_scaled(basis: Basis) -> list[CandidateResult]:
+def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
+    pairs = report.comparisons
+    return next(each for each in pairs if (each.candidate, each.base) == (candidate, base))
+
+
+def _list_scaled(report: VerifyReport) -> list[CandidateResult]:
     """List the candidates with KV scales, and nothing else."""
     return [
         one
-        for one in basis.candidates
-        if one.name != SCALE_ONE and has_kv_only(one.name, basis.layers)
+        for one in report.candidates
+        if one.name != SCALE_ONE and has_kv_only(one.name, report.layers)
     ]
 
 
@@ -120,9 +115,9 @@ def explain_broken(ppl: float, vocabulary: int) -> str:
     )
 
 
-def _list_collapses(basis: Basis) -> Iterator[str]:
+def _list_collapses(report: VerifyReport) -> Iterator[str]:
     """Say first what makes every other figure meaningless."""
-    for one in basis.candidates:
+    for one in report.candidates:
         if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
             yield (
                 f"{_name(one.name)} predicts another token than the unquantized model "
@@ -133,11 +128,11 @@ def _list_collapses(basis: Basis) -> Iterator[str]:
 # --- scales that do not fit -----------------------------------------------------------------------
 
 
-def _describe_unfit(candidate: str, basis: Basis) -> str:
-    losing = list_losing(basis.fits.get(candidate, ()))
-    scales = {row.site: row.scale for row in basis.layers if row.candidate == candidate}
+def _describe_unfit(candidate: str, report: VerifyReport) -> str:
+    losing = list_losing(report.fits.get(candidate, ()))
+    scales = {row.site: row.scale for row in report.layers if row.candidate == candidate}
     described = [_describe_fit(fit, scales.get(fit.site)) for fit in losing]
-    described += map(_describe_row, list_unfit_rows(candidate, basis.layers, basis.fits))
+    described += map(_describe_row, list_unfit_rows(candidate, report.layers, report.fits))
     if not described:
         return ""
     rest = len(described) - _MOST_DESCRIBED
@@ -203,25 +198,25 @@ def _format_percent(share: float) -> str:
 # --- the KV cache ---------------------------------------------------------------------------------
 
 
-def decide_kv(basis: Basis) -> Decision | None:
+def decide_kv(report: VerifyReport) -> Decision | None:
     """Decide on the scales of the KV cache alone; None where no KV cache is compared."""
-    need = basis.kv
+    need = report.kv
     if need is None:
         return None
-    scaled = _list_scaled(basis)
-    unscaled = next(one for one in basis.candidates if one.name == SCALE_ONE)
+    scaled = _list_scaled(report)
+    unscaled = next(one for one in report.candidates if one.name == SCALE_ONE)
     if need.answer == "no":
-        return _decide_without(basis, need, unscaled, scaled)
-    losing = list_losing(basis.fits.get(SCALE_ONE, ()))
+        return _decide_without(report, need, unscaled, scaled)
+    losing = list_losing(report.fits.get(SCALE_ONE, ()))
     where = describe_losing(losing)
     if need.answer == "cannot-tell":
         return _leave_open(need, where)
     needed = f"this model needs KV scales: {where} at scale 1.0{_describe_added(need, unscaled)}"
     queries = [fit for fit in losing if fit.role == "q"]
-    fitting = [one for one in scaled if not list_losing(basis.fits.get(one.name, ()))]
+    fitting = [one for one in scaled if not list_losing(report.fits.get(one.name, ()))]
     if not fitting:
-        return _decide_unfit(basis, needed, queries, losing, scaled)
-    return _choose_scaled(basis, needed, fitting)
+        return _decide_unfit(report, needed, queries, losing, scaled)
+    return _choose_scaled(report, needed, fitting)
 
 
 def _describe_added(need: KvNeed, unscaled: CandidateResult) -> str:
@@ -247,7 +242,7 @@ def _leave_open(need: KvNeed, where: str) -> Decision:
 
 
 def _decide_without(
-    basis: Basis,
+    report: VerifyReport,
     need: KvNeed,
     unscaled: CandidateResult,
     scaled: Sequence[CandidateResult],
@@ -257,14 +252,14 @@ def _decide_without(
     why = "no K, V or q loses anything at scale 1.0 that another scale would keep"
     if need.sites:
         assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
-        losing = describe_losing(list_losing(basis.fits.get(SCALE_ONE, ())))
+        losing = describe_losing(list_losing(report.fits.get(SCALE_ONE, ())))
         why = (
             f"{losing} at scale 1.0, but the KLD changes by {format_difference(need.added_by_one)}"
         )
     text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
-    if others := [_compare_with_one(basis, one) for one in scaled]:
+    if others := [_compare_with_one(report, one) for one in scaled]:
         text = f"{text}; against scale 1.0, {'; '.join(others)}"
-    if _fails(unscaled, basis):
+    if _fails(unscaled, report):
         text = f"{text}. That fails the {unscaled.gate} gate: leave the KV cache of some layers "
         return Decision(
             headline=f"{text}unquantized, or of all.",
@@ -273,27 +268,27 @@ def _decide_without(
         )
     if unscaled.verdict is Verdict.CANNOT_TELL:
         return Decision(headline=f"on this text {text}.")
-    if SCALE_ONE in basis.refused:
+    if SCALE_ONE in report.unusable:
         text = f"{text}. But the engine cannot load the model"
         return Decision(headline=f"{text}: use another engine or format.")
     return Decision(headline=f"{text}.", remedy=Remedy.SERVE, candidate=SCALE_ONE)
 
 
-def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
-    paired = basis.paired[one.name, SCALE_ONE]
+def _compare_with_one(report: VerifyReport, one: CandidateResult) -> str:
+    paired = _find_pair(report, one.name, SCALE_ONE)
     by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
     return f"{one.name} {describe_pair(paired)}{by_chance}"
 
 
 def _decide_unfit(
-    basis: Basis,
+    report: VerifyReport,
     needed: str,
     queries: Sequence[SiteFit],
     losing: Sequence[SiteFit],
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scales are needed, and no candidate has those that fit."""
-    repaired = [one for one in scaled if _needs_query_only(one.name, basis)]
+    repaired = [one for one in scaled if _needs_query_only(one.name, report)]
     only_queries = len(queries) == len(losing)
     if repaired and queries:
         best = min(repaired, key=get_kld)
@@ -303,7 +298,7 @@ def _decide_unfit(
     if scaled:
         worst = "; ".join(
             f"{one.name} does not fit either: "
-            f"{describe_losing(list_losing(basis.fits.get(one.name, ())))}"
+            f"{describe_losing(list_losing(report.fits.get(one.name, ())))}"
             for one in scaled
         )
         return Decision(headline=f"{needed}. {worst}: calibrate.", remedy=Remedy.CALIBRATE)
@@ -311,27 +306,27 @@ def _decide_unfit(
     return Decision(headline=f"{needed}: calibrate{of_query}.", remedy=Remedy.CALIBRATE)
 
 
-def _needs_query_only(name: str, basis: Basis) -> bool:
+def _needs_query_only(name: str, report: VerifyReport) -> bool:
     """Whether all that the scales of a candidate leave unfit is q at scale 1.0."""
-    losing = list_losing(basis.fits.get(name, ()))
-    scales = {row.site: row.scale for row in basis.layers if row.candidate == name}
+    losing = list_losing(report.fits.get(name, ()))
+    scales = {row.site: row.scale for row in report.layers if row.candidate == name}
     return all(fit.role == "q" and scales.get(fit.site) == 1.0 for fit in losing)
 
 
 def _choose_scaled(
-    basis: Basis,
+    report: VerifyReport,
     needed: str,
     fitting: Sequence[CandidateResult],
 ) -> Decision:
-    loadable = [one for one in fitting if one.name not in basis.refused]
+    loadable = [one for one in fitting if one.name not in report.unusable]
     if not loadable:
         named = ", ".join(one.name for one in fitting)
         text = f"{needed}. {named} would fit, but the engine cannot use it"
         return Decision(headline=f"{text}: use another engine or format.")
-    passing = [one for one in loadable if not _is_unusable(one, basis)]
+    passing = [one for one in loadable if not _is_unusable(one, report)]
     best = min(passing or loadable, key=get_kld)
     klds = f"KLD {format_mean_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
-    if _fails(best, basis):
+    if _fails(best, report):
         text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
         return Decision(
             headline=f"{text}layers unquantized, or of all.",
@@ -341,9 +336,9 @@ def _choose_scaled(
     if best.verdict is Verdict.CANNOT_TELL:
         text = f"{needed}. {best.name} fits, but whether it passes cannot be told ({klds})"
         return Decision(headline=f"{text}.")
-    removed = format_difference(basis.paired[best.name, SCALE_ONE])
+    removed = format_difference(_find_pair(report, best.name, SCALE_ONE))
     text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
-    text = f"{text}{_compare_with_best(best, passing, basis)}"
+    text = f"{text}{_compare_with_best(best, passing, report)}"
     return Decision(headline=f"{text}.", remedy=Remedy.USE, candidate=best.name)
 
 
@@ -375,20 +370,20 @@ def _join_layers(layers: Sequence[int]) -> str:
 # --- FP8 weights ----------------------------------------------------------------------------------
 
 
-def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
+def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
     listed = "; ".join(
         f"{one.name}: {one.verdict} (KLD {format_mean_kld(one.kld_mean, one.kld_se)}, "
-        f"{one.verdict_why}{'; the engine cannot use it' if one.name in basis.refused else ''})"
+        f"{one.verdict_why}{'; the engine cannot use it' if one.name in report.unusable else ''})"
         for one in found
     )
-    loadable = [one for one in found if one.name not in basis.refused]
-    if passing := [one for one in loadable if not _is_unusable(one, basis)]:
+    loadable = [one for one in found if one.name not in report.unusable]
+    if passing := [one for one in loadable if not _is_unusable(one, report)]:
         best = min(passing, key=get_kld)
-        choice = f"; use {best.name}{_compare_with_best(best, passing, basis)}"
+        choice = f"; use {best.name}{_compare_with_best(best, passing, report)}"
         choice = choice if len(found) > 1 else ""
         return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
-    if failed := [one for one in loadable if _fails(one, basis)]:
+    if failed := [one for one in loadable if _fails(one, report)]:
         return Decision(
             headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
             "scheme.",
@@ -399,25 +394,25 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
 
 
 def _compare_with_best(
-    best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis
+    best: CandidateResult, passing: Sequence[CandidateResult], report: VerifyReport
 ) -> str:
     """Say how the others that pass compare with the one to use; empty without others."""
     others = [
-        f"{one.name} {describe_pair(basis.paired[one.name, best.name])}"
+        f"{one.name} {describe_pair(_find_pair(report, one.name, best.name))}"
         for one in passing
         if one is not best
     ]
     return f"; against it, {'; '.join(others)}" if others else ""
 
 
-def _fails(one: CandidateResult, basis: Basis) -> bool:
+def _fails(one: CandidateResult, report: VerifyReport) -> bool:
     """Whether the gate fails: by a warning too if it is strict."""
-    return one.verdict is Verdict.FAIL or (basis.is_strict and one.verdict is Verdict.WARN)
+    return one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN)
 
 
-def _is_unusable(one: CandidateResult, basis: Basis) -> bool:
+def _is_unusable(one: CandidateResult, report: VerifyReport) -> bool:
     """Whether a candidate fails, or cannot be judged."""
-    return _fails(one, basis) or one.verdict is Verdict.CANNOT_TELL
+    return _fails(one, report) or one.verdict is Verdict.CANNOT_TELL
 
 
 def _name(candidate: str) -> str:

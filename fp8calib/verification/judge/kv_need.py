@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.judge.damaged import is_damaged, loses
 from fp8calib.verification.report import (
     SCALE_ONE,
     KvNeed,
     PairedAnswer,
     PairedResult,
+    SiteFit,
 )
 
 _MEAN_LOSS_DB = 0.4

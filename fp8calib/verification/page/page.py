@@ -171,11 +171,6 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
     rules = tables.rules_table(report.rules) if report.rules else None
     yield Section(title="Scale rules", table=rules)
     yield Section(
-        title="Decoding",
-        findings=[each.sentence for each in report.decoding],
-        table=tables.decoding_table(report.decoding) if report.decoding else None,
-    )
-    yield Section(
         title="Magnitudes and the range of the format",
         lead="All values that calibration observed at one site, divided by its scale. In the "
         "shaded ranges FP8 has no values: on the left they become zero, on the right they clip. "

@@ -27,7 +27,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
+from fp8calib.verification.verify import Verification, verify
 from scripts.benchmarks.workers.calibration_pass import Setup, set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
@@ -38,20 +38,19 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
     with set_up(folder, tokens, dtype, device, load_recipe("w8a8-static")) as setup:
         geometry = setup.prepared.geometry
         unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, numerics)
-        reference = ReferenceModel(
-            name="bench",
-            model=setup.prepared,
-            dtype=dtype,
-            device=device,
-        )
 
         def verification(candidate: Candidate) -> Callable[[], object]:
-            # Without fitted scales there is nothing to measure beside the passes.
-            found = tuple(replace(each, fitted={}) for each in (candidate, unscaled))
-            request = VerificationRequest(numerics=numerics, candidates=found)
-            return lambda: verify(
-                reference, request, setup.plan, batch_size=1, progress=CallbackProgress(None)
+            asked = Verification(
+                model="bench",
+                geometry=geometry,
+                numerics=numerics,
+                # Without fitted scales there is nothing to measure beside the passes.
+                candidates=tuple(replace(each, fitted={}) for each in (candidate, unscaled)),
+                plan=setup.plan,
+                dtype=dtype,
+                device=device,
             )
+            return lambda: verify(asked, setup.prepared, CallbackProgress(None))
 
         candidates = build_candidates(setup, numerics)
         runs = {
