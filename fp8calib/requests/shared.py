@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
+from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import DATA
@@ -139,6 +140,15 @@ ReplaceScalesOption = Annotated[
     bool, Option("--replace-scales", help="Replace the KV scales that MODEL has.")
 ]
 
+EngineOption = Annotated[
+    str,
+    Option(
+        "--engine",
+        metavar="NAME[==VERSION]",
+        check=find_emulated,
+        help=f"Engine to emulate: {', '.join(list_emulated())}.",
+    ),
+]
 DataOption = Annotated[TextData | None, DATA]
 TokenizerArgument = Annotated[
     Any,

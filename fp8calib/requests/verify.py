@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import require_path
-from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import parse_rule
@@ -62,15 +61,7 @@ class VerifyRequest:
     data: shared.DataOption = None
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
-    engine: Annotated[
-        str,
-        Option(
-            "--engine",
-            metavar="NAME[==VERSION]",
-            check=find_emulated,
-            help=f"Engine to emulate: {', '.join(list_emulated())}.",
-        ),
-    ] = "vllm"
+    engine: shared.EngineOption = "vllm"
     scheme: Annotated[
         str | None,
         Option(

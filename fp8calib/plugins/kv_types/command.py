@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.verify import describe_plan
-from fp8calib.data.sources import split_data
+from fp8calib.commands.verify import run as verify
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import RunModel, open_run_model
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.memory import open_scored, plan_verification
-from fp8calib.jobs.verification.opened import (
-    check_request,
-    if_quantized,
-    list_scales,
-    open_target,
-    open_verification,
-    plan_verified,
-)
+from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.numerics.formats import E4M3FN, E5M2
-from fp8calib.plugins.kv_types.recommend import list_usable, recommend
+from fp8calib.plugins.kv_types.recommend import recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import CacheResult, KvTypesResult
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
@@ -38,29 +27,24 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import (
-    build_kv_candidate,
-    build_unscaled,
-    open_candidate,
-    open_stats,
-)
+from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.report import (
-    SCALE_ONE,
-    CandidateResult,
-    PairedAnswer,
-    PairedResult,
-)
-from fp8calib.verification.verify import Verification, verify
 
-_SHARED = (
+_OF_VERIFY = (
     *("model", "data", "engine", "text_column", "samples", "seq_len", "batch_size", "pack"),
-    *("device", "dtype", "device_map", "memory", "revision", "trust_remote_code", "tokenizer"),
+    *("device", "dtype", "device_map", "memory", "dry_run", "revision", "trust_remote_code"),
+    *("tokenizer", "progress"),
 )
 _FP8 = ("fp8", "fp8_e4m3")
 """Engines' names of the type with a scale for each layer, which every comparison has."""
 _E5M2 = "fp8_e5m2"
+_NOT_EMULATED = {
+    "fp8_inc": "it is FP8 on Gaudi, where no scale of a file is used",
+    "nvfp4_ds_mla": "it stores latents in blocks of 16, by kernels in CUDA that cannot run here",
+    "octave": "its kernels are in HIP for MI300X, and cannot run here",
+    "": "its kernels were not compared with an emulation yet",
+}
+"""By the beginning of a type's name: why it is not compared."""
 _WITH = " with "
 
 
@@ -76,71 +60,65 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     """
     if request.kv_memory is not None and not 0 < request.kv_memory * 2**30 < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
-    shared = VerifyRequest(**{name: getattr(request, name) for name in _SHARED})
-    check_request(replace(shared, scales=() if request.scales is None else request.scales))
-    engine, _ = find_emulated(request.engine)
-    _check_offered(request.kv_cache_dtype or (), engine)
-    specs, text_rows = split_data(request.data, text_column=request.text_column)
-    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        settings = read_settings(shared, specs)
-        plan = plan_verified(model.source, settings, text_rows, request.tokenizer)
-        asked = open_verification(shared, model, plan)
-        left_out = _find_left_out(request, engine, asked.geometry)
-        asked_types = dict.fromkeys(request.kv_cache_dtype or engine.cache_types)
-        names = [name for name in asked_types if name not in {*_FP8, *left_out}]
-        scales = None
-        if request.scales is not None:
-            scales = _open_scales(list_scales(request.scales)[0], model, asked)
-        candidates = _make_candidates(names, asked, engine, scales)
-        asked = replace(asked, candidates=(*candidates, *asked.candidates))
-        mode = plan_verification(asked, model, Path.cwd(), walks=1)
-        if request.dry_run:
-            return describe_plan(asked, model, mode)
-        with open_scored(asked, model, mode, reporter) as scored:
-            report = verify(asked, scored, reporter).report
-    warnings = (
-        *(f"the cache type {name} is left out: {why}" for name, why in left_out.items()),
-        *report.warnings,
-    )
-    for text in warnings:
-        reporter.warn(text)
-    rows = [_make_row(found, request, engine, asked.geometry) for found in report.candidates]
-    compare = partial(_find_pair, report.comparisons)
-    chosen, why = recommend(rows, compare)
+    engine = find_emulated(request.engine)[0]
+    _check_offered(request, engine)
+    facts: dict[str, dict[str, Any]] = {}
+    warnings: list[str] = []
+
+    def make_candidates(job: VerifyJob) -> list[Candidate]:
+        geometry = job.target.geometry
+        left_out = _find_left_out(request, engine, geometry)
+        for name, why in left_out.items():
+            warnings.append(f"the cache type {name} is left out: {why}")
+            reporter.warn(warnings[-1])
+        offered = dict.fromkeys(request.kv_cache_dtype or engine.cache_types)
+        names = [name for name in offered if name not in {*_FP8, *left_out}]
+        facts.update({name: _find_facts(name, request, engine, geometry) for name in names})
+        facts[_FP8[0]] = _find_facts(_FP8[0], request, engine, geometry)
+        return list(_make_candidates(names, job))
+
+    asked = {name: getattr(request, name) for name in _OF_VERIFY}
+    scales = () if request.scales is None else request.scales
+    found = verify(VerifyRequest(scales=scales, **asked), reporter, None, make_candidates)
+    if isinstance(found, RunPlan):
+        return found
+    rows = [
+        CacheResult(**dict(each), **facts.get(each.name.partition(_WITH)[0], facts[_FP8[0]]))
+        for each in found.candidates
+    ]
+    chosen, why = recommend(rows, found.comparisons)
     return KvTypesResult(
-        model=report.model,
+        model=found.model,
         engine=engine.release,
-        data=report.data,
-        tokens=report.tokens,
-        sequences=report.sequences,
-        dtype=report.dtype,
-        device=report.device,
+        data=found.data,
+        tokens=found.tokens,
+        sequences=found.sequences,
+        dtype=found.dtype,
+        device=found.device,
         types=tuple(sorted(rows, key=lambda row: row.bytes_per_token)),
-        comparisons=tuple(
-            compare(row.name, best.name)
-            for best in list_usable(rows)[:1]
-            for row in rows
-            if row is not best
-        ),
+        comparisons=found.comparisons,
         recommended="" if chosen is None else chosen.name,
         why=why,
-        next=_spell_next(chosen, report.model, request.scales, engine),
-        warnings=warnings,
+        next=_spell_next(chosen, found.model, request, engine),
+        warnings=(*warnings, *found.warnings),
     )
 
 
-def _check_offered(names: Sequence[str], engine: Engine) -> None:
-    """Refuse types that an engine does not offer.
+def _check_offered(request: KvTypesRequest, engine: Engine) -> None:
+    """Refuse what an engine does not offer.
 
     Raises:
-        UsageError: naming an engine that offers it.
+        UsageError: naming an engine that does.
     """
     if not engine.cache_types:
         raise UsageError(
             f"--kv-cache-dtype: which types {engine.release} offers is not known",
             hint="use --engine vllm, or reference for any type",
         )
-    for name in names:
+    if request.gpu is not None and not engine.storage:
+        why = f"--gpu {request.gpu}: what {engine.release} serves on it is not known"
+        raise UsageError(why, hint="use --engine vllm, or leave out --gpu")
+    for name in request.kv_cache_dtype or ():
         if name not in engine.cache_types:
             others = [f"--engine {key}" for key in list_offering(name)]
             hint = f"use {join_or(others)}" if others else suggest(name, list(engine.cache_types))
@@ -150,17 +128,12 @@ def _check_offered(names: Sequence[str], engine: Engine) -> None:
 
 def _find_left_out(
     request: KvTypesRequest, engine: Engine, geometry: ModelGeometry
-) -> Mapping[str, str]:
+) -> dict[str, str]:
     """Find the types that cannot be compared, and why.
 
     Raises:
         ModelError: one was named.
-        UsageError: nothing is known of the GPU.
     """
-    gpu = None if request.gpu is None else find_gpu(request.gpu)
-    if gpu is not None and not engine.storage:
-        why = f"--gpu {gpu.name}: what {engine.release} serves on it is not known"
-        raise UsageError(why, hint="use --engine vllm, or leave out --gpu")
     sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
     found = {}
     for name in request.kv_cache_dtype or engine.cache_types:
@@ -168,9 +141,9 @@ def _find_left_out(
         if name in CACHE_TYPES:
             why = CACHE_TYPES[name].explain_misfit(geometry)
         elif name not in {*_FP8, _E5M2}:
-            why = _explain_not_emulated(name)
-        if gpu is not None and not why:
-            why = engine.explain_unserved(name, gpu, sizes)
+            why = next(why for start, why in _NOT_EMULATED.items() if name.startswith(start))
+        if request.gpu is not None and not why:
+            why = engine.explain_unserved(name, find_gpu(request.gpu), sizes)
         if why and request.kv_cache_dtype:
             raise ModelError(f"--kv-cache-dtype {name}: {why}", hint="leave it out")
         if why:
@@ -178,116 +151,72 @@ def _find_left_out(
     return found
 
 
-def _explain_not_emulated(name: str) -> str:
-    if name.endswith("_ds_mla"):
-        return "it stores latents in blocks of 16, by kernels in CUDA that cannot run here"
-    if name.startswith("octave"):
-        return "its kernels are in HIP for MI300X, and cannot run here"
-    if name == "fp8_inc":
-        return "it is FP8 on Gaudi, where no scale of a file is used"
-    return "its kernels were not compared with an emulation yet"
+def _find_facts(
+    name: str, request: KvTypesRequest, engine: Engine, geometry: ModelGeometry
+) -> dict[str, Any]:
+    """Find the fields of a `CacheResult` that do not depend on the text."""
+    size = float(geometry.kv_elements_per_token)
+    if name in CACHE_TYPES:
+        size = CACHE_TYPES[name].count_bytes(geometry)
+    heads = {attention.k_head_dim for _, attention in geometry.attentions()}
+    is_known = not geometry.has_latent_attention  # the backends of latents were not read
+    flag = "" if engine.launch is None else engine.launch.kv_flag
+    return {
+        "dtype": flag.rpartition(" ")[2] if flag and name == _FP8[0] else name,
+        "bytes_per_token": size,
+        "tokens": None if request.kv_memory is None else int(request.kv_memory * 2**30 / size),
+        "backends": engine.list_backends(name, None, heads) if is_known else (),
+        "gpus": engine.list_generations(name, heads) if is_known else (),
+    }
 
 
-def _open_scales(
-    scales: str | Path | CalibrationStats, model: RunModel, asked: Verification
-) -> tuple[str, ScaleTable]:
-    """Read the KV scales of --scales, and name them.
+def _make_candidates(names: list[str], job: VerifyJob) -> Iterator[Candidate]:
+    """Make the types, and those that use scales again with the ones of --scales.
 
     Raises:
-        ModelError: it has none for e4m3fn.
+        ModelError: --scales has none for e4m3fn.
     """
-    target = open_target(model)
-    if isinstance(scales, CalibrationStats):
-        opened = open_stats("statistics", scales, target)
-    else:
-        opened = open_candidate(str(scales), target, asked.numerics)
-    if opened.stats is not None:
-        return opened.name, compute_kv_scales(opened.stats, E4M3FN, query=opened.with_query)
-    if opened.found is None or opened.found.table.fmt is not E4M3FN:
-        raise ModelError(f"{opened.name}: has no KV scales for e4m3fn")
-    return opened.name, opened.found.table
-
-
-def _make_candidates(
-    names: Sequence[str],
-    asked: Verification,
-    engine: Engine,
-    scales: tuple[str, ScaleTable] | None,
-) -> Iterator[Candidate]:
-    """Make the types, and those that use scales again with the ones of --scales."""
-    origin, table = scales or ("", None)
-    if table is not None:
-        yield build_kv_candidate(f"fp8{_WITH}{origin}", table, asked.numerics, origin=origin)
+    geometry, numerics = job.target.geometry, job.options.numerics
+    table: ScaleTable | None = None
+    scaled = ""
+    for opened in job.opened:
+        scaled = f"{_WITH}{opened.name}"
+        if opened.stats is not None:
+            table = compute_kv_scales(opened.stats, E4M3FN)
+        elif opened.found is None or opened.checkpoint is not None:
+            raise ModelError(f"{opened.name}: holds weights, or no KV scales", hint="name scales")
+        else:
+            table = opened.found.table
     for name in names:
         if name == _E5M2:
-            yield build_unscaled(name, asked.geometry, E5M2, asked.numerics)
-            if table is not None and asked.numerics.kv_scales_e5m2:
-                named = f"{name}{_WITH}{origin}"
+            yield build_unscaled(name, geometry, E5M2, numerics)
+            if table is not None and numerics.kv_scales_e5m2:
                 of_e5m2 = replace(table, fmt=E5M2)
-                yield build_kv_candidate(named, of_e5m2, asked.numerics, origin=origin)
+                yield build_kv_candidate(name + scaled, of_e5m2, numerics, origin="of e4m3fn")
             continue
-        yield _emulate(name, name, asked.geometry)
-        if table is not None and CACHE_TYPES[name].has_global_scales:
-            factor = engine.scale_factor
-            scaled = _emulate(f"{name}{_WITH}{origin}", name, asked.geometry, table.times(factor))
-            told = f"{scaled.description}; global scales times {factor:g}, as on B200"
-            yield scaled if factor == 1 else replace(scaled, description=told)
+        cache_type = CACHE_TYPES[name]
+        one = Candidate(
+            name=name,
+            quantizers=cache_type.quantize(geometry),
+            engine_prompt_in_16_bits=cache_type.prompt_in_16_bits,
+        )
+        yield one
+        if table is not None and cache_type.has_global_scales:
+            quantizers = cache_type.quantize(geometry, table.times(job.options.engine.scale_factor))
+            yield replace(one, name=name + scaled, quantizers=quantizers)
 
 
-def _emulate(
-    name: str, dtype: str, geometry: ModelGeometry, table: ScaleTable | None = None
-) -> Candidate:
-    cache_type = CACHE_TYPES[dtype]
-    return Candidate(
-        name=name,
-        description=cache_type.description,
-        quantizers=cache_type.quantize(geometry, table),
-    )
-
-
-def _make_row(
-    found: CandidateResult, request: KvTypesRequest, engine: Engine, geometry: ModelGeometry
-) -> CacheResult:
-    """Add how many tokens fit, and who serves it; the backends of latents were not read."""
-    dtype = _FP8[0] if found.name == SCALE_ONE else found.name.partition(_WITH)[0]
-    own = CACHE_TYPES.get(dtype)
-    size = float(geometry.kv_elements_per_token) if own is None else own.count_bytes(geometry)
-    heads = {attention.k_head_dim for _, attention in geometry.attentions()}
-    is_known = not geometry.has_latent_attention
-    backends = engine.list_backends(dtype, None, heads) if is_known else ()
-    gpus = engine.list_generations(dtype, heads) if is_known else ()
-    if dtype == _FP8[0] and engine.launch is not None:
-        dtype = engine.launch.kv_flag.rpartition(" ")[2]
-    return CacheResult(
-        **dict(found),
-        dtype=dtype,
-        bytes_per_token=size,
-        tokens=None if request.kv_memory is None else int(request.kv_memory * 2**30 / size),
-        backends=backends,
-        gpus=gpus,
-    )
-
-
-def _find_pair(pairs: Sequence[PairedResult], candidate: str, base: str) -> PairedResult:
-    """Find the comparison of two candidates; scale 1.0 is only compared against."""
-    named = {(pair.candidate, pair.base): pair for pair in pairs}
-    if (candidate, base) in named:
-        return named[candidate, base]
-    found = named[base, candidate]
-    turned = {PairedAnswer.BETTER: PairedAnswer.WORSE, PairedAnswer.WORSE: PairedAnswer.BETTER}
-    answer = turned.get(found.answer, found.answer)
-    update = {"candidate": candidate, "base": base, "answer": answer}
-    return found.model_copy(update={**update, "difference": -found.difference})
-
-
-def _spell_next(chosen: CacheResult | None, model: str, scales: object, engine: Engine) -> str:
+def _spell_next(
+    chosen: CacheResult | None, model: str, request: KvTypesRequest, engine: Engine
+) -> str:
     """Spell the command that serves the model; empty where scales are in no checkpoint."""
     if chosen is None or engine.launch is None:
         return ""
-    folder: str | Path | None = model
-    if _WITH in chosen.name:
-        places = (Path(str(scales)) / "kv-overlay", Path(str(scales)))
-        folder = next((path for path in places if (path / CONFIG_NAME).is_file()), None)
+    scales = Path(str(request.scales))
+    folders = [
+        folder for folder in (scales / "kv-overlay", scales) if (folder / CONFIG_NAME).is_file()
+    ]
+    folder = next(iter(folders), None) if chosen.name.endswith(str(request.scales)) else model
     if folder is None:
         return ""
     flag = engine.launch.kv_flag.partition(" ")[0]

@@ -10,10 +10,8 @@ from fp8calib.plugins.kv_types.result import KvTypesResult
 
 
 def describe(result: KvTypesResult, request: KvTypesRequest) -> Iterator[Block]:
-    """Give the table, what each type is, and the recommendation."""
+    """Give the table and the recommendation."""
     del request
     yield result.make_table()
-    for row in result.types:
-        yield Line(f"  {row.name}: {row.description}")
     yield Line()
     yield Answer("\n".join(filter(None, (result.why, result.next and f"next: {result.next}"))))

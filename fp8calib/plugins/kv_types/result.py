@@ -9,7 +9,7 @@ from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.overview import Overview
 from fp8calib.results.record import Result
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
-from fp8calib.verification.report import SCALE_ONE, CandidateResult, PairedResult
+from fp8calib.verification.report import CandidateResult, PairedResult
 
 
 class CacheResult(CandidateResult):
@@ -29,7 +29,7 @@ class CacheResult(CandidateResult):
     @property
     def is_fp8(self) -> bool:
         """Whether it is FP8 with a scale for a tensor or a head."""
-        return self.name == SCALE_ONE or self.name.startswith("fp8 with ")
+        return self.dtype in {"fp8", "fp8_e4m3"}
 
 
 class KvTypesResult(Result):
@@ -45,7 +45,7 @@ class KvTypesResult(Result):
     device: str
     types: tuple[CacheResult, ...]
     comparisons: tuple[PairedResult, ...]
-    """Each type with the one of the smallest KLD that passes its gate."""
+    """All with all."""
     recommended: str
     """Empty where the text cannot tell."""
     why: str

@@ -18,8 +18,6 @@ _E2M1_MAX = 6.0
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of E2M1
 _FP32 = torch.finfo(torch.float32)
 
-# --- E4M3 -----------------------------------------------------------------------------------------
-
 
 def e4m3_unscaled(x: torch.Tensor) -> torch.Tensor:
     """Store in E4M3 without a scale."""
@@ -80,9 +78,6 @@ def first_update(x: torch.Tensor, is_prompt: torch.Tensor | None = None) -> torc
     return round_to_format(x.float() / scale, E4M3FN) * scale
 
 
-# --- integers -------------------------------------------------------------------------------------
-
-
 def int8_vectors(x: torch.Tensor) -> torch.Tensor:
     """Store in 8-bit integers with a scale for each vector, halves away from zero."""
     scale = (row_amax(x).unsqueeze(-1) / 127.0).clamp(min=1e-6)
@@ -133,9 +128,6 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
     return (x + torch.copysign(torch.tensor(0.5, device=x.device), x)).trunc()
 
 
-# --- levels of a Gaussian -------------------------------------------------------------------------
-
-
 def gaussian_key(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Store K's direction, rotated, in `bits` a value, and its length in fp16."""
     x = x.float()
@@ -175,9 +167,6 @@ def find_gaussian_levels(size: int, bits: int) -> torch.Tensor:
         levels = means
     found: torch.Tensor = levels.float()
     return found
-
-
-# --- E2M1 -----------------------------------------------------------------------------------------
 
 
 def nvfp4(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -262,9 +251,6 @@ def mx_block16(x: torch.Tensor) -> torch.Tensor:
 def _split(x: torch.Tensor, size: int) -> torch.Tensor:
     """Split vectors [..., D] into blocks: fp32 [..., D / size, size]."""
     return x.float().reshape(*x.shape[:-1], -1, size)
-
-
-# --- rotations ------------------------------------------------------------------------------------
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,6 @@ class CacheType:
 
     name: str
     """The value of `--kv-cache-dtype`."""
-    description: str
     key: Store
     key_size: tuple[float, int]
     """The bits of a value, blocks' scales included, and the bytes that a vector has besides."""
@@ -127,18 +126,13 @@ def _count_vector(size: tuple[float, int], length: int) -> float:
     return bits * length / 8 + more
 
 
-_PROMPT = "a prompt in 16 bits, which these figures are not"
-_PACKED = f"the first and last two layers in 16 bits; {_PROMPT}"
-_ON_B200 = "on B200 q in E4M3 too, left out here"
-
-
 def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
+    is_e4m3 = key_bits == 8
+    gaussian = partial(round_trips.gaussian_key, bits=key_bits)
     return CacheType(
         f"turboquant_{name}",
-        f"K rotated, {key_bits}-bit levels of a Gaussian; V {value_bits}-bit integers per token "
-        f"and head; {_PACKED}",
-        partial(round_trips.gaussian_key, bits=key_bits),
-        (key_bits, 2),
+        round_trips.e4m3_unscaled if is_e4m3 else gaussian,
+        (key_bits, 0 if is_e4m3 else 2),
         partial(round_trips.uniform_value, bits=value_bits),
         (value_bits, 4),
         multiple=8,
@@ -146,60 +140,21 @@ def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
     )
 
 
+_NVFP4 = CacheType("nvfp4", round_trips.nvfp4, (4.5, 0), multiple=16, has_global_scales=True)
 CACHE_TYPES = {
     cache_type.name: cache_type
     for cache_type in (
-        CacheType(
-            "fp8_per_token_head",
-            "E4M3, a scale for each token and head",
-            round_trips.e4m3_vectors,
-            (8, 4),
-        ),
-        CacheType(
-            "int8_per_token_head",
-            "8-bit integers, a scale for each token and head",
-            round_trips.int8_vectors,
-            (8, 4),
-        ),
-        CacheType(
-            "int4_per_token_head",
-            "rotated, 4-bit integers, a scale and a zero point for each token and head",
-            round_trips.int4_vectors,
-            (4, 4),
-            multiple=2,
-        ),
-        CacheType(
-            "nvfp4",
-            f"E2M1, an E4M3 scale for 16 values, a global scale for each layer; {_ON_B200}",
-            round_trips.nvfp4,
-            (4.5, 0),
-            multiple=16,
-            has_global_scales=True,
-        ),
-        CacheType(
-            "nvfp4_4over6",
-            f"as nvfp4, the largest of 16 values stored as 6 or as 4; {_ON_B200}",
-            round_trips.nvfp4_four_over_six,
-            (4.5, 0),
-            multiple=16,
-            has_global_scales=True,
-        ),
-        CacheType(
-            "turboquant_k8v4",
-            f"K E4M3 at 1.0; V 4-bit integers per token and head; {_PACKED}",
-            round_trips.e4m3_unscaled,
-            (8, 0),
-            partial(round_trips.uniform_value, bits=4),
-            (4, 4),
-            multiple=8,
-            is_packed=True,
-        ),
+        CacheType("fp8_per_token_head", round_trips.e4m3_vectors, (8, 4)),
+        CacheType("int8_per_token_head", round_trips.int8_vectors, (8, 4)),
+        CacheType("int4_per_token_head", round_trips.int4_vectors, (4, 4), multiple=2),
+        _NVFP4,
+        replace(_NVFP4, name="nvfp4_4over6", key=round_trips.nvfp4_four_over_six),
+        _make_turboquant("k8v4", 8, 4),
         _make_turboquant("4bit_nc", 4, 4),
         _make_turboquant("k3v4_nc", 3, 4),
         _make_turboquant("3bit_nc", 3, 3),
         CacheType(
             "ultraquant_4bit",
-            f"E2M1, a power of two for 32 values, K and q rotated, q in E4M3; {_PACKED}",
             round_trips.ultraquant_key,
             (4.25, 0),
             round_trips.ultraquant,
@@ -208,24 +163,10 @@ CACHE_TYPES = {
             multiple=32,
             is_packed=True,
         ),
-        CacheType(
-            "mxfp8",
-            "E4M3, a power of two for 32 values of K, V and q",
-            round_trips.mxfp8,
-            (8.25, 0),
-            query=round_trips.mxfp8,
-            multiple=32,
-        ),
-        CacheType(
-            "fp4_mx_block16",
-            "E2M1, a power of two for 16 values",
-            round_trips.mx_block16,
-            (4.5, 0),
-            multiple=16,
-        ),
+        CacheType("mxfp8", round_trips.mxfp8, (8.25, 0), query=round_trips.mxfp8, multiple=32),
+        CacheType("fp4_mx_block16", round_trips.mx_block16, (4.5, 0), multiple=16),
         CacheType(
             "fp8_ds_mla",
-            "latents in E4M3, a scale for 128 values; the rotary part in 16 bits",
             round_trips.latent_tiles,
             (8.25, 0),
             round_trips.rotary,
@@ -233,12 +174,6 @@ CACHE_TYPES = {
             multiple=128,
             latent_types=("deepseek_v32", "glm_moe_dsa"),
         ),
-        CacheType(
-            "fp8_quantized_cache",
-            f"transformers' QuantizedCache in E4M3, a scale for the first update; {_PROMPT}",
-            round_trips.first_update,
-            (8, 0),
-            is_of_sequence=True,
-        ),
+        CacheType("fp8_quantized_cache", round_trips.first_update, (8, 0), is_of_sequence=True),
     )
 }
