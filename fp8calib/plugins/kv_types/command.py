@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,8 @@ from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.report import SCALE_ONE
 
-_OF_VERIFY = (
-    *("model", "data", "engine", "text_column", "samples", "seq_len", "batch_size", "pack"),
-    *("device", "dtype", "device_map", "memory", "dry_run", "revision", "trust_remote_code"),
-    *("tokenizer", "progress"),
-)
 _FP8 = ("fp8", "fp8_e4m3")
 """Engines' names of the type with a scale for each layer, which every comparison has."""
 _E5M2 = "fp8_e5m2"
@@ -77,9 +73,10 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
         facts[_FP8[0]] = _find_facts(_FP8[0], request, engine, geometry)
         return list(_make_candidates(names, job))
 
-    asked = {name: getattr(request, name) for name in _OF_VERIFY}
-    scales = () if request.scales is None else request.scales
-    found = verify(VerifyRequest(scales=scales, **asked), reporter, None, make_candidates)
+    names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
+    asked = {name: getattr(request, name) for name in names}
+    asked["scales"] = () if request.scales is None else request.scales
+    found = verify(VerifyRequest(**asked), reporter, make_candidates=make_candidates)
     if isinstance(found, RunPlan):
         return found
     rows = [
@@ -99,7 +96,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
         comparisons=found.comparisons,
         recommended="" if chosen is None else chosen.name,
         why=why,
-        next=_spell_next(chosen, found.model, request, engine),
+        next=_spell_next(chosen, found.model, engine),
         warnings=(*warnings, *found.warnings),
     )
 
@@ -118,6 +115,9 @@ def _check_offered(request: KvTypesRequest, engine: Engine) -> None:
     if request.gpu is not None and not engine.storage:
         why = f"--gpu {request.gpu}: what {engine.release} serves on it is not known"
         raise UsageError(why, hint="use --engine vllm, or leave out --gpu")
+    if str(request.scales) in engine.cache_types:
+        why = f"--scales {request.scales}: this name is reserved"
+        raise UsageError(why, hint=f"write ./{request.scales}")
     for name in request.kv_cache_dtype or ():
         if name not in engine.cache_types:
             others = [f"--engine {key}" for key in list_offering(name)]
@@ -206,17 +206,15 @@ def _make_candidates(names: list[str], job: VerifyJob) -> Iterator[Candidate]:
             yield replace(one, name=name + scaled, quantizers=quantizers)
 
 
-def _spell_next(
-    chosen: CacheResult | None, model: str, request: KvTypesRequest, engine: Engine
-) -> str:
+def _spell_next(chosen: CacheResult | None, model: str, engine: Engine) -> str:
     """Spell the command that serves the model; empty where scales are in no checkpoint."""
     if chosen is None or engine.launch is None:
         return ""
-    scales = Path(str(request.scales))
-    folders = [
-        folder for folder in (scales / "kv-overlay", scales) if (folder / CONFIG_NAME).is_file()
-    ]
-    folder = next(iter(folders), None) if chosen.name.endswith(str(request.scales)) else model
+    folder: str | Path | None = model
+    if chosen.name not in {SCALE_ONE, chosen.dtype}:  # it has the scales that are named in it
+        scales = Path(chosen.name.removeprefix(f"{chosen.dtype}{_WITH}"))
+        places = (scales / "kv-overlay", scales)
+        folder = next((path for path in places if (path / CONFIG_NAME).is_file()), None)
     if folder is None:
         return ""
     flag = engine.launch.kv_flag.partition(" ")[0]

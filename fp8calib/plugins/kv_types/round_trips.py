@@ -134,8 +134,7 @@ def gaussian_key(x: torch.Tensor, bits: int) -> torch.Tensor:
     levels = find_gaussian_levels(x.shape[-1], bits).to(x.device)
     norm = torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True).float()
     direction = hadamard(x / (norm + 1e-8))
-    middles = (levels[1:] + levels[:-1]) / 2
-    found = levels[torch.bucketize(direction, middles, right=True)]
+    found = _take_nearest(direction, levels, halves_up=True)
     squares = found.double().square().sum(-1, keepdim=True).float()
     length = (squares + 1e-16).double().sqrt().float()  # torch's fp32 root is an ulp off
     return hadamard(norm.half().float() * (found * length.reciprocal()))
@@ -218,9 +217,7 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     scale = torch.where(amax > 0, exponent.exp2(), 1.0)
     levels = torch.tensor(_LEVELS, device=x.device)
     levels = torch.cat([-levels[1:].flip(0), levels])
-    middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize((blocks / scale).contiguous(), middles)  # torch warns of other layouts
-    return (levels[codes] * scale).flatten(-2)
+    return (_take_nearest(blocks / scale, levels, halves_up=False) * scale).flatten(-2)
 
 
 def ultraquant_key(x: torch.Tensor) -> torch.Tensor:
@@ -242,10 +239,14 @@ def mx_block16(x: torch.Tensor) -> torch.Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = (amax / _E2M1_MAX).clamp(min=1e-10).log2().ceil().exp2()
     codes = blocks / scale
-    levels = torch.tensor(_LEVELS, device=x.device)
-    middles = (levels[1:] + levels[:-1]) / 2
-    large = levels[torch.bucketize(codes.abs().contiguous(), middles, right=True)]
+    large = _take_nearest(codes.abs(), torch.tensor(_LEVELS, device=x.device), halves_up=True)
     return (torch.copysign(large, codes) * scale).flatten(-2)
+
+
+def _take_nearest(x: torch.Tensor, levels: torch.Tensor, *, halves_up: bool) -> torch.Tensor:
+    middles = (levels[1:] + levels[:-1]) / 2
+    # torch warns of layouts that are not contiguous
+    return levels[torch.bucketize(x.contiguous(), middles, right=halves_up)]
 
 
 def _split(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -11,10 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
+from fp8calib.plugins.kv_types.command import _spell_next
 from fp8calib.plugins.kv_types.recommend import recommend
 from fp8calib.plugins.kv_types.result import CacheResult
+from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
 from tests import zoo
 from tests.cli.program import fail, succeed
@@ -188,6 +191,37 @@ def test_next_serves_the_type_that_is_recommended(
     assert result.recommended == "int8_per_token_head"
     assert result.next == "vllm serve model --kv-cache-dtype int8_per_token_head"
     assert kv_types("model", engine="reference", **asked).next == ""
+
+
+def test_next_serves_the_overlay_whose_scales_are_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fp8calib.calibrate(model, TEXT, seq_len=32, out="measured")
+    result = kv_types(model, "measured", kv_cache_dtype=["nvfp4"], **ASKED)
+    rows = {row.name: row for row in result.types}
+    engine = find_emulated("vllm")[0]
+    served = "vllm serve measured/kv-overlay --kv-cache-dtype"
+    assert _spell_next(rows["nvfp4 with measured"], "model", engine) == f"{served} nvfp4"
+    assert _spell_next(rows["measured"], "model", engine) == f"{served} fp8"
+    assert _spell_next(rows["nvfp4"], "model", engine) == "vllm serve model --kv-cache-dtype nvfp4"
+    in_memory = load_stats(Path("measured/stats.safetensors"))
+    result = kv_types(model, in_memory, kv_cache_dtype=["nvfp4"], **ASKED)
+    (found,) = (row for row in result.types if row.name == "nvfp4 with statistics")
+    assert _spell_next(found, "model", engine) == ""
+
+
+def test_scales_with_the_name_of_a_type_are_refused(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table would have two rows of one name."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "nvfp4")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"nvfp4: this name is reserved"):
+        kv_types(model, "nvfp4", kv_cache_dtype=["nvfp4"], **ASKED)
+    result = kv_types(model, "./nvfp4", kv_cache_dtype=["nvfp4"], **ASKED)
+    names = {"./nvfp4", SCALE_ONE, "nvfp4", "nvfp4 with ./nvfp4"}
+    assert {row.name for row in result.types} == names
 
 
 def test_no_backend_is_named_for_latents_or_for_heads_that_were_not_asked_about() -> None:
