@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
@@ -39,6 +40,7 @@ from fp8calib.results.verify import VerifyResult
 from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.histograms import list_histograms
 from fp8calib.verification.judge.gates import GATES, load_gate
 from fp8calib.verification.page.page import is_page, write_page
@@ -52,8 +54,14 @@ _SETTINGS = (
 )
 
 
-def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
+def run(
+    request: VerifyRequest,
+    reporter: Reporter,
+    make_candidates: Callable[[Verification], Sequence[Candidate]] | None = None,
+) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
+
+    `make_candidates` makes further candidates, for a plug-in.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -72,6 +80,9 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
         text = plan_verified(model.source, read_settings(request, specs), rows, request.tokenizer)
         asked = open_verification(request, model, text)
+        if make_candidates is not None:
+            more = make_candidates(asked)
+            asked = replace(asked, candidates=(*more, *asked.candidates))
         for note in asked.warnings:
             reporter.warn(note)
         mode = plan_verification(asked, model, find_scratch(request))

@@ -17,6 +17,7 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.run.streaming.model import StreamedModel
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
@@ -85,6 +86,8 @@ class Verification:
     """The first statistics of the candidates."""
     stats_of: str = ""
     """The name of their candidate."""
+    tables: Mapping[str, ScaleTable] = field(default_factory=dict)
+    """The KV scales of the candidates that have these alone, by name."""
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
     per_head: Mapping[Site, Quantizer] = field(default_factory=dict)

@@ -219,6 +219,11 @@ def open_verification(request: VerifyRequest, model: RunModel, plan: DataPlan) -
         rules=maker.make_rules(first),
         stats=None if first is None else first.stats,
         stats_of="" if first is None else first.name,
+        tables={
+            one.name: maker.read_table(one)
+            for one in opened
+            if request.scheme is None and one.checkpoint is None
+        },
         fmt=fmt,
         per_head={} if diagnosed is None else maker.quantize_heads(diagnosed),
         diagnosis_of="" if diagnosed is None else diagnosed.name,
@@ -313,7 +318,9 @@ class _CandidateMaker:
         if opened.checkpoint is not None:
             return build_checkpoint(opened, self._model, self._target, self._numerics)
         origin = opened.found.dialect if opened.found else "statistics, amax"
-        return build_kv_candidate(opened.name, self._table(opened), self._numerics, origin=origin)
+        return build_kv_candidate(
+            opened.name, self.read_table(opened), self._numerics, origin=origin
+        )
 
     def make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str = "") -> Candidate:
         """Make the candidate that `quantize` would write."""
@@ -338,7 +345,7 @@ class _CandidateMaker:
         found = {}
         for rule in rules:
             assert first is not None  # noqa: S101 -- checked above
-            table, name = self._table(first, rule=rule), str(rule)
+            table, name = self.read_table(first, rule=rule), str(rule)
             made = build_kv_candidate(name, table, self._numerics, origin=name)
             found[name] = self.leave_caches(made)
         return found
@@ -347,7 +354,7 @@ class _CandidateMaker:
         """Make the quantizers of per-head scales for the diagnosis; empty where unknown."""
         if not self._numerics.kv_per_head:
             return {}
-        table = self._table(opened, per_head=True)
+        table = self.read_table(opened, per_head=True)
         if not table.per_head:
             return {}
         layers = self._request.kv_cache_dtype_skip_layers or ()
@@ -358,7 +365,7 @@ class _CandidateMaker:
         layers = self._request.kv_cache_dtype_skip_layers or ()
         return leave_cache(candidate, layers, self._target.geometry)
 
-    def _table(
+    def read_table(
         self, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
     ) -> ScaleTable:
         """Give the KV scales of a candidate: those of its file, or of its statistics."""

@@ -17,19 +17,18 @@ from fp8calib.errors import ModelError, UsageError, join_or, suggest
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.numerics.formats import E4M3FN, E5M2
+from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.recommend import recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import CacheResult, KvTypesResult
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.verify import Verification
 
 _FP8 = ("fp8", "fp8_e4m3")
 """Engines' names of the type with a scale for each layer, which every comparison has."""
@@ -61,8 +60,8 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     facts: dict[str, dict[str, Any]] = {}
     warnings: list[str] = []
 
-    def make_candidates(job: VerifyJob) -> list[Candidate]:
-        geometry = job.target.geometry
+    def make_candidates(asked: Verification) -> list[Candidate]:
+        geometry = asked.geometry
         left_out = _find_left_out(request, engine, geometry)
         for name, why in left_out.items():
             warnings.append(f"the cache type {name} is left out: {why}")
@@ -71,7 +70,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
         names = [name for name in offered if name not in {*_FP8, *left_out}]
         facts.update({name: _find_facts(name, request, engine, geometry) for name in names})
         facts[_FP8[0]] = _find_facts(_FP8[0], request, engine, geometry)
-        return list(_make_candidates(names, job))
+        return list(_make_candidates(names, asked, engine))
 
     names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
     asked = {name: getattr(request, name) for name in names}
@@ -170,23 +169,19 @@ def _find_facts(
     }
 
 
-def _make_candidates(names: list[str], job: VerifyJob) -> Iterator[Candidate]:
+def _make_candidates(names: list[str], asked: Verification, engine: Engine) -> Iterator[Candidate]:
     """Make the types, and those that use scales again with the ones of --scales.
 
     Raises:
         ModelError: --scales has none for e4m3fn.
     """
-    geometry, numerics = job.target.geometry, job.options.numerics
+    geometry, numerics = asked.geometry, asked.numerics
     table: ScaleTable | None = None
     scaled = ""
-    for opened in job.opened:
-        scaled = f"{_WITH}{opened.name}"
-        if opened.stats is not None:
-            table = compute_kv_scales(opened.stats, E4M3FN)
-        elif opened.found is None or opened.checkpoint is not None:
-            raise ModelError(f"{opened.name}: holds weights, or no KV scales", hint="name scales")
-        else:
-            table = opened.found.table
+    for name in asked.droppable:
+        if name not in asked.tables:
+            raise ModelError(f"{name}: holds weights, or no KV scales", hint="name scales")
+        scaled, table = f"{_WITH}{name}", asked.tables[name]
     for name in names:
         if name == _E5M2:
             yield build_unscaled(name, geometry, E5M2, numerics)
@@ -195,14 +190,10 @@ def _make_candidates(names: list[str], job: VerifyJob) -> Iterator[Candidate]:
                 yield build_kv_candidate(name + scaled, of_e5m2, numerics, origin="of e4m3fn")
             continue
         cache_type = CACHE_TYPES[name]
-        one = Candidate(
-            name=name,
-            quantizers=cache_type.quantize(geometry),
-            engine_prompt_in_16_bits=cache_type.prompt_in_16_bits,
-        )
+        one = Candidate(name=name, quantizers=cache_type.quantize(geometry))
         yield one
         if table is not None and cache_type.has_global_scales:
-            quantizers = cache_type.quantize(geometry, table.times(job.options.engine.scale_factor))
+            quantizers = cache_type.quantize(geometry, table.times(engine.scale_factor))
             yield replace(one, name=name + scaled, quantizers=quantizers)
 
 
