@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import random
 from bisect import bisect
@@ -16,6 +15,7 @@ import torch
 
 from fp8calib.data.rows import COLUMNS, MASK, Row, parse_row
 from fp8calib.data.specs import (
+    BuiltinSource,
     DataSpec,
     FileSource,
     HubSource,
@@ -128,24 +128,25 @@ def iter_rows(
         DataError: a row cannot be read, or a file holds no rows.
 
     """
-    match spec.source:
-        case FileSource(paths=paths):
-            for path in paths:
-                yield from iter_file_rows(path, text_column=text_column)
-            return
-        case HubSource() as source:
-            values, name, folder = _iter_hub(source), f"hub:{source.name}", Path()
-        case SavedSource(folder=folder):
-            values, name = _iter_saved(folder, spec.label, text_column), spec.label
-        case _:
-            yield from iter_builtin_rows(part)
-            return
+    source = spec.source
+    if isinstance(source, FileSource):
+        for path in source.paths:
+            yield from iter_file_rows(path, text_column=text_column)
+        return
+    if isinstance(source, BuiltinSource):
+        yield from iter_builtin_rows(part)
+        return
+    where, folder = spec.label, Path()
+    if isinstance(source, SavedSource):
+        folder = source.folder
+    else:
+        where = f"hub:{source.name}"
     # Datasets such as wikitext have blank rows, which the user cannot remove.
     rows = (
         parse_row(
-            value, f"{name} row {i}", allow_blank=True, text_column=text_column, folder=folder
+            value, f"{where} row {i}", allow_blank=True, text_column=text_column, folder=folder
         )
-        for i, value in enumerate(values, start=1)
+        for i, value in enumerate(_iter_dataset(source, spec.label), start=1)
     )
     yield from _require_rows(rows, spec.label)
 
@@ -192,12 +193,9 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
     first = {name for name, end in zip(texts, ends, strict=True) if 5 * end <= 4 * ends[-1]}
     known = {line for name in first for line in texts[name].splitlines()}
     for name, text in texts.items():
-        if name not in first:
-            lines = [line for line in text.splitlines() if line.strip()]
-            is_in = part == "verify" and 2 * sum(line in known for line in lines) <= len(lines)
-        else:
-            is_in = part == "calibrate"
-        if is_in:
+        lines = [line for line in text.splitlines() if line.strip()]
+        is_repeated = 2 * sum(line in known for line in lines) > len(lines)
+        if name in first if part == "calibrate" else name not in first and not is_repeated:
             yield Row(f"builtin:{name}", text=text)
 
 
@@ -213,13 +211,13 @@ def _read_jsonl(path: Path) -> _Values:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             origin = f"{path.name}:{number}"
-            line = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw, origin)
+            line = _decode(raw, origin)
             if line.strip():
                 yield origin, _parse_json(line.rstrip("\r\n"), origin)
 
 
 def _read_json(path: Path) -> _Values:
-    text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
+    text = _decode(path.read_bytes(), path.name)
     if not text.strip():
         return
     value = _parse_json(text, path.name)
@@ -235,8 +233,7 @@ def _read_json(path: Path) -> _Values:
 
 
 def _read_txt(path: Path) -> _Values:
-    text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
-    if text:
+    if text := _decode(path.read_bytes(), path.name):
         yield path.name, {"text": text}
 
 
@@ -247,7 +244,8 @@ def _read_parquet(path: Path, text_column: str | None) -> _Values:
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
-            columns = _choose_columns(names, text_column)
+            wanted = COLUMNS if text_column is None else {text_column, MASK}
+            columns = [name for name in names if name in wanted]
             batches = file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns)
             values = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, value in enumerate(values, start=1):
@@ -259,41 +257,24 @@ def _read_parquet(path: Path, text_column: str | None) -> _Values:
         ) from error
 
 
-def _choose_columns(names: Sequence[str], text_column: str | None) -> list[str]:
-    """List the columns that rows are read from."""
-    wanted = {text_column, MASK} if text_column is not None else COLUMNS
-    return [name for name in names if name in wanted]
-
-
-def _iter_saved(folder: Path, label: str, text_column: str | None) -> Iterator[Any]:
+def _iter_dataset(source: HubSource | SavedSource, label: str) -> Iterator[object]:
     try:
-        from datasets import load_from_disk  # noqa: PLC0415  takes seconds to import
+        import datasets  # noqa: PLC0415  takes seconds to import
 
-        dataset = _keep_encoded(load_from_disk(str(folder)))
-        names = dataset.column_names
-        columns = _choose_columns(names, text_column)
-        if not columns and len(dataset):
-            yield dict.fromkeys(names)  # refused, with the names of the columns
-        for value in dataset.select_columns(columns).with_format(None):
-            yield {**dict.fromkeys(names), **value}
-    except Exception as error:  # the failures of datasets share no base class
-        raise DataError(
-            f"{label}: the dataset cannot be read ({type(error).__name__}: {first_line(error)})",
-            hint="save it again with datasets.save_to_disk",
-        ) from error
-
-
-def _iter_hub(source: HubSource) -> Iterator[Any]:
-    try:
-        from datasets import load_dataset  # noqa: PLC0415  takes seconds to import
-
-        dataset = load_dataset(source.name, source.config, split=source.split, streaming=True)
+        if isinstance(source, SavedSource):
+            dataset = datasets.load_from_disk(str(source.folder)).with_format(None)
+        else:
+            name, config, split = source.name, source.config, source.split
+            dataset = datasets.load_dataset(name, config, split=split, streaming=True)
         yield from _keep_encoded(dataset)
-    except Exception as error:  # the hub's failures share no base class
+    except Exception as error:  # the failures of datasets share no base class
+        why = f"({type(error).__name__}: {first_line(error)})"
+        if isinstance(source, SavedSource):
+            message = f"{label}: the dataset cannot be read {why}"
+            raise DataError(message, hint="save it again with datasets.save_to_disk") from error
         raise DataError(
             f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
-            "the hub cannot be reached or has no such dataset "
-            f"({type(error).__name__}: {first_line(error)})",
+            f"the hub cannot be reached or has no such dataset {why}",
             hint="check name, configuration and split, or name a local file with --data",
         ) from error
 
@@ -312,7 +293,7 @@ def _keep_encoded(dataset: Any) -> Any:
 
 def _decode(raw: bytes, where: str) -> str:
     try:
-        return raw.decode()
+        return raw.decode("utf-8-sig")  # without the mark that Windows writes
     except UnicodeDecodeError as error:
         message = f"{where}: not UTF-8 at byte {error.start}"
         raise DataError(message, hint="save the file as UTF-8") from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.errors import DataError, UsageError, cut_list, first_line, shorten
+from fp8calib.errors import DataError, UsageError, cut_list, shorten
 
 ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 """The suffixes of data files, in upper or lower case."""
@@ -85,19 +84,16 @@ def parse_spec(text: str) -> DataSpec:
     body, weight = _split_weight(text)
     if not body.strip():
         raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
-    after = text[len(body) :]
-    folder, split = _split_saved(body)
-    label = Path(folder).absolute().name or folder
     if body == "builtin":
         return DataSpec(BuiltinSource(), text, weight)
     if body.startswith("hub:") and not _is_data_path(body):
         return DataSpec(_parse_hub(body), text, weight)
-    if split or _is_file(Path(folder) / _SPLITS_FILE):
-        source = _find_split(Path(folder), split, body)
-        return DataSpec(source, f"{label}:{split}{after}" if split else label + after, weight)
-    if _is_saved(Path(folder)):
-        return DataSpec(SavedSource(Path(folder)), label + after, weight)
-    return DataSpec(_find_files(Path(body), body), label + after, weight)
+    place, split = _split_saved(body)
+    folder = Path(place)
+    label = (folder.absolute().name or place) + text[len(place) :]
+    if _is_saved(folder) or _has_splits(folder):
+        return DataSpec(_find_saved(folder, split), label, weight)
+    return DataSpec(_find_files(folder), label, weight)
 
 
 def looks_like_spec(text: str) -> bool:
@@ -127,7 +123,7 @@ def _split_saved(text: str) -> tuple[str, str]:
     folder, _, split = text.rpartition(":")
     if not (folder and split) or _is_dir(text):
         return text, ""
-    is_saved = _is_file(Path(folder) / _SPLITS_FILE) or _is_saved(Path(folder))
+    is_saved = _has_splits(Path(folder)) or _is_saved(Path(folder))
     return (folder, split) if is_saved else (text, "")
 
 
@@ -135,41 +131,24 @@ def _is_saved(folder: Path) -> bool:
     return all(_is_file(folder / name) for name in _SAVED_FILES)
 
 
-def _find_split(folder: Path, split: str, body: str) -> SavedSource:
-    """Find a split of a saved DatasetDict; without a name, the only one."""
-    path = folder / _SPLITS_FILE
-    if not _is_file(path):
+def _has_splits(folder: Path) -> bool:
+    return _is_file(folder / _SPLITS_FILE)
+
+
+def _find_saved(folder: Path, split: str) -> SavedSource:
+    """Find a saved dataset, or a split of several; without a name, the only one."""
+    if not split and _is_saved(folder):
+        return SavedSource(folder)
+    names = sorted(path.name for path in folder.iterdir() if _is_saved(path))
+    if not split and len(names) == 1:
+        split = names[0]
+    if split not in names:
         raise UsageError(
-            f"--data {body}: the folder is one dataset, without splits", hint=f"use {folder}"
+            f"--data {folder}{split and f':{shorten(split)}'}: the folder has "
+            + (f"the splits {cut_list(names)}" if names else "no splits"),
+            hint=f"name one: {folder}:{shorten(names[0])}" if names else f"use {folder}",
         )
-    try:
-        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
-        if not isinstance(splits, list) or any(
-            not isinstance(name, str) or name in {"", ".", ".."} or "/" in name for name in splits
-        ):
-            raise ValueError("`splits` must be a list of names")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"--data {body}: {path} cannot be read ({first_line(error)})",
-            hint="save the dataset again with datasets.save_to_disk",
-        ) from error
-    if not split and len(splits) > 1:
-        raise UsageError(
-            f"--data {body}: the folder has the splits {cut_list(splits)}",
-            hint=f"name one: {folder}:{shorten(splits[0])}",
-        )
-    name = split or "".join(splits)
-    if name not in splits:
-        raise UsageError(
-            f"--data {body}: no such split; the folder has {cut_list(splits) or 'none'}",
-            hint=f"name one of them, as {folder}:SPLIT",
-        )
-    if not _is_saved(folder / name):
-        raise DataError(
-            f"--data {body}: {folder / shorten(name)} is not a saved dataset",
-            hint="save it again with datasets.save_to_disk",
-        )
-    return SavedSource(folder / name)
+    return SavedSource(folder / split)
 
 
 def _parse_hub(body: str) -> HubSource:
@@ -185,42 +164,39 @@ def _parse_hub(body: str) -> HubSource:
     return HubSource(name, config or None, split or "train")
 
 
-def _find_files(path: Path, body: str) -> FileSource:
+def _find_files(path: Path) -> FileSource:
+    accepted = ", ".join(ACCEPTED_SUFFIXES)
     if _is_dir(path):
-        return _list_folder(path, body)
-    suffix = path.suffix.lower()
-    if suffix not in ACCEPTED_SUFFIXES and (suffix or _is_file(path)):
-        ending = f"the suffix {suffix!r}" if suffix else "a file without suffix"
+        try:
+            entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+        except OSError as error:
+            message = f"--data {path}: the folder cannot be listed ({error.strerror})"
+            raise DataError(message, hint="check its permissions") from error
+        paths = tuple(e for e in entries if _is_file(e) and _has_suffix(e))
+        if not paths:
+            raise DataError(
+                f"--data {path}: the folder holds no {accepted} file",
+                hint="name the folder that holds the files; its subfolders are not searched",
+            )
+        return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
+    if not _has_suffix(path) and (path.suffix or _is_file(path)):
+        ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
-            f"--data {body}: {ending} is not accepted; accepted are {', '.join(ACCEPTED_SUFFIXES)}",
-            hint=_SPEC_HINT,
+            f"--data {path}: {ending} is not accepted; accepted are {accepted}", hint=_SPEC_HINT
         )
     if _exists(path) and not _is_file(path):
-        raise DataError(f"--data {body}: a pipe or device", hint="write it to a file first")
+        raise DataError(f"--data {path}: a pipe or device", hint="write it to a file first")
     if not _is_file(path):
         raise DataError(
-            f"--data {body}: no such file or folder",
-            hint=f"check the path; a dataset on the hub is written hub:{body}",
+            f"--data {path}: no such file or folder",
+            hint=f"check the path; a dataset on the hub is written hub:{path}",
         )
     return FileSource((path,))
 
 
-def _list_folder(path: Path, body: str) -> FileSource:
-    try:
-        entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        raise DataError(
-            f"--data {body}: the folder cannot be listed ({error.strerror})",
-            hint="check its permissions",
-        ) from error
-    paths = tuple(e for e in entries if _is_file(e) and e.suffix.lower() in ACCEPTED_SUFFIXES)
-    if not paths:
-        raise DataError(
-            f"--data {body}: the folder holds no {', '.join(ACCEPTED_SUFFIXES)} file",
-            hint="name the folder that holds the files; its subfolders are not searched",
-        )
-    return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
+def _has_suffix(path: Path) -> bool:
+    return path.suffix.lower() in ACCEPTED_SUFFIXES
 
 
 def _is_data_path(text: str) -> bool:
-    return _is_dir(text) or (_is_file(text) and Path(text).suffix.lower() in ACCEPTED_SUFFIXES)
+    return _is_dir(text) or (_is_file(text) and _has_suffix(Path(text)))
