@@ -71,7 +71,6 @@ def make_plan(sequences: Sequence[torch.Tensor], *, packed: bool = True) -> Data
         sequences=tuple(sequences),
         packed=packed,
         seq_len=SEQ_LEN,
-        fingerprint="",
         text=hash_text([]),
         sources=("test",),
         warnings=(),

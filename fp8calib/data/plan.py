@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fp8calib.data.media import MODALITIES, Modality
-from fp8calib.data.processor import MediaEncoder
-from fp8calib.data.rows import Row, has_chat_template
-from fp8calib.data.sequences import DataPlan, RowsUsed, compute_fingerprint, warn_of_scales
+from fp8calib.data.processor import MediaEncoder, MediaRow
+from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
+from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import BuiltinSource, DataSpec, FileSource, parse_spec
-from fp8calib.data.tokenize import NUM_SHOWN, PackedRows, RowEncoder, pack_rows
+from fp8calib.data.text_hashes import TOKENS_PER_HASH, hash_text
 from fp8calib.errors import DataError, UsageError, fit_line, format_count, shorten
 
 MOST_REJECTED = 0.1
 """The share of rows that a chat template may reject before the text is refused."""
 IN_MEMORY = "in memory"
 """The source of a plan of rows that no spec names."""
+MIN_TOKENS = 2
+"""A shorter sequence predicts nothing."""
+_NUM_SHOWN = 3
+"""Rows that a user is shown as examples."""
 _HEAD_TOKENS, _TAIL_TOKENS = 40, 12
 _HEAD_CHARS, _TAIL_CHARS = 100, 30
+EncodedRow = Sequence[int] | MediaRow
+"""The token ids of a row, or the row with its media."""
 
 
 def build_plan(
@@ -68,7 +77,11 @@ def build_plan(
     packed = pack_rows(encoding.encode(rows), samples=samples, seq_len=seq_len, pack=pack)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     used = _summarize_rows(packed, encoding)
-    rejected = _describe_rejected(encoding.rejected, used.read)
+    rejected = (
+        f"{used.rejected} of {format_count(used.read, 'row')} "
+        f"{'is' if used.rejected == 1 else 'are'} rejected by the chat template: "
+        f"{'; '.join(encoding.rejected[:_NUM_SHOWN])}{'; ...' * (used.rejected > _NUM_SHOWN)}"
+    )
     if used.rejected > MOST_REJECTED * used.read:
         raise DataError(rejected, hint="check the order and names of the roles")
     if not packed.sequences:
@@ -92,15 +105,20 @@ def build_plan(
         for spec in parsed
         if isinstance(spec.source, FileSource) and spec.source.ignored
     ]
-    warnings += _list_warnings(packed, samples if parsed else 0, placeholders or {})
+    if used.too_short:
+        warnings.append(
+            f"{used.too_short} of {packed.num_rows} rows were too short and were skipped"
+        )
+    if parsed and len(packed.sequences) < samples:
+        given = len(packed.sequences)
+        warnings.append(f"the data gave {given} of the {samples} requested sequences")
+    warnings += warn_of_scales(sum(map(len, packed.sequences)))
+    warnings += _warn_of_media(packed, placeholders or {})
     return DataPlan(
-        sequences=packed.sequences,
+        sequences=tuple(packed.sequences),
         packed=pack,
         seq_len=seq_len,
-        fingerprint=compute_fingerprint(
-            packed.sequences, packed.media, packed=pack, seq_len=seq_len
-        ),
-        text=packed.text,
+        text=hash_text(packed.hashed),
         sources=sources,
         warnings=tuple(warnings),
         longest_padded=longest_padded,
@@ -115,33 +133,14 @@ def _has_columns(spec: DataSpec) -> bool:
     return not isinstance(spec.source, BuiltinSource)
 
 
-def _describe_rejected(rejected: Sequence[str], num_rows: int) -> str:
-    """Say how many rows the chat template rejected, and why the first three."""
-    verb = "is" if len(rejected) == 1 else "are"
-    more = "; ..." if len(rejected) > NUM_SHOWN else ""
-    return (
-        f"{len(rejected)} of {format_count(num_rows, 'row')} {verb} rejected by the chat template: "
-        f"{'; '.join(rejected[:NUM_SHOWN])}{more}"
-    )
-
-
-def _list_warnings(
-    packed: PackedRows, samples: int, placeholders: Mapping[int, Modality]
-) -> Iterator[str]:
-    if packed.num_dropped:
-        yield f"{packed.num_dropped} of {packed.num_rows} rows were too short and were skipped"
-    if len(packed.sequences) < samples:
-        yield f"the data gave {len(packed.sequences)} of the {samples} requested sequences"
-    yield from warn_of_scales(sum(map(len, packed.sequences)))
-    if not placeholders:
-        return
-    if not packed.media:
+def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> Iterator[str]:
+    if placeholders and not packed.media:
         taken = " and ".join(kind for kind in MODALITIES if kind in placeholders.values())
         yield (
             f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "
             "with media (docs/media.md)"
         )
-    tokens = torch.tensor(list(placeholders))
+    tokens = torch.tensor(list(placeholders), dtype=torch.int64)
     count = sum(
         bool(torch.isin(ids, tokens).any())
         for index, ids in enumerate(packed.sequences)
@@ -170,8 +169,8 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
         digest = hashlib.sha256(text.encode()).hexdigest()
     return RowsUsed(
         read=packed.num_rows + len(encoding.rejected),
-        used=packed.num_used,
-        too_short=packed.num_dropped,
+        used=len(packed.hashed),
+        too_short=packed.num_short,
         rejected=len(encoding.rejected),
         cut=packed.num_cut,
         conversations=encoding.num_conversations,
@@ -182,18 +181,226 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
 
 def _shorten_row(ids: Sequence[int], tokenizer: Any) -> str:
     """Show the first and the last tokens of a row, and of these the first and last characters."""
+
+    def show(part: Sequence[int]) -> str:
+        if not hasattr(tokenizer, "decode"):
+            return f"token ids {' '.join(map(str, part))}"
+        return fit_line(tokenizer.decode(list(part), skip_special_tokens=False))
+
     tail = ""
     if len(ids) > _HEAD_TOKENS + _TAIL_TOKENS:
-        tail = _show_tokens(ids[-_TAIL_TOKENS:], tokenizer)
+        tail = show(ids[-_TAIL_TOKENS:])
         ids = ids[:_HEAD_TOKENS]
-    head = _show_tokens(ids, tokenizer)
+    head = show(ids)
     if not tail and len(head) <= _HEAD_CHARS + _TAIL_CHARS:
         return head
     return f"{head[:_HEAD_CHARS]} ... {(tail or head)[-_TAIL_CHARS:]}"
 
 
-def _show_tokens(ids: Sequence[int], tokenizer: Any) -> str:
-    decode = getattr(tokenizer, "decode", None)
-    if decode is None:
-        return f"token ids {' '.join(map(str, ids))}"
-    return fit_line(decode(list(ids), skip_special_tokens=False))
+# --- tokens of rows ------------------------------------------------------------------------------
+
+
+class RejectedRowError(DataError):
+    """The chat template does not accept the conversation of a row."""
+
+
+class RowEncoder:
+    """Encodes rows; loads the tokenizer and the processor of media when a row first needs them.
+
+    Attributes:
+        num_conversations: how many rows were messages or instructions.
+        rejected: rows that the chat template did not accept, with the reason.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Any],
+        vocab_size: int,
+        media: Callable[[], MediaEncoder] | None = None,
+    ) -> None:
+        """Without `media` the model takes text alone."""
+        self.tokenizer = functools.cache(tokenizer)
+        self.media = None if media is None else functools.cache(media)
+        self.num_conversations = 0
+        self.rejected: list[str] = []
+        self._vocab_size = vocab_size
+
+    def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
+        """Yield each row encoded, without those that the chat template rejects.
+
+        The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
+        gives no tokens.
+
+        Raises:
+            DataError: a token id is outside the vocabulary, the tokenizer has no chat template for
+                a conversation, or a medium cannot be read.
+
+        """
+        for row in rows:
+            self.num_conversations += row.messages is not None
+            try:
+                encoded = self._encode(row)
+            except RejectedRowError as error:
+                self.rejected.append(f"{row.origin} ({error.__cause__})")
+                continue
+            self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
+            yield encoded
+
+    def _encode(self, row: Row) -> EncodedRow:
+        if row.media:
+            if self.media is None:
+                raise DataError(
+                    f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
+                    hint="use other data; --text-column leaves out columns of media",
+                )
+            return self.media().encode(row)
+        if row.input_ids is not None:
+            return row.input_ids
+        if row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
+            return render_messages(self.tokenizer(), row.messages, row.origin)
+        if row.text is None or not row.text.strip():
+            return []
+        # verbose=False: text longer than the model's context is cut later, so no warning is due.
+        return list(self.tokenizer()(row.text, verbose=False)["input_ids"])
+
+    def _check_ids(self, ids: Sequence[int], row: Row) -> None:
+        """Refuse an id without a row in the embedding.
+
+        A tokenizer may have more tokens than the embedding has rows: only those of the text count.
+        """
+        last = self._vocab_size - 1
+        bad = next((index for index, token in enumerate(ids) if not 0 <= token <= last), None)
+        if bad is None:
+            return
+        if row.input_ids is None:
+            raise DataError(
+                f"{row.origin}: the text gives token {ids[bad]} "
+                f"({shorten(self.tokenizer().decode([ids[bad]]))}), "
+                f"but the model's embedding has rows 0 to {last}",
+                hint="take it out of the text, use the tokenizer published with this model, or "
+                "resize the embedding",
+            )
+        raise DataError(
+            f"{row.origin}: input_ids holds {ids[bad]} at position {bad}, "
+            f"but the model's vocabulary is 0 to {last}",
+            hint="tokenize the data with this model's tokenizer, or give rows with `text`",
+        )
+
+
+def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
+    """Render a conversation with the tokenizer's chat template and tokenize the result.
+
+    If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
+
+    Raises:
+        DataError: there is no chat template, or it rejects the conversation.
+
+    """
+
+    def holds_all(text: str) -> bool:
+        return all(str(message["content"]).strip() in text for message in messages)
+
+    try:
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+        if not holds_all(text):
+            # Templates of models that see may read lists of parts alone, and skip a plain text.
+            parts = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
+            other = str(tokenizer.apply_chat_template(parts, tokenize=False))
+            text = other if holds_all(other) else text
+    except Exception as error:  # a template is a program that may raise anything
+        if not has_chat_template(tokenizer):
+            raise DataError(
+                f"{origin}: the row is a conversation, but the tokenizer has no chat template",
+                hint="use rows with `text`, or a chat model",
+            ) from error
+        raise RejectedRowError(
+            f"{origin}: the chat template rejects the conversation ({error})",
+            hint="check the order and names of the roles",
+        ) from error
+    require_unicode(text, f"{origin}: the rendered chat")
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
+    # The tokenizer adds its BOS to a text, but was told not to where the template may write one.
+    if num_leading or list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]:
+        return [bos, *ids[num_leading:]]
+    return ids
+
+
+# --- sequences of rows ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class PackedRows:
+    """Sequences and the rows they came from."""
+
+    sequences: list[torch.Tensor] = field(default_factory=list)
+    """1-D int64, each of at least two tokens."""
+    media: dict[int, MediaRow] = field(default_factory=dict)
+    """The sequences that are rows with media, by their index."""
+    hashed: list[Sequence[int]] = field(default_factory=list)
+    """Of every row used: its tokens in sequences, or its first 32 if that is more."""
+    first: list[Sequence[int]] = field(default_factory=list)
+    """The tokens in sequences of the first rows used."""
+    num_rows: int = 0
+    num_short: int = 0
+    num_cut: int = 0
+    """Used rows whose last tokens are in no sequence."""
+
+    def use(self, kept: Sequence[int], hashed: Sequence[int], *, is_cut: bool) -> None:
+        """Count a row of which `kept` tokens are in sequences."""
+        self.hashed.append(hashed)
+        self.num_cut += is_cut
+        if len(self.first) < _NUM_SHOWN:
+            self.first.append(kept)
+
+
+def pack_rows(
+    rows: Iterable[EncodedRow], *, samples: int, seq_len: int, pack: bool = True
+) -> PackedRows:
+    """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
+
+    The last sequence may be shorter, but has at least two tokens. A row with media is a sequence of
+    its own; without `pack`, so is every row of two or more tokens, cut to `seq_len`. Rows are read
+    only as needed.
+
+    Raises:
+        DataError: `seq_len` would cut a medium.
+    """
+    packed = PackedRows()
+    sequences = packed.sequences
+    read: list[EncodedRow] = []
+    stream, start = array("q"), 0
+    for row in rows:
+        packed.num_rows += 1
+        if isinstance(row, MediaRow):
+            whole = row.cut(seq_len)
+            packed.media[len(sequences)] = whole
+            sequences.append(whole.ids)
+            read.append(whole)
+        elif len(row) >= (1 if pack else MIN_TOKENS):
+            read.append(array("q", row))
+            stream.extend(row if pack else row[:seq_len])
+        else:
+            packed.num_short += 1
+        while len(sequences) < samples and len(stream) - start >= (seq_len if pack else MIN_TOKENS):
+            sequences.append(torch.tensor(stream[start : start + seq_len], dtype=torch.int64))
+            start += len(sequences[-1])
+        if len(sequences) >= samples:
+            break
+    if len(sequences) < samples and len(stream) - start >= MIN_TOKENS:
+        sequences.append(torch.tensor(stream[start:], dtype=torch.int64))
+        start = len(stream)
+    for row in read:
+        if isinstance(row, MediaRow):
+            packed.use(row.ids.tolist(), row.text_ids, is_cut=row.num_cut > 0)
+            continue
+        # `start` counts down to the tokens of later rows that are in a sequence.
+        kept = min(len(row), start if pack else seq_len)
+        start -= kept
+        if kept:
+            packed.use(row[:kept], row[: max(kept, TOKENS_PER_HASH)], is_cut=kept < len(row))
+    return packed

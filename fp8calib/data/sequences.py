@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -76,10 +77,8 @@ class DataPlan:
     """1-D int64, each of 2 to `seq_len` tokens."""
     packed: bool
     seq_len: int
-    fingerprint: str
-    """Of all sequences in order, see `compute_fingerprint`."""
     text: TextHashes
-    """Hashes of the rows that are in a sequence (see `PackedRows.text`)."""
+    """Hashes of the rows that are in a sequence (see `pack_rows`)."""
     sources: tuple[str, ...]
     """The specs as given, but only the last component of a path."""
     warnings: tuple[str, ...]
@@ -89,6 +88,20 @@ class DataPlan:
     """The rows of the text; each part of a split plan has the rows of the whole."""
     media: Mapping[int, MediaRow] = field(default_factory=dict)
     """The sequences that are rows with media, by their index; each is a batch of its own."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited.
+
+        The digests of rows with media follow.
+        """
+        digest = hashlib.sha256(np.array([self.packed, self.seq_len], dtype="<i8").tobytes())
+        for sequence in self.sequences:
+            digest.update(np.array([len(sequence)], dtype="<i8").tobytes())
+            digest.update(sequence.numpy().astype("<i8").tobytes())
+        for index in sorted(self.media):
+            digest.update(f"{index}:{self.media[index].digest};".encode())
+        return digest.hexdigest()
 
     @property
     def num_tokens(self) -> int:
@@ -108,20 +121,7 @@ class DataPlan:
     @property
     def lengths(self) -> list[int]:
         """Per sequence: number of scored text tokens, plus one."""
-        return [
-            int(_are_scored(self.media[index].kinds).sum()) + 1
-            if index in self.media
-            else len(sequence)
-            for index, sequence in enumerate(self.sequences)
-        ]
-
-
-def _are_scored(kinds: torch.Tensor) -> torch.Tensor:
-    """Say of every token but the first whether it is scored: bool [N - 1].
-
-    Only text is: no model predicts what stands for an image.
-    """
-    return kinds[1:] == 0
+        return [length for batch in batches(self, 1) for length in batch.scored_lengths]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +145,8 @@ class Batch:
     @property
     def scored(self) -> list[torch.Tensor]:
         """The positions in each sequence whose next token is scored: int64."""
-        if self.media is not None:
-            return [_are_scored(self.media.kinds).nonzero().flatten()]
+        if self.media is not None:  # no model predicts what stands for an image
+            return [(self.media.kinds[1:] == 0).nonzero().flatten()]
         return [torch.arange(length - 1) for length in self.lengths]
 
     @property
@@ -176,16 +176,17 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
             hint="use more text, or a shorter --seq-len",
         )
     count = total - max(1, round(total * held_out))
-    return _cut_plan(plan, 0, count), _cut_plan(plan, count, total)
-
-
-def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
-    part = take_sequences(plan, start, stop)
-    rows = (
-        part.media[index].text_ids if index in part.media else sequence.tolist()
-        for index, sequence in enumerate(part.sequences)
+    first, second = take_sequences(plan, 0, count), take_sequences(plan, count, total)
+    return replace(first, text=_hash_sequences(first)), replace(
+        second, text=_hash_sequences(second)
     )
-    return replace(part, text=hash_text(rows))
+
+
+def _hash_sequences(plan: DataPlan) -> TextHashes:
+    return hash_text(
+        plan.media[index].text_ids if index in plan.media else sequence.tolist()
+        for index, sequence in enumerate(plan.sequences)
+    )
 
 
 def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:
@@ -199,8 +200,7 @@ def replace_sequences(
 ) -> DataPlan:
     """Give a plan with other sequences; those with media by their index."""
     kept = {index: row for index, row in (media or {}).items() if index < len(sequences)}
-    fingerprint = compute_fingerprint(sequences, kept, packed=plan.packed, seq_len=plan.seq_len)
-    return replace(plan, sequences=tuple(sequences), media=kept, fingerprint=fingerprint)
+    return replace(plan, sequences=tuple(sequences), media=kept)
 
 
 def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
@@ -253,26 +253,6 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
     )
-
-
-def compute_fingerprint(
-    sequences: Sequence[torch.Tensor],
-    media: Mapping[int, MediaRow],
-    *,
-    packed: bool,
-    seq_len: int,
-) -> str:
-    """Give the sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited.
-
-    The digests of rows with media follow.
-    """
-    digest = hashlib.sha256(np.array([packed, seq_len], dtype="<i8").tobytes())
-    for sequence in sequences:
-        digest.update(np.array([len(sequence)], dtype="<i8").tobytes())
-        digest.update(sequence.numpy().astype("<i8").tobytes())
-    for index in sorted(media):
-        digest.update(f"{index}:{media[index].digest};".encode())
-    return digest.hexdigest()
 
 
 def warn_of_scales(num_tokens: int) -> Iterator[str]:

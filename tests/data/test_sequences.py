@@ -187,7 +187,7 @@ def test_every_spec_is_checked_before_any_is_read(tmp_path: Path) -> None:
 def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
     """Make a plan whose sequence i holds the id i + 1 throughout."""
     sequences = tuple(torch.full((length,), i + 1) for i, length in enumerate(lengths))
-    return DataPlan(sequences, packed, max(lengths), "", hash_text([]), (), ())
+    return DataPlan(sequences, packed, max(lengths), hash_text([]), (), ())
 
 
 def shape(batch: Batch) -> tuple[int, tuple[int, ...]]:

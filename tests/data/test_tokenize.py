@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fp8calib.data.plan import PackedRows, RowEncoder, pack_rows, render_messages
 from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import PackedRows, RowEncoder, pack_rows, render_messages
 from fp8calib.errors import DataError
 from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
 
@@ -118,9 +118,9 @@ def test_packed_rows_are_joined_and_cut(
 ) -> None:
     packed = pack_rows(rows, samples=samples, seq_len=4)
     assert lists(packed) == expected
-    assert hashes(packed.text) == hashes(hash_text(used))
+    assert hashes(hash_text(packed.hashed)) == hashes(hash_text(used))
     assert packed.num_rows == len(rows)
-    assert packed.num_dropped == rows.count([])
+    assert packed.num_short == rows.count([])
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_unpacked_rows_stay_whole_and_short_ones_are_counted(
     kept = pack_rows(rows, samples=samples, seq_len=4, pack=False)
     assert lists(kept) == expected
     used = [ids[:32] for ids in rows if len(ids) > 1][:samples]
-    assert hashes(kept.text) == hashes(hash_text(used))
-    assert kept.num_dropped == len(rows) - len(expected)
+    assert hashes(hash_text(kept.hashed)) == hashes(hash_text(used))
+    assert kept.num_short == len(rows) - len(expected)
 
 
 @pytest.mark.parametrize(("pack", "expected"), [(True, 4), (False, 2)])
