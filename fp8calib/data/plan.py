@@ -17,9 +17,9 @@ from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
-from fp8calib.data.specs import BuiltinSource, DataSpec, FileSource, parse_spec
+from fp8calib.data.specs import FileSource, parse_spec
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, hash_text
-from fp8calib.errors import DataError, UsageError, fit_line, format_count, shorten
+from fp8calib.errors import DataError, fit_line, format_count, shorten
 
 MOST_REJECTED = 0.1
 """The share of rows that a chat template may reject before the text is refused."""
@@ -65,11 +65,6 @@ def build_plan(
     """
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
-    if text_column is not None and parsed and not any(map(_has_columns, parsed)):
-        raise UsageError(
-            f"--text-column {shorten(text_column)}: {parsed[0].label} has no columns",
-            hint="name data with columns by --data, or leave --text-column out",
-        )
     if rows is None:
         weights = [spec.weight for spec in parsed]
         rows = mix_rows(list(zip(read, weights, strict=True)), seed=seed)
@@ -125,12 +120,6 @@ def build_plan(
         rows=used,
         media=packed.media,
     )
-
-
-def _has_columns(spec: DataSpec) -> bool:
-    if isinstance(spec.source, FileSource):
-        return any(path.suffix.lower() != ".txt" for path in spec.source.paths)
-    return not isinstance(spec.source, BuiltinSource)
 
 
 def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> Iterator[str]:

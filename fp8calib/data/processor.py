@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from fp8calib.data.media import MEDIA, MODALITIES, Medium, Modality, load_audio, load_image
-from fp8calib.data.rows import Message, Row, has_chat_template
+from fp8calib.data.rows import Message, Part, Row, has_chat_template
 from fp8calib.errors import DataError, UsageError, first_line
 
 _PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
@@ -67,10 +66,6 @@ class MediaRow:
             if name not in _NO_MEDIA
         }
 
-    def open(self) -> OpenRow:
-        """Give the row as an engine takes it, whose own processor expands placeholders."""
-        return self.encoder.open(self.row)
-
     def cut(self, length: int) -> MediaRow:
         """Drop the text after `length` tokens.
 
@@ -87,15 +82,6 @@ class MediaRow:
             )
         num_cut = len(self.ids) - length
         return replace(self, ids=self.ids[:length], kinds=self.kinds[:length], num_cut=num_cut)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRow:
-    """A row that no processor has seen: one placeholder a medium, and the media decoded."""
-
-    ids: list[int]
-    media: Mapping[Modality, list[Any]]
-    """Images of Pillow; sounds with their rate, fp32 [samples]."""
 
 
 class MediaEncoder:
@@ -157,16 +143,20 @@ class MediaEncoder:
             )
         return MediaRow(row=row, ids=ids, kinds=kinds, digest=_hash_tensors(tensors), encoder=self)
 
-    def open(self, row: Row) -> OpenRow:
-        """Decode the media of a row, and write its text with one placeholder a medium."""
+    def open(self, row: Row) -> tuple[list[int], dict[Modality, list[Any]]]:
+        """Give a row as an engine takes it, whose own processor expands placeholders.
+
+        Returns:
+            Token ids with one placeholder a medium, and the media: images of Pillow, and sounds
+            (fp32 [samples]) with their rate.
+        """
         messages, media = self._decode(row)
         text = str(self._apply_template(messages, tokenize=False))
         bos = self.tokenizer.bos_token
         # As transformers: special tokens are added unless the text has them.
         ids = self.tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))
-        with_rates = [(sound, self._rate) for sound in media[Modality.AUDIO]]
-        held = {Modality.IMAGE: media[Modality.IMAGE], Modality.AUDIO: with_rates}
-        return OpenRow(ids=list(ids["input_ids"]), media={k: v for k, v in held.items() if v})
+        media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
+        return list(ids["input_ids"]), {kind: held for kind, held in media.items() if held}
 
     def process(self, row: Row) -> dict[str, torch.Tensor]:
         """Let the processor make all tensors of a row.
@@ -215,20 +205,18 @@ class MediaEncoder:
         """Give the messages of a row with decoded media, and these by their kind."""
         media: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
 
-        def decode(part: Message) -> Message:
-            medium = part.get(part["type"])
-            if not isinstance(medium, Medium):
-                return deepcopy(part)
-            is_image = medium.kind is Modality.IMAGE
-            media[medium.kind].append(
-                load_image(medium) if is_image else load_audio(medium, self._rate)
-            )
-            return {"type": str(medium.kind), str(medium.kind): media[medium.kind][-1]}
+        def decode(part: Part) -> Message:
+            if not isinstance(part, Medium):
+                return {"type": "text", "text": part}
+            is_image = part.kind is Modality.IMAGE
+            decoded = load_image(part) if is_image else load_audio(part, self._rate)
+            media[part.kind].append(decoded)
+            return {"type": str(part.kind), str(part.kind): decoded}
 
         messages = []
         for message in row.messages or ():
             content = message["content"]
-            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            parts = content if isinstance(content, list) else [content]
             messages.append({**message, "content": list(map(decode, parts))})
         return messages, media
 

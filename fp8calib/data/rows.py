@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from fp8calib.errors import DataError, shorten
 Message = dict[str, Any]
 """A chat message: `role`, `content` and any other keys of the row's message.
 
-The content is text; in a row with media it is a list of parts, `{"type": "text", "text": str}` or
-such as `{"type": "image", "image": Medium}`."""
+The content is text; in a row with media it is a list of texts and media."""
+Part = str | Medium | Modality
+"""A part of a content; a modality is a place for a medium of a column."""
 
 FORMS = (
     ("input_ids",),
@@ -77,8 +78,8 @@ class Row:
     @property
     def media(self) -> tuple[Medium, ...]:
         """The images and sounds of its messages, in order."""
-        contents = [m["content"] for m in self.messages or () if isinstance(m["content"], list)]
-        return tuple(p[p["type"]] for parts in contents for p in parts if p["type"] != "text")
+        parts = (part for message in self.messages or () for part in message["content"])
+        return tuple(part for part in parts if isinstance(part, Medium))
 
 
 def parse_row(
@@ -198,14 +199,14 @@ def _parse_input_ids(value: object, origin: str) -> tuple[int, ...]:
 
 
 def _drop_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int, ...]:
-    if not isinstance(mask, list) or len(mask) != len(ids):
-        raise _row_error(f"{origin}: {MASK} must be a list as long as input_ids, {len(ids)}")
-    if (other := next((item for item in mask if item not in (0, 1)), None)) is not None:
-        raise _row_error(f"{origin}: {MASK} holds {other!r:.40}, neither 0 nor 1")
-    if 1 not in mask:
+    bits = [item for item in mask if item in (0, 1)] if isinstance(mask, list) else []
+    if bits != mask or len(bits) != len(ids):
+        message = f"{MASK} must be a list of 0 and 1, as long as input_ids, {len(ids)}"
+        raise _row_error(f"{origin}: {message}")
+    if 1 not in bits:
         raise DataError(f"{origin}: {MASK} is 0 everywhere", hint="remove the row from the file")
-    start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
-    if 0 in mask[start:stop]:
+    start, stop = bits.index(1), len(bits) - bits[::-1].index(1)
+    if 0 in bits[start:stop]:
         raise _row_error(f"{origin}: {MASK} has 0 between tokens, but only the ends can be padding")
     return ids[start:stop]
 
@@ -250,32 +251,24 @@ def _parse_message(value: object, where: str, folder: Path) -> Message:
     return {"role": _SHAREGPT_ROLES[role], "content": content}
 
 
-def _parse_content(value: object, where: str, folder: Path) -> str | list[Message]:
+def _parse_content(value: object, where: str, folder: Path) -> str | list[Part]:
     if isinstance(value, str):
         return require_unicode(value, where)
     if not isinstance(value, list):
         raise _row_error(f"{where} must be text or a list of parts, found {_name_type(value)}")
     parts = [_parse_part(part, f"{where}[{index}]", folder) for index, part in enumerate(value)]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    texts = [part for part in parts if type(part) is str]
+    return "".join(texts) if len(texts) == len(parts) else parts
 
 
-def _parse_part(part: object, where: str, folder: Path) -> Message:
+def _parse_part(part: object, where: str, folder: Path) -> Part:
     fields = part if isinstance(part, dict) else {}
-    medium = parse_media_part(fields, where, folder)
-    if isinstance(medium, Medium):
-        return _make_part(medium)
-    if medium is not None:
-        return {"type": str(medium)}
+    if (medium := parse_media_part(fields, where, folder)) is not None:
+        return medium
     text = fields.get("text") if fields.get("type") in ("text", "input_text") else None
     if not isinstance(text, str):
         raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
-    return {"type": "text", "text": require_unicode(text, where)}
-
-
-def _make_part(medium: Medium) -> Message:
-    return {"type": str(medium.kind), str(medium.kind): medium}
+    return require_unicode(text, where)
 
 
 # --- media of columns ----------------------------------------------------------------------------
@@ -329,39 +322,34 @@ def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
     first = next((index for index, m in enumerate(messages) if m["role"] == "user"), 0)
     for kind in reversed(MEDIA):  # each is put before those that were put first
         items = media.get(kind, [])
-        places = [part for parts in contents for part in parts if part == {"type": str(kind)}]
+        places = [(parts, i) for parts in contents for i, part in enumerate(parts) if part is kind]
         if items and not places:
-            contents[first][:0] = map(_make_part, items)
-            continue
-        if len(places) != len(items):
+            contents[first][:0] = items
+        elif len(places) != len(items):
             raise DataError(
                 f"{row.origin}: {len(items)} {kind}s beside {len(places)} places for them",
                 hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each"
                 if items
                 else f"give the part a path, url or base64, or the row a column {kind}s",
             )
-        for place, medium in zip(places, items, strict=True):
-            place[str(kind)] = medium
-    placed = (
-        {**message, "content": content} for message, content in zip(messages, contents, strict=True)
-    )
-    return replace(row, text=None, messages=tuple(placed))
+        else:
+            for (parts, index), medium in zip(places, items, strict=True):
+                parts[index] = medium
+    placed = zip(messages, contents, strict=True)
+    return Row(row.origin, messages=tuple({**m, "content": content} for m, content in placed))
 
 
 def _split_content(
-    content: str | list[Message], media: Mapping[Modality, list[Medium]]
-) -> Iterator[Message]:
+    content: str | list[Part], media: Mapping[Modality, list[Medium]]
+) -> Iterator[Part]:
     """Split a content into parts, its text at the marks of media."""
     kinds = {MARKS[kind]: kind for kind in media}
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        if part["type"] != "text" or not kinds:
+    for part in content if isinstance(content, list) else [content]:
+        if type(part) is not str or not kinds:
             yield part
-            continue
-        for piece in re.split(f"({'|'.join(map(re.escape, kinds))})", part["text"]):
-            if piece in kinds:
-                yield {"type": str(kinds[piece])}
-            elif piece:
-                yield {"type": "text", "text": piece}
+        else:
+            pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", part)
+            yield from (kinds.get(piece, piece) for piece in pieces if piece)
 
 
 def _row_error(message: str) -> DataError:

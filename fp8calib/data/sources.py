@@ -56,12 +56,6 @@ def split_data(
     first = next(items, None)
     if first is None:
         raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
-    if text_column is not None and not isinstance(first, Mapping | Path):
-        raise UsageError(
-            f"--text-column {text_column}: the first row of data is {type(first).__name__}, "
-            "without columns",
-            hint="pass rows as mappings, or leave it out",
-        )
     if isinstance(first, Path):
         paths = [first, *items]
         if not all(isinstance(path, str | Path) for path in paths):

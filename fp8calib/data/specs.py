@@ -7,14 +7,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.errors import DataError, UsageError, cut_list, shorten
+from fp8calib.errors import DataError, UsageError
 
 ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 """The suffixes of data files, in upper or lower case."""
 
 _SPEC_HINT = (
     f"use a file ({', '.join(ACCEPTED_SUFFIXES)}), a folder of them or one of "
-    "datasets.save_to_disk[:SPLIT], hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
+    "datasets.save_to_disk, hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
 )
 # What datasets.save_to_disk writes: into the folder of a DatasetDict, and into that of a Dataset.
 _SPLITS_FILE = "dataset_dict.json"
@@ -49,7 +49,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class SavedSource:
-    """A folder that `datasets.Dataset.save_to_disk` wrote, or a split of a `DatasetDict`."""
+    """A folder that `datasets.Dataset.save_to_disk` wrote; of a `DatasetDict`, that of a split."""
 
     folder: Path
 
@@ -88,18 +88,16 @@ def parse_spec(text: str) -> DataSpec:
         return DataSpec(BuiltinSource(), text, weight)
     if body.startswith("hub:") and not _is_data_path(body):
         return DataSpec(_parse_hub(body), text, weight)
-    place, split = _split_saved(body)
-    folder = Path(place)
-    label = (folder.absolute().name or place) + text[len(place) :]
-    if _is_saved(folder) or _has_splits(folder):
-        return DataSpec(_find_saved(folder, split), label, weight)
-    return DataSpec(_find_files(folder), label, weight)
+    path = Path(body)
+    label = (path.absolute().name or body) + text[len(body) :]
+    if all(_is_file(path / name) for name in _SAVED_FILES):
+        return DataSpec(SavedSource(path), label, weight)
+    return DataSpec(_find_files(path), label, weight)
 
 
 def looks_like_spec(text: str) -> bool:
     """Whether a text is more likely meant as a spec: it names data, and is no text to run."""
-    is_named = text == "builtin" or text.startswith("hub:")
-    return is_named or _is_data_path(text) or bool(_split_saved(text)[1])
+    return text == "builtin" or text.startswith("hub:") or _is_data_path(text)
 
 
 def _split_weight(text: str) -> tuple[str, float | None]:
@@ -118,39 +116,6 @@ def _split_weight(text: str) -> tuple[str, float | None]:
     return body, weight
 
 
-def _split_saved(text: str) -> tuple[str, str]:
-    """Split FOLDER:SPLIT of a folder that `datasets` saved; any other text has no split."""
-    folder, _, split = text.rpartition(":")
-    if not (folder and split) or _is_dir(text):
-        return text, ""
-    is_saved = _has_splits(Path(folder)) or _is_saved(Path(folder))
-    return (folder, split) if is_saved else (text, "")
-
-
-def _is_saved(folder: Path) -> bool:
-    return all(_is_file(folder / name) for name in _SAVED_FILES)
-
-
-def _has_splits(folder: Path) -> bool:
-    return _is_file(folder / _SPLITS_FILE)
-
-
-def _find_saved(folder: Path, split: str) -> SavedSource:
-    """Find a saved dataset, or a split of several; without a name, the only one."""
-    if not split and _is_saved(folder):
-        return SavedSource(folder)
-    names = sorted(path.name for path in folder.iterdir() if _is_saved(path))
-    if not split and len(names) == 1:
-        split = names[0]
-    if split not in names:
-        raise UsageError(
-            f"--data {folder}{split and f':{shorten(split)}'}: the folder has "
-            + (f"the splits {cut_list(names)}" if names else "no splits"),
-            hint=f"name one: {folder}:{shorten(names[0])}" if names else f"use {folder}",
-        )
-    return SavedSource(folder / split)
-
-
 def _parse_hub(body: str) -> HubSource:
     name, *rest = body.removeprefix("hub:").split(":")
     if not name or len(rest) > 2:
@@ -166,6 +131,11 @@ def _parse_hub(body: str) -> HubSource:
 
 def _find_files(path: Path) -> FileSource:
     accepted = ", ".join(ACCEPTED_SUFFIXES)
+    if _is_file(path / _SPLITS_FILE):
+        raise UsageError(
+            f"--data {path}: the folder holds saved splits, each in a folder of its own",
+            hint=f"name one of them, such as {path / 'train'}",
+        )
     if _is_dir(path):
         try:
             entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
@@ -189,7 +159,8 @@ def _find_files(path: Path) -> FileSource:
     if not _is_file(path):
         raise DataError(
             f"--data {path}: no such file or folder",
-            hint=f"check the path; a dataset on the hub is written hub:{path}",
+            hint="check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on the "
+            f"hub is hub:{path}",
         )
     return FileSource((path,))
 

@@ -46,7 +46,7 @@ DATA = Option(
     check=parse_spec,
     key="data.sources",
     default=(),
-    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
+    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk, "
     "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several. Default: builtin.",
 )
 TEXT_COLUMN = Option(

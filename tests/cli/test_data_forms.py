@@ -29,7 +29,7 @@ def test_a_saved_split_calibrates_like_the_same_rows_in_a_file(model: Path, tmp_
     recipe.write_text(
         "name: mine\n"
         "data: {samples: 4, seq_len: 16, text_column: body, "
-        f"sources: [{json.dumps(f'{tmp_path}/saved:train')}]}}\n"
+        f"sources: [{json.dumps(f'{tmp_path}/saved/train')}]}}\n"
     )
     command = ("calibrate", model, "--recipe", recipe, "--dtype", "float32")
     succeed(*command, "--out", tmp_path / "b")

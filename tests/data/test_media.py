@@ -132,7 +132,8 @@ def test_a_form_gives_what_was_written(folder: Path, kind: str, form: str) -> No
     }  # fmt: skip
     row = read(rows[form], folder)
     assert row.messages is not None
-    assert [part["type"] for part in row.messages[0]["content"]] == [kind, "text"]
+    medium, text = row.messages[0]["content"]
+    assert (medium.kind, text) == (kind, "?")
     if kind == "image":
         assert look(row) == [PIXELS.tolist()]
     else:
@@ -253,8 +254,8 @@ A, B = "a b.png", "other.png"
 def shape(row: Row) -> list[tuple[str, list[str]]]:
     """Give each message's role and parts: text, or the path of a medium."""
 
-    def show(part: dict[str, Any]) -> str:
-        return part["text"] if part["type"] == "text" else f"[{part[part['type']].value}]"
+    def show(part: str | Medium) -> str:
+        return f"[{part.value}]" if isinstance(part, Medium) else part
 
     return [(m["role"], list(map(show, m["content"]))) for m in row.messages or ()]
 

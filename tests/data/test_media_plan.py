@@ -81,7 +81,7 @@ def brief(plan: DataPlan) -> list[Any]:
             return plan.sequences[index].tolist()
         row = plan.media[index].row
         assert row.messages is not None
-        return row.messages[0]["content"][-1]["text"]
+        return row.messages[0]["content"][-1]
 
     return [read(index) for index in range(len(plan.sequences))]
 

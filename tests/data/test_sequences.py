@@ -295,8 +295,3 @@ def test_instructions_are_plain_text_for_a_tokenizer_without_a_chat_template(
     )
     chat = plan_of(spec, tokenizer=lambda: make_tokenizer(template=PLAIN_TEMPLATE), seq_len=9)
     assert lists(chat) == [[0, 3, 6, 7, 8, 4, 6, 9]]
-
-
-def test_a_column_of_data_without_columns_is_refused() -> None:
-    with pytest.raises(UsageError, match="--text-column body: builtin has no columns"):
-        plan_of(text_column="body")

@@ -308,9 +308,9 @@ def test_rows_are_read_one_at_a_time() -> None:
 def test_a_saved_dataset_gives_the_rows_that_were_saved(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["a", "b", "c", ""], "id": [1, 2, 3, 4]})
     DatasetDict({"train": rows.select([2, 0]), "test": rows}).save_to_disk(tmp_path / "d")
-    train = list(iter_rows(parse_spec(f"{tmp_path}/d:train")))
-    assert train == [Row("d:train row 1", text="c"), Row("d:train row 2", text="a")]
-    test = list(iter_rows(parse_spec(f"{tmp_path}/d:test")))
+    train = list(iter_rows(parse_spec(f"{tmp_path}/d/train")))
+    assert train == [Row("train row 1", text="c"), Row("train row 2", text="a")]
+    test = list(iter_rows(parse_spec(f"{tmp_path}/d/test")))
     assert [row.text for row in test] == ["a", "b", "c", ""]
 
 

@@ -1,6 +1,5 @@
 """Data specs are resolved to files, hub datasets and the built-in text."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from fp8calib.data.specs import (
     FileSource,
     HubSource,
     SavedSource,
-    looks_like_spec,
     parse_spec,
 )
 from fp8calib.errors import DataError, UsageError
@@ -156,40 +154,17 @@ def save_split(folder: Path) -> Path:
     return folder
 
 
-def save_splits(folder: Path, *names: str) -> Path:
-    for name in names:
-        save_split(folder / name)
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(names)}))
-    return folder
-
-
 def test_a_saved_dataset_is_one_source_though_it_holds_json_files(tmp_path: Path) -> None:
     folder = save_split(tmp_path / "saved")
     assert parse_spec(str(folder)) == DataSpec(SavedSource(folder), "saved")
     assert parse_spec(f"{folder}@2") == DataSpec(SavedSource(folder), "saved@2", 2.0)
-    with pytest.raises(UsageError, match="the folder has no splits") as caught:
-        parse_spec(f"{folder}:train")
-    assert caught.value.hint == f"use {folder}"
 
 
-def test_a_split_of_saved_datasets_is_named_unless_there_is_only_one(tmp_path: Path) -> None:
-    one = save_splits(tmp_path / "one", "train")
-    two = save_splits(tmp_path / "two", "train", "test")
-    assert parse_spec(str(one)) == DataSpec(SavedSource(one / "train"), "one")
-    assert parse_spec(f"{two}:test@2") == DataSpec(SavedSource(two / "test"), "two:test@2", 2.0)
-    with pytest.raises(UsageError, match="the folder has the splits test, train") as caught:
-        parse_spec(str(two))
-    assert caught.value.hint == f"name one: {two}:test"
-    with pytest.raises(UsageError, match=":validation: the folder has the splits test, train"):
-        parse_spec(f"{two}:validation")
-    assert looks_like_spec(f"{two}:test")
-    assert not looks_like_spec("Question: what is it?")
-
-
-def test_what_is_no_saved_dataset_is_no_split(tmp_path: Path) -> None:
-    folder = save_splits(tmp_path / "saved", "train", "test")
-    (folder / "train" / "state.json").unlink()
-    (folder / "dataset_dict.json").write_text("damaged")
-    assert parse_spec(str(folder)).source == SavedSource(folder / "test")
-    with pytest.raises(UsageError, match=":train: the folder has the splits test"):
-        parse_spec(f"{folder}:train")
+def test_a_split_of_saved_datasets_is_named_by_its_folder(tmp_path: Path) -> None:
+    save_split(tmp_path / "two" / "train")
+    touch(tmp_path / "two" / "dataset_dict.json")
+    folder = tmp_path / "two" / "train"
+    assert parse_spec(f"{folder}@2") == DataSpec(SavedSource(folder), "train@2", 2.0)
+    with pytest.raises(UsageError, match="holds saved splits") as caught:
+        parse_spec(str(tmp_path / "two"))
+    assert caught.value.hint == f"name one of them, such as {folder}"

@@ -315,10 +315,11 @@ def _make_prompt(batch: Batch) -> dict[str, Any]:
     """Make the prompt of one sequence; vLLM's own processor encodes media."""
     if batch.media is None:
         return {"prompt_token_ids": batch.input_ids[0].tolist()}
-    row = batch.media.open()
-    ids = row.ids[: len(row.ids) - batch.media.num_cut]
-    media = {str(kind): values for kind, values in row.media.items()}
-    return {"prompt_token_ids": ids, "multi_modal_data": media}
+    ids, media = batch.media.encoder.open(batch.media.row)
+    return {
+        "prompt_token_ids": ids[: len(ids) - batch.media.num_cut],
+        "multi_modal_data": {str(kind): values for kind, values in media.items()},
+    }
 
 
 def _is_refusal(error: Exception) -> bool:
