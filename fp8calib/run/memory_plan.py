@@ -24,7 +24,7 @@ from fp8calib.machine.units import GIB, format_gib
 from fp8calib.model.load import ModelSource, build_skeleton
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streaming.model import Streaming, layer_parts, part_of_towers, part_outside_layers
+from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.weights import PartLoader, PartSize
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
@@ -193,14 +193,14 @@ def plan_memory(
 
 def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
     weights = WeightSource(build_skeleton(work.source, dtype=work.dtype), work.checkpoint)
-    loader = PartLoader(weights, work.checkpoint, dtype=work.dtype, device=work.device)
     geometry, itemsize = work.prepared.geometry, work.dtype.itemsize
-    layers = [loader.measure(part) for part in layer_parts(geometry, loader)]
-    around = loader.measure(part_outside_layers(geometry, loader)).placed
+    loader = PartLoader(weights, work.checkpoint, geometry, dtype=work.dtype, device=work.device)
+    layers = [loader.measure(part) for part in loader.layers()]
+    around = loader.measure(loader.around_layers()).placed
     embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
     towers = 0  # they are dropped before the first layer is read
     if any(batch.media is not None for batch in work.batches):
-        size = loader.measure(part_of_towers(loader))
+        size = loader.measure(loader.towers())
         towers = max(size.stored, size.placed) + size.step
     head = 0
     if work.logits_bytes:

@@ -16,6 +16,9 @@ from fp8calib.observe.hooks import changed_input
 
 _ROWS_AT_ONCE = 1024
 
+ReadRows = Callable[[int, int], torch.Tensor]
+"""Reads the rows from a first one up to a last one, which is excluded."""
+
 
 def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
     """Find the token embeddings whose rows can be read one by one, by their path.
@@ -39,29 +42,20 @@ class EmbeddingRows:
     """The rows of an embedding that the text uses, in place of the whole."""
 
     def __init__(
-        self,
-        embedding: Any,
-        read_rows: Callable[[int, int], torch.Tensor],
-        tokens: torch.Tensor,
-        *,
-        dtype: torch.dtype,
-        device: str,
+        self, embedding: Any, read_rows: ReadRows, *, dtype: torch.dtype, device: str
     ) -> None:
         self._embedding = embedding
-        num_rows = embedding.num_embeddings
-        self._row_of = torch.full((num_rows,), -1, dtype=torch.int64)
         self._read_rows = read_rows
         self._dtype = dtype
         self._device = device
+        self._ids = torch.zeros(0, dtype=torch.int64)
+        """The token of each row in memory."""
+        self._row_of = torch.full((embedding.num_embeddings,), -1)
         self._rows = torch.zeros(0, 0)
-        self._read(tokens[tokens < num_rows])
 
-    def read_others(self, read_rows: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    def read_others(self, read_rows: ReadRows) -> torch.Tensor:
         """Read the same rows of another embedding, for `replaced`."""
-        ids = (self._row_of >= 0).nonzero().flatten()
-        rows = torch.empty_like(self._rows, device="cpu")
-        rows[self._row_of[ids]] = _gather(ids, read_rows, self._dtype)
-        return rows.to(self._device)
+        return self._gather(self._ids, read_rows).to(self._device)
 
     @contextmanager
     def replaced(self, rows: torch.Tensor) -> Iterator[None]:
@@ -76,35 +70,38 @@ class EmbeddingRows:
         """Convert token ids to row numbers in memory; rows not in memory are read first."""
         rows = self._row_of[ids.cpu()]
         if bool((rows < 0).any()):
-            self._read(ids.cpu()[rows < 0])
+            self.read(ids.cpu()[rows < 0])
             rows = self._row_of[ids.cpu()]
         return rows.to(ids.device)
 
-    def _read(self, ids: torch.Tensor) -> None:
+    def read(self, ids: torch.Tensor) -> None:
+        """Read the rows of these tokens that are not in memory."""
         new = torch.unique(ids)
         new = new[self._row_of[new] < 0]
-        rows = _gather(new, self._read_rows, self._dtype)
-        self._row_of[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
+        rows = self._gather(new, self._read_rows)
+        self._row_of[new] = torch.arange(len(new)) + len(self._ids)
+        self._ids = torch.cat([self._ids, new])
         if len(self._rows):
             rows = torch.cat([self._rows.cpu(), rows])
         self._rows = rows.to(self._device)
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
-
-def _gather(
-    ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
-    starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
-    runs = torch.tensor_split(ids, starts.nonzero().flatten()[1:])
-    rows, done = torch.empty(0), 0
-    for piece in (piece for run in runs for piece in torch.split(run, _ROWS_AT_ONCE)):
-        read = read_rows(int(piece[0]), int(piece[-1]) + 1)
-        if not done:
-            rows = torch.empty(len(ids), read.shape[1], dtype=dtype)
-        rows[done : done + len(piece)] = read
-        done += len(piece)
-    return rows
+    def _gather(self, ids: torch.Tensor, read_rows: ReadRows) -> torch.Tensor:
+        """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
+        starts = (ids[1:] != ids[:-1] + 1).nonzero().flatten() + 1
+        runs = [
+            run
+            for each in torch.tensor_split(ids, starts)
+            for run in torch.split(each, _ROWS_AT_ONCE)
+        ]
+        rows, done = torch.empty(0), 0
+        for run in runs if len(ids) else ():
+            found = read_rows(int(run[0]), int(run[-1]) + 1)
+            if not done:
+                rows = torch.empty(len(ids), found.shape[1], dtype=self._dtype)
+            rows[done : done + len(run)] = found
+            done += len(run)
+        return rows
 
 
 @contextmanager
@@ -120,7 +117,8 @@ def open_embeddings(
     with ExitStack() as stack:
         for name, module in embeddings_by_row(weights).items():
             read_rows = partial(weights.read_rows, f"{name}.weight")
-            rows = EmbeddingRows(module, read_rows, tokens, dtype=dtype, device=device)
+            rows = EmbeddingRows(module, read_rows, dtype=dtype, device=device)
+            rows.read(tokens[tokens < module.num_embeddings])
             module.padding_idx = None  # used only in training, and may exceed the number of rows
             placed[f"{name}.weight"] = rows
             stack.enter_context(changed_input(module, rows.look_up))

@@ -9,7 +9,7 @@ whose layers read more than the output before them. Only that output is stored b
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class LayerSteps:
         self._before: LayerState | None = None
         self._after: LayerState | None = None
         self._checks = False
-        self._shapes: list[Any] = []
-        self._nans: list[Any] = []
+        self._unknown: tuple[list[Any], Any] = ([], None)
+        """The shapes of an output, and a tree of NaN in these shapes."""
 
     def run_layer(
         self,
@@ -71,14 +71,11 @@ class LayerSteps:
             ModelError: the model does not run its layers one after another.
             CalibrationError: out of memory, or the forward pass failed.
         """
-        self._begin(index, before, checks=checks)
-        try:
+        self._chosen, self._next, self._checks = index, 0, checks
+        self._before, self._after = before, None
+        with suppress(_LayerIsDone):
             self._decoder.run(batch, cache, traces=traces)
-        except _LayerIsDone:
-            after = self._after
-        else:
-            after = None
-        self._before = self._after = None
+        after, self._before, self._after = self._after, None, None
         if after is None:
             raise ModelError(
                 f"{self._names[index]}: the model's forward ended without running it",
@@ -90,41 +87,14 @@ class LayerSteps:
         self, batch: Batch, cache: Any, before: LayerState, *, traces: bool = False
     ) -> torch.Tensor:
         """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
-        self._begin(len(self._originals), before, checks=False)
+        self._chosen, self._next, self._checks = len(self._originals), 0, False
+        self._before = before
         hidden = self._decoder.run(batch, cache, traces=traces)
         self._before = None
         return hidden
 
-    def _begin(self, chosen: int, before: LayerState | None, *, checks: bool) -> None:
-        self._chosen, self._next = chosen, 0
-        self._before, self._after, self._checks = before, None, checks
-
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Replace the forward of layer `index`."""
-        self._require_order(index)
-        if index < self._chosen:
-            assert self._before is not None  # noqa: S101 -- None only at the first layer
-            output = self._before.output
-            return output if index == self._chosen - 1 else self._unknown(output)
-        if self._checks and self._before is not None:
-            self._require_known(args, kwargs)
-        shared = _open_shared(self._before, args, kwargs)
-        output = self._originals[index](*args, **kwargs)
-        self._after = LayerState(output=output, shared=_close_shared(shared, args, kwargs))
-        raise _LayerIsDone
-
-    def _unknown(self, output: Any) -> Any:
-        """Give a tree like `output`, filled with NaN."""
-        leaves, spec = pytree.tree_flatten(output)
-        shapes = [
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        if shapes != self._shapes:
-            self._shapes, self._nans = shapes, [_nan_like(leaf) for leaf in leaves]
-        return pytree.tree_unflatten(self._nans, spec)
-
-    def _require_order(self, index: int) -> None:
         if index != self._next:
             raise ModelError(
                 f"{self._names[index]} runs instead of layer {self._next}: the model does not "
@@ -132,15 +102,52 @@ class LayerSteps:
                 hint=NO_STREAMING_HINT,
             )
         self._next += 1
+        before = self._before
+        if before is not None and index < self._chosen:
+            is_last = index == self._chosen - 1
+            return before.output if is_last else self._make_unknown(before.output)
+        if (
+            self._checks
+            and before is not None
+            and _has_nan((args, kwargs))
+            and not _has_nan(before.output)
+        ):
+            raise ModelError(
+                f"{self._names[index]} reads more than the output of the layer before it",
+                hint=NO_STREAMING_HINT,
+            )
+        # what earlier layers wrote into mappings is restored, and what this one writes is kept
+        mappings = {
+            name: value
+            for name, value in (*enumerate(args), *kwargs.items())
+            if isinstance(value, MutableMapping)
+        }
+        shared = {} if before is None else before.shared
+        known = {name: shared.get(str(name), {}) for name in mappings}
+        for name, mapping in mappings.items():
+            mapping.update(known[name])
+        seen = {name: dict(mapping) for name, mapping in mappings.items()}
+        output = self._originals[index](*args, **kwargs)
+        written = {
+            str(name): known[name]
+            | {key: x for key, x in mapping.items() if seen[name].get(key, mapping) is not x}
+            for name, mapping in mappings.items()
+        }
+        kept = {name: values for name, values in written.items() if values}
+        self._after = LayerState(output=output, shared=kept)
+        raise _LayerIsDone
 
-    def _require_known(self, args: Any, kwargs: Any) -> None:
-        assert self._before is not None  # noqa: S101 -- the caller looked
-        if not _has_nan((args, kwargs)) or _has_nan(self._before.output):
-            return
-        raise ModelError(
-            f"{self._names[self._chosen]} reads more than the output of the layer before it",
-            hint=NO_STREAMING_HINT,
-        )
+    def _make_unknown(self, output: Any) -> Any:
+        """Give a tree like `output`, filled with NaN."""
+        leaves, spec = pytree.tree_flatten(output)
+        shapes = [
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        if shapes != self._unknown[0]:
+            nans = [torch.full_like(x, torch.nan) if _is_float(x) else x for x in leaves]
+            self._unknown = shapes, nans
+        return pytree.tree_unflatten(self._unknown[1], spec)
 
 
 @contextmanager
@@ -153,44 +160,9 @@ def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerS
         yield steps
 
 
-def _nan_like(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-        return torch.full_like(leaf, torch.nan)
-    return leaf
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _has_nan(tree: Any) -> bool:
-    return any(
-        bool(leaf.isnan().any())
-        for leaf in pytree.tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    )
-
-
-def _mappings(args: Any, kwargs: Any) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
-    for name, value in (*((str(i), a) for i, a in enumerate(args)), *kwargs.items()):
-        if isinstance(value, MutableMapping):
-            yield name, value
-
-
-_Opened = dict[str, tuple[dict[Any, Any], dict[Any, int]]]
-
-
-def _open_shared(before: LayerState | None, args: Any, kwargs: Any) -> _Opened:
-    """Restore what earlier layers wrote, and record the mappings before the layer runs."""
-    opened: _Opened = {}
-    for name, mapping in _mappings(args, kwargs):
-        known = {} if before is None else before.shared.get(name, {})
-        mapping.update(known)
-        opened[name] = known, {key: id(value) for key, value in mapping.items()}
-    return opened
-
-
-def _close_shared(opened: _Opened, args: Any, kwargs: Any) -> dict[str, dict[Any, Any]]:
-    shared: dict[str, dict[Any, Any]] = {}
-    for name, mapping in _mappings(args, kwargs):
-        known, seen = opened[name]
-        new = {key: value for key, value in mapping.items() if seen.get(key) != id(value)}
-        if known or new:
-            shared[name] = {**known, **new}
-    return shared
+    return any(_is_float(leaf) and bool(leaf.isnan().any()) for leaf in pytree.tree_leaves(tree))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +17,13 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Layer, ModelGeometry
+from fp8calib.geometry.model_geometry import Layer
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.stored_parameters import is_run
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.decoder import Decoder, DecoderCall
-from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
+from fp8calib.run.streaming.embeddings import EmbeddingRows, open_embeddings
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import NO_STREAMING_HINT, LayerSteps, open_steps
 from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartLoader, set_tensor
@@ -62,19 +62,25 @@ class StreamedModel:
         checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
+        begin_next: begins to read the next layer, if the current one will not be placed.
     """
 
-    def __init__(self, prepared: PreparedModel, loader: PartLoader, streaming: Streaming) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        loader: PartLoader,
+        streaming: Streaming,
+        embeddings: Mapping[str, EmbeddingRows],
+    ) -> None:
         self.prepared = prepared
         self.model, self.geometry = prepared.model, prepared.geometry
         self.checkpoint = loader.checkpoint
         self.device = torch.device(streaming.device)
-        self.embeddings: Mapping[str, EmbeddingRows] = {}
+        self.embeddings = embeddings
         self.begin_next: Callable[[], None] = lambda: None
-        """Begin to read the next layer, if the current one will not be placed."""
         self._streaming = streaming
         self._loader = loader
-        self._parts = layer_parts(prepared.geometry, loader)
+        self._parts = loader.layers()
 
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
@@ -83,22 +89,23 @@ class StreamedModel:
         )
 
     @contextmanager
-    def layers(
-        self, *, until: int | None = None, backwards: bool = False
-    ) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers, or the first `until`; each is read ahead, in a thread.
-
-        `backwards`: the last one first.
+    def layers(self, *, backwards: bool = False) -> Iterator[Iterator[StreamedLayer]]:
+        """Iterate over the layers, or `backwards`; each is read ahead, in a thread.
 
         The next one is read from `placed` or `begin_next` on: two are in memory at a time.
         """
-        layers = list(zip(self.geometry.layers[:until], self._parts, strict=False))
+        layers = list(zip(self.geometry.layers, self._parts, strict=True))
         unread = iter(layers[::-1] if backwards else layers)
         reading: deque[Future[StreamedLayer]] = deque()
 
+        def read(layer: Layer, part: ModelPart) -> StreamedLayer:
+            held = self._loader.read(part)
+            weights = self._loader.weights.reading_from(held)
+            return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+
         def begin_next() -> None:
             if not reading and (following := next(unread, None)) is not None:
-                reading.append(pool.submit(self._read, *following))
+                reading.append(pool.submit(read, *following))
 
         def finished() -> Iterator[StreamedLayer]:
             for _ in layers:
@@ -108,11 +115,6 @@ class StreamedModel:
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
             self.begin_next = begin_next
             yield finished()
-
-    def _read(self, layer: Layer, part: ModelPart) -> StreamedLayer:
-        held = self._loader.read(part)
-        weights = self._loader.weights.reading_from(held)
-        return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -128,11 +130,18 @@ class StreamedModel:
             self._loader.drop(layer.part)
 
     @contextmanager
+    def placed_towers(self) -> Iterator[None]:
+        """Put the weights of what runs before the decoder into the model."""
+        towers = self._loader.towers()
+        self._loader.place(towers, self._loader.read(towers))
+        try:
+            yield
+        finally:
+            self._loader.drop(towers)
+
+    @contextmanager
     def steps(
-        self,
-        decoder: Decoder,
-        batches: Sequence[Batch],
-        store: HiddenStateStore,
+        self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
     ) -> Iterator[LayerSteps]:
         """Let single layers run on batches; the towers run once, on the rows with media.
 
@@ -144,21 +153,11 @@ class StreamedModel:
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
                 with self.placed_towers():
-                    found = store_calls(decoder, store, batches)
+                    find_call = store_calls(decoder, store, batches)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
-                decoder.find_call = found
+                decoder.find_call = find_call
             modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
             yield stack.enter_context(open_steps(decoder, modules))
-
-    @contextmanager
-    def placed_towers(self) -> Iterator[None]:
-        """Put the weights of what runs before the decoder into the model."""
-        towers = part_of_towers(self._loader)
-        self._loader.place(towers, self._loader.read(towers))
-        try:
-            yield
-        finally:
-            self._loader.drop(towers)
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:
@@ -167,23 +166,20 @@ class StreamedModel:
         All are dropped when the context closes. What does not run (a vision tower) is not read.
         """
         inside = set(find_text_decoder(self.model)[1].modules())
-        with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                if module not in inside and any(True for _ in module.parameters(recurse=False)):
-                    hook = self._placing_hook(name, module, stack)
-                    stack.callback(module.register_forward_pre_hook(hook).remove)
-            yield
 
-    def _placing_hook(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[..., None]:
-        own = {f"{name}.{leaf}" for leaf in dict(module.named_parameters(recurse=False))}
-
-        def hook(*_: object) -> None:
-            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                part = self._loader.part(own.__contains__)
+        def load(name: str, module: nn.Module, *_: object) -> None:
+            own = dict(module.named_parameters(recurse=False))
+            if any(parameter.is_meta for parameter in own.values()):
+                part = self._loader.part({f"{name}.{leaf}" for leaf in own}.__contains__)
                 self._loader.place(part, self._loader.read(part))
                 stack.callback(self._loader.drop, part)
 
-        return hook
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                    handle = module.register_forward_pre_hook(partial(load, name))
+                    stack.callback(handle.remove)
+            yield
 
 
 @contextmanager
@@ -198,44 +194,13 @@ def open_streamed(
         ModelError: a weight is missing or has another shape, or the model cannot be streamed.
     """
     keep_freed_memory()
-    dtype, device = streaming.dtype, streaming.device
-    loader = PartLoader(prepared.weights, checkpoint, dtype=dtype, device=device)
-    _compute_buffers(loader)
-    streamed = StreamedModel(prepared, loader, streaming)
-    outside = part_outside_layers(prepared.geometry, loader)
-    with open_embeddings(
-        prepared.weights, tokens, dtype=dtype, device=device
-    ) as streamed.embeddings:
-        loader.place(outside, loader.read(outside))
-        yield streamed
-
-
-def layer_parts(geometry: ModelGeometry, loader: PartLoader) -> list[ModelPart]:
-    """Gather the parameters of each decoder layer."""
-    return [
-        loader.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
-        for layer in geometry.layers
-    ]
-
-
-def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPart:
-    """Gather the text decoder's parameters outside its layers, without embeddings read by row."""
-    path, _ = find_text_decoder(loader.model)
-    own = tuple(f"{layer.module}." for layer in geometry.layers)
-    embeddings = {f"{name}.weight" for name in embeddings_by_row(loader.weights)}
-    return loader.part(
-        lambda name: (
-            name.startswith(f"{path}." if path else "")
-            and not name.startswith(own)
-            and name not in embeddings
-        )
-    )
-
-
-def part_of_towers(loader: PartLoader) -> ModelPart:
-    """Gather the parameters outside the text decoder, but those of the lm_head."""
-    runs = is_run(loader.model)
-    return loader.part(lambda name: not runs(name))
+    weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
+    loader = PartLoader(weights, checkpoint, prepared.geometry, dtype=dtype, device=device)
+    _compute_buffers(prepared.model, loader)
+    around = loader.around_layers()
+    with open_embeddings(weights, tokens, dtype=dtype, device=device) as embeddings:
+        loader.place(around, loader.read(around))
+        yield StreamedModel(prepared, loader, streaming, embeddings)
 
 
 def store_calls(
@@ -260,13 +225,12 @@ def store_calls(
     return find
 
 
-def _compute_buffers(loader: PartLoader) -> None:
+def _compute_buffers(model: PreTrainedModel, loader: PartLoader) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
 
     transformers computes them where it initialises weights, which does nothing to weights without
     memory. It runs twice on different values: a buffer that keeps them is not computed there.
     """
-    model = loader.model
     names = [
         name
         for name, buffer in model.named_buffers(remove_duplicate=False)
@@ -274,22 +238,22 @@ def _compute_buffers(loader: PartLoader) -> None:
     ]
     if not names:
         return  # computed when the model was opened before
-    first, second = (_initialise(model, names, fill) for fill in (0, 1))
+
+    def compute(fill: int) -> dict[str, torch.Tensor]:
+        for name in names:
+            set_tensor(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+        return {name: model.get_buffer(name).clone() for name in names}
+
+    first, second = compute(0), compute(1)
     path = find_text_decoder(model)[0]
-    own = f"{path}." if path else ""
     for name in names:
-        if name.startswith(own) and not torch.equal(first[name], second[name]):
+        is_run = name.startswith(f"{path}." if path else "")
+        if is_run and not torch.equal(first[name], second[name]):
             raise ModelError(
                 f"{type(model).__name__}: the buffer {name} is neither stored nor computed",
                 hint=NO_STREAMING_HINT,
             )
         set_tensor(model, name, second[name].to(loader.device))
-
-
-def _initialise(model: PreTrainedModel, names: Sequence[str], fill: int) -> dict[str, torch.Tensor]:
-    for name in names:
-        set_tensor(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.initialize_weights()
-    return {name: model.get_buffer(name).clone() for name in names}

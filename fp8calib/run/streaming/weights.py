@@ -6,69 +6,51 @@ in which transformers itself loads them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.allocator import return_freed_memory
-from fp8calib.model.stored_parameters import mismatch_error, missing_error, tied_names
-from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error, tied_names
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.run.streaming.embeddings import embeddings_by_row
 
 
 class HeldTensors:
-    """A checkpoint with some tensors in memory; all other tensors are read on request."""
+    """A checkpoint with some tensors in memory; all other tensors are read on request.
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    With a dtype, tensors are cast: transformers casts them before it joins them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        held: dict[str, torch.Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.folder = checkpoint.folder
         self.tensors = checkpoint.tensors
+        self.held = held
         self._checkpoint = checkpoint
-        self._held = {name: checkpoint.read(name) for name in names}
-
-    def read(self, name: str) -> torch.Tensor:
-        """Give a whole tensor; one in memory is not copied."""
-        held = self._held.get(name)
-        return self._checkpoint.read(name) if held is None else held
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Give rows of the leading dimension; rows of a tensor in memory are not copied."""
-        held = self._held.get(name)
-        return self._checkpoint.read_rows(name, start, stop) if held is None else held[start:stop]
-
-    def copy_shared(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
-        """Copy those of `names` whose memory is shared with a tensor in use elsewhere."""
-        room = tensor.untyped_storage().data_ptr()
-        for name in names:
-            held = self._held.get(name)
-            if held is not None and held.untyped_storage().data_ptr() == room:
-                self._held[name] = held.clone()
-
-    def release(self, names: Sequence[str]) -> None:
-        """Drop tensors that are no longer needed as stored."""
-        for name in names:
-            self._held.pop(name, None)
-
-
-class _Casting:
-    """A source whose tensors are cast before they are joined, as transformers does."""
-
-    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
-        self.folder = source.folder
-        self.tensors = source.tensors
-        self._source = source
         self._dtype = dtype
 
     def read(self, name: str) -> torch.Tensor:
-        return self._source.read(name).to(self._dtype)
+        """Give a whole tensor; one in memory is not copied."""
+        held = self.held.get(name)
+        return (self._checkpoint.read(name) if held is None else held).to(self._dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._source.read_rows(name, start, stop).to(self._dtype)
+        """Give rows of the leading dimension; rows of a tensor in memory are not copied."""
+        if (held := self.held.get(name)) is not None:
+            return held[start:stop].to(self._dtype)
+        return self._checkpoint.read_rows(name, start, stop).to(self._dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +81,24 @@ class PartLoader:
         self,
         weights: WeightSource,
         checkpoint: Checkpoint,
+        geometry: ModelGeometry,
         *,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self.model = model = weights.model
         self.weights = weights
-        self.device = device
         self.checkpoint = checkpoint
-        self._known = model.state_dict(keep_vars=True)
+        self.device = device
+        self._geometry = geometry
+        self._model = weights.model
+        self._known = self._model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
-        self._tied = tied_names(model)
-        self._dtype_of = _dtypes_by_name(model, dtype)
+        self._tied = tied_names(self._model)
+        # the dtypes of parameters that transformers loads in another one than the model's
+        self._dtypes: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
+        self._globs: Any = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
 
-    def is_stored(self, name: str) -> bool:
-        """Whether the checkpoint holds this parameter or buffer."""
-        return name in self._maker
+    # --- parts ------------------------------------------------------------------------------------
 
     def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
         """Collect the parameters and stored buffers whose names are wanted.
@@ -122,23 +106,53 @@ class PartLoader:
         Raises:
             ModelError: the checkpoint lacks one, or has another shape for it.
         """
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        names = [
-            name
-            for name in self._known
-            if is_wanted(name) and (name not in buffers or self.is_stored(name))
-        ]
-        wanted = {name: found for name in names if (found := self._find(name)) is not None}
-        if missing := sorted(set(names) - set(wanted)):
-            raise missing_error(self.checkpoint.folder, missing)
-        keys = {self._maker[parameter] for parameter in wanted.values()}
-        taken = self.weights.tensor_names(keys)
-        single = self.weights.single_tensors
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        wanted, missing = dict[str, str](), list[str]()
+        for name in filter(is_wanted, self._known):
+            tied = (name, *self._tied.get(name, ()))
+            parameter = next((each for each in tied if self.is_stored(each)), None)
+            if parameter is not None and (name not in buffers or self.is_stored(name)):
+                wanted[name] = parameter
+            elif name not in buffers:
+                missing.append(name)
+        if missing:
+            raise missing_error(self.checkpoint.folder, sorted(missing))
         for name, parameter in wanted.items():
-            if parameter in single:
-                self._require_shape(name, self.checkpoint.tensors[single[parameter]].shape)
-        tensors = tuple(name for name in self.checkpoint.tensors if name in taken)
+            if (tensor := self.weights.single_tensors.get(parameter)) is not None:
+                self._require_shape(name, self.checkpoint.tensors[tensor].shape)
+        made_from = self.weights.tensor_names({self._maker[each] for each in wanted.values()})
+        tensors = tuple(name for name in self.checkpoint.tensors if name in made_from)
         return ModelPart(wanted=wanted, tensors=tensors)
+
+    def layers(self) -> list[ModelPart]:
+        """Gather the parameters of each decoder layer."""
+        paths = [f"{layer.module}." for layer in self._geometry.layers]
+        return [self.part(lambda name, path=path: name.startswith(path)) for path in paths]  # type: ignore[misc]
+
+    def around_layers(self) -> ModelPart:
+        """Gather the text decoder's parameters outside its layers.
+
+        Embeddings that are read by row are left out.
+        """
+        path, _ = find_text_decoder(self._model)
+        inside = tuple(f"{layer.module}." for layer in self._geometry.layers)
+        embeddings = {f"{name}.weight" for name in embeddings_by_row(self.weights)}
+        return self.part(
+            lambda name: (
+                name.startswith(f"{path}." if path else "")
+                and not name.startswith(inside)
+                and name not in embeddings
+            )
+        )
+
+    def towers(self) -> ModelPart:
+        """Gather the parameters outside the text decoder, but those of the lm_head."""
+        runs = is_run(self._model)
+        return self.part(lambda name: not runs(name))
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the checkpoint holds this parameter or buffer."""
+        return name in self._maker
 
     def measure(self, part: ModelPart) -> PartSize:
         """Compute the bytes of a part from the shapes of its tensors."""
@@ -147,22 +161,22 @@ class PartLoader:
             key = self._maker[parameter]
             size_bytes = self._known[name].numel() * self._target(name).itemsize
             placed += size_bytes
-            steps[key] = steps.get(key, 0) + size_bytes * self._copies(name, key)
-        stored = sum(self.checkpoint.tensors[name].size_bytes for name in part.tensors)
-        return PartSize(stored=stored, placed=placed, step=max(steps.values(), default=0))
+            stored = self.weights.tensor_names([key])
+            # joining makes two copies (stacks, and gate beside up), casting one
+            is_cast = any(self.checkpoint.dtype(each) != self._target(name) for each in stored)
+            copies = 2 if len(stored) > 1 else int(is_cast)
+            steps[key] = steps.get(key, 0) + size_bytes * copies
+        bytes_stored = sum(self.checkpoint.tensors[name].size_bytes for name in part.tensors)
+        return PartSize(stored=bytes_stored, placed=placed, step=max(steps.values(), default=0))
 
-    def _copies(self, name: str, key: str) -> int:
-        """Count the copies: joining makes two (stacks, and gate beside up), casting one."""
-        names = self.weights.tensor_names([key])
-        if len(names) > 1:
-            return 2
-        return int(any(self.checkpoint.dtype(stored) != self._target(name) for stored in names))
+    # --- weights ----------------------------------------------------------------------------------
 
     def read(self, part: ModelPart) -> HeldTensors:
         """Read the tensors of a part as stored."""
-        return HeldTensors(self.checkpoint, part.tensors)
+        held = {name: self.checkpoint.read(name) for name in part.tensors}
+        return HeldTensors(self.checkpoint, held)
 
-    def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
+    def place(self, part: ModelPart, tensors: HeldTensors, *, keep: bool = False) -> None:
         """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
 
         Raises:
@@ -172,34 +186,40 @@ class PartLoader:
         for name, parameter in part.wanted.items():
             by_key.setdefault(self._maker[parameter], []).append(name)
         for key, names in by_key.items():
-            source = self.weights.reading_from(_Casting(held, self._target(names[0])))
-            made = source.read_all(key)
-            stored = tuple(self.weights.tensor_names([key]))
-            if not keep:
-                held.release(stored)
+            cast = HeldTensors(self.checkpoint, tensors.held, self._target(names[0]))
+            made = self.weights.reading_from(cast).read_all(key)
+            stored = self.weights.tensor_names([key])
+            for name in () if keep else stored:
+                tensors.held.pop(name, None)
             for name in names:
                 tensor = made[part.wanted[name]].to(self._target(name))
-                if self.device == "cpu":
-                    held.copy_shared(tensor, stored)
                 self._require_shape(name, tensor.shape)
-                set_tensor(self.model, name, tensor.to(self.device))
+                set_tensor(self._model, name, tensor.to(self.device))
+            rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+            for name in stored if self.device == "cpu" else ():
+                held = tensors.held.get(name)
+                if held is not None and held.untyped_storage().data_ptr() in rooms:
+                    tensors.held[name] = held.clone()  # the model's may be changed in place
 
     def drop(self, part: ModelPart) -> None:
         """Drop a part and return its memory to the system."""
         for name in part.wanted:
-            set_tensor(self.model, name, self._known[name])
+            set_tensor(self._model, name, self._known[name])
         return_freed_memory()
 
-    def _require_shape(self, name: str, found: Sequence[int]) -> None:
+    def _target(self, name: str) -> torch.dtype:
+        """Give the dtype that transformers loads a parameter in."""
+        if self._globs is not None:
+            alternation, glob_of, _ = self._globs
+            if (match := alternation.search(name)) is not None:
+                found: torch.dtype = self._dtypes[glob_of[str(match.lastgroup)]]
+                return found
+        return self._known[name].dtype
+
+    def _require_shape(self, name: str, found: torch.Size | tuple[int, ...]) -> None:
         expected = self._known[name].shape
         if tuple(found) != tuple(expected):
             raise mismatch_error(self.checkpoint.folder, name, found, expected)
-
-    def _target(self, name: str) -> torch.dtype:
-        return self._dtype_of(name, self._known[name].dtype)
-
-    def _find(self, name: str) -> str | None:
-        return next((n for n in (name, *self._tied.get(name, ())) if n in self._maker), None)
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -216,20 +236,3 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module._parameters[leaf] = value
     else:
         module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
-
-
-def _dtypes_by_name(
-    model: PreTrainedModel, dtype: torch.dtype
-) -> Callable[[str, torch.dtype], torch.dtype]:
-    """Give the dtype transformers loads a parameter in, from its name and its own dtype."""
-    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    if not plan:
-        return lambda _name, own: own
-    alternation, glob_of, _ = build_glob_alternation(list(plan))
-    pattern: re.Pattern[str] = alternation
-
-    def find(name: str, own: torch.dtype) -> torch.dtype:
-        match = pattern.search(name)
-        return own if match is None else plan[glob_of[str(match.lastgroup)]]
-
-    return find
