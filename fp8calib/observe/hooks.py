@@ -131,28 +131,17 @@ def find_attention(
     Raises:
         CalibrationError: the layer has no attention, or its shapes differ.
     """
-    attention = attentions.get(layer_idx)
-    if attention is None or not _fits(attention, key, value):
-        raise _unexpected(attention, layer_idx, key, value)
-    return attention
-
-
-def _fits(attention: Attention, key: torch.Tensor, value: torch.Tensor) -> bool:
-    has_heads = all(x.shape[1] % attention.num_kv_heads == 0 for x in (key, value))
+    attention, expected = attentions.get(layer_idx), "no K/V"
     sizes = key.shape[-1], value.shape[-1]
-    return has_heads and sizes == (attention.k_head_dim, attention.v_head_dim)
-
-
-def _unexpected(
-    attention: Attention | None, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-) -> CalibrationError:
-    expected = "no K/V"
     if attention is not None:
-        sizes = f"{attention.k_head_dim} (K) and {attention.v_head_dim} (V)"
-        expected = f"{attention.num_kv_heads} of sizes {sizes}"
-    return CalibrationError(
-        f"layer {layer_idx} caches {key.shape[1]} KV heads of sizes {key.shape[-1]} (K) and "
-        f"{value.shape[-1]} (V) where the topology found {expected}"
+        has_heads = all(x.shape[1] % attention.num_kv_heads == 0 for x in (key, value))
+        if has_heads and sizes == (attention.k_head_dim, attention.v_head_dim):
+            return attention
+        known = f"{attention.k_head_dim} (K) and {attention.v_head_dim} (V)"
+        expected = f"{attention.num_kv_heads} of sizes {known}"
+    raise CalibrationError(
+        f"layer {layer_idx} caches {key.shape[1]} KV heads of sizes {sizes[0]} (K) and {sizes[1]} "
+        f"(V) where the topology found {expected}"
     )
 
 
@@ -179,55 +168,14 @@ def open_hooks(
         attend: runs attention where q is hooked; None leaves it to the model.
     """
     modules = dict(model.named_modules())
+    attentions = {
+        modules[attention.module]: attention
+        for _, attention in geometry.attentions()
+        if attention.module not in ignored
+    }
     experts: dict[nn.Module, tuple[str, int]] = {}
-    with ExitStack() as stack:
-        if query:
-            attentions = {
-                modules[attention.module]: attention
-                for _, attention in geometry.attentions()
-                if attention.module not in ignored
-            }
-            # The lookup is wrapped, since transformers chooses the mask by the registered name.
-            hook = _query_hook(attentions, hooks, attend)
-            stack.enter_context(wrapped_lookup(AttentionInterface, hook))
-        for _, linear in geometry.linears() if inputs else ():
-            path = linear.runner
-            if path in ignored:
-                continue
-            if linear.num_experts:
-                experts[modules[path]] = (path, linear.expert_block)
-            else:
-                see = partial(hooks.on_input, linear)
-                stack.enter_context(changed_input(modules[path], see))
-        if inputs:
-            run = _experts_hook(experts, hooks)
-            stack.enter_context(wrapped_lookup(ExpertsInterface, run))
-        yield
 
-
-@contextmanager
-def changed_input(
-    module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
-    """Pass the first argument of a module through `change` while the context is open."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: change(kwargs[name])}
-
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _query_hook(
-    attentions: Mapping[nn.Module, Attention], hooks: TensorHooks, attend: Attend | None
-) -> Callable[..., Any]:
-    def run(
+    def run_attention(
         function: Callable[..., Any],
         module: nn.Module,
         query: torch.Tensor,
@@ -250,7 +198,55 @@ def _query_hook(
         )
         return call.run() if attention is None or attend is None else attend(attention, call)
 
-    return run
+    def run_experts(
+        function: Callable[..., Any],
+        module: nn.Module,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if module not in experts:
+            return function(module, hidden, index, *args, **kwargs)
+        path, block = experts[module]
+        call = ExpertsCall(path=path, module=module, block=block, index=index)
+        hidden = hooks.on_expert_input(call, hidden)
+        with _hook_down(call, hooks):
+            return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
+
+    with ExitStack() as stack:
+        if query:
+            # The lookup is wrapped, since transformers chooses the mask by the registered name.
+            stack.enter_context(wrapped_lookup(AttentionInterface, run_attention))
+        if inputs:
+            stack.enter_context(wrapped_lookup(ExpertsInterface, run_experts))
+        for _, linear in geometry.linears() if inputs else ():
+            path = linear.runner
+            if path not in ignored and linear.num_experts:
+                experts[modules[path]] = (path, linear.expert_block)
+            elif path not in ignored:
+                see = partial(hooks.on_input, linear)
+                stack.enter_context(changed_input(modules[path], see))
+        yield
+
+
+@contextmanager
+def changed_input(
+    module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Pass the first argument of a module through `change` while the context is open."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: change(kwargs[name])}
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _OPEN_HOOKS: dict[Any, tuple[Any, list[Callable[..., Any]]]] = {}
@@ -277,28 +273,6 @@ def wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
         if not hooks:
             interface.get_interface = original
             del _OPEN_HOOKS[interface]
-
-
-def _experts_hook(
-    experts: Mapping[nn.Module, tuple[str, int]], hooks: TensorHooks
-) -> Callable[..., Any]:
-    def run(
-        function: Callable[..., Any],
-        module: nn.Module,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if module not in experts:
-            return function(module, hidden, index, *args, **kwargs)
-        path, block = experts[module]
-        call = ExpertsCall(path=path, module=module, block=block, index=index)
-        hidden = hooks.on_expert_input(call, hidden)
-        with _hook_down(call, hooks):
-            return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
-
-    return run
 
 
 @contextmanager

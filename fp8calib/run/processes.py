@@ -154,6 +154,7 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
     group = ProcessGroup(process_rank, watch)
     try:
         with group.peer_failures():
+            group.all_gather(None)  # from here on all of them tell what happens to them
             yield group
             watch.finish()
     except (Exception, KeyboardInterrupt) as error:

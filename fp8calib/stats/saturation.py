@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -11,10 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.positions import range_starts
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import SiteStats
 
 NUM_QUARTERS = 4
-"""Points of the data that the running amax is compared at, the end included."""
 
 
 class Saturation(BaseModel):
@@ -71,49 +69,42 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None for a shard."""
     if stats.shard is not None:
         return None
-    return _compute_shares(stats, _by_quarter, NUM_QUARTERS - 1, decisive=1)
-
-
-def _by_quarter(site: SiteStats) -> torch.Tensor | None:
-    """Give the amax of each quarter of the sequences: [4]; 0 where there are too few."""
-    if site.sequences is None or not len(site.sequences):
-        return site.progress
-    quarter = torch.arange(len(site.sequences)) * NUM_QUARTERS // len(site.sequences)
-    return torch.zeros(NUM_QUARTERS).scatter_reduce_(0, quarter, site.sequences, "amax")
+    by_quarter: dict[Site, torch.Tensor | None] = {}
+    for site, seen in stats.sites.items():
+        by_quarter[site] = seen.progress
+        if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
+            quarter = torch.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
+            zeros = torch.zeros(NUM_QUARTERS)
+            by_quarter[site] = zeros.scatter_reduce_(0, quarter, seen.sequences, "amax")
+    shares = _compute_shares(by_quarter, NUM_QUARTERS - 1, decisive=1)
+    return None if shares is None else Saturation(**shares)
 
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
     """Compare the amax of early positions with the final one; None if all sequences are short."""
-    reached = [site.positions for site in stats.sites.values() if site.positions is not None]
+    positions = {site: seen.positions for site, seen in stats.sites.items()}
+    reached = [found for found in positions.values() if found is not None]
     if not reached:
         return None
     below = range_starts()[1 : int(torch.stack(reached).amax(0).count_nonzero())]
-    if not below:
-        return None
-    shares = _compute_shares(stats, lambda site: site.positions, len(below), decisive=0)
-    return None if shares is None else PositionSaturation(**dict(shares), below=tuple(below))
+    shares = _compute_shares(positions, len(below), decisive=0) if below else None
+    return None if shares is None else PositionSaturation(**shares, below=tuple(below))
 
 
 def _compute_shares(
-    stats: CalibrationStats,
-    get: Callable[[SiteStats], torch.Tensor | None],
-    num_points: int,
-    *,
-    decisive: int,
-) -> Saturation | None:
+    values: dict[Site, torch.Tensor | None], num_points: int, *, decisive: int
+) -> dict[str, Any] | None:
     """Compute the shares at the first points; point `decisive` determines the slowest site."""
     shares: dict[Site, list[float]] = {}
-    for site, found in stats.sites.items():
-        values = get(found)
-        if site.role is Role.WEIGHT or values is None or not float(values.max()) > 0:
-            continue
-        running = values.double().cummax(0).values
-        shares[site] = (running[:num_points] / running[-1]).tolist()
+    for site, found in values.items():
+        if site.role is not Role.WEIGHT and found is not None and float(found.max()) > 0:
+            running = found.double().cummax(0).values
+            shares[site] = (running[:num_points] / running[-1]).tolist()
     if not shares:
         return None
     points = list(zip(*shares.values(), strict=True))
-    return Saturation(
-        median_share=tuple(median(point) for point in points),
-        least_share=tuple(min(point) for point in points),
-        slowest_site=str(min(shares, key=lambda site: shares[site][decisive])),
-    )
+    return {
+        "median_share": tuple(median(point) for point in points),
+        "least_share": tuple(min(point) for point in points),
+        "slowest_site": str(min(shares, key=lambda site: shares[site][decisive])),
+    }

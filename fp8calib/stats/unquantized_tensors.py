@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -69,43 +69,31 @@ class BaseComparison:
 def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     """Hash the norms and embeddings of a checkpoint, and sketch the linears of its layers.
 
-    Of the experts of a layer, one is sketched. A hash is of the shape and of all values in
-    bfloat16. Values that float16 holds only as subnormal numbers are counted as zeros. So the hash
-    of a model in bfloat16 is the same after a conversion to fp32 or float16.
+    Of the experts of a layer, one is sketched, another in each layer. A hash is of the shape and of
+    all values in bfloat16. Values that float16 holds only as subnormal numbers are counted as
+    zeros. So the hash of a model in bfloat16 is the same after a conversion to fp32 or float16.
 
     Returns:
         A text for each tensor, by name in their order: hexadecimal digits, or a sketch.
     """
     found: dict[str, str] = {}
-    sketched = frozenset(_choose_linears(checkpoint))
-    for name, entry in sorted(checkpoint.tensors.items()):
+    experts: dict[str, dict[int, str]] = {}
+    linears: set[str] = set()
+    for name, entry in checkpoint.tensors.items():
         if _is_kept(name, entry):
             digits = _HASH_DIGITS if len(entry.shape) == 1 else _WHOLE_DIGITS
             found[name] = _hash(checkpoint, name, entry, digits)
-        elif name in sketched:
-            sketch = sketch_matrix(checkpoint, name, _limit_elements(name))
-            found[name] = f"{_SKETCH}{encode_sketch(sketch)}"
-    return found
-
-
-def _choose_linears(checkpoint: Checkpoint) -> Iterator[str]:
-    """Choose the linears to sketch; of the experts of a layer one, another in each layer."""
-    experts: dict[str, dict[int, str]] = {}
-    for name, entry in checkpoint.tensors.items():
-        if not _is_linear(name, entry):
-            continue
-        expert = _EXPERT.search(name)
-        if expert is None:
-            yield name
-        else:
+        elif _is_linear(name, entry) and (expert := _EXPERT.search(name)) is not None:
             alike = f"{name[: expert.start(1)]}*{name[expert.end(1) :]}"
             experts.setdefault(alike, {})[int(expert[1])] = name
+        elif _is_linear(name, entry):
+            linears.add(name)
     for alike, names in experts.items():
-        yield names[sorted(names)[find_layer(alike) % len(names)]]
-
-
-def _limit_elements(name: str) -> int | None:
-    return None if _KV_PROJECTION.search(name) else _MOST_ELEMENTS
+        linears.add(names[sorted(names)[find_layer(alike) % len(names)]])
+    for name in sorted(linears):
+        sketch = sketch_matrix(checkpoint, name, _limit_elements(name))
+        found[name] = f"{_SKETCH}{encode_sketch(sketch)}"
+    return dict(sorted(found.items()))
 
 
 def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
@@ -123,11 +111,7 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
     hashes = {name: text for name, text in recorded.items() if not text.startswith(_SKETCH)}
     if difference := _find_changed_hash(hashes, checkpoint):
         return BaseComparison(difference=difference)
-    sketches = {
-        name: text.removeprefix(_SKETCH)
-        for name, text in recorded.items()
-        if text.startswith(_SKETCH)
-    }
+    sketches = {name: recorded[name] for name in recorded if name not in hashes}
     if not sketches:
         return BaseComparison(uncompared="the record of the calibrated model has no linears")
     missing, num_sampled = [], 0
@@ -136,9 +120,9 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
         if entry is None or not _is_linear(name, entry):
             missing.append(name)
             continue
-        if difference := _explain_distance(text, checkpoint, name):
-            return BaseComparison(difference=difference)
         most = _limit_elements(name)
+        if difference := _explain_distance(text, checkpoint, name, most):
+            return BaseComparison(difference=difference)
         num_sampled += most is not None and prod(entry.shape[-2:]) > most
     compared = f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears"
     return BaseComparison(
@@ -161,10 +145,12 @@ def _find_changed_hash(hashes: Mapping[str, str], checkpoint: Checkpoint) -> str
     return "" if compared else "it has no unquantized norm or embedding to compare"
 
 
-def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
+def _explain_distance(
+    text: str, checkpoint: Checkpoint, name: str, most_elements: int | None
+) -> str:
     """Describe a linear that differs by more than its form explains; empty if none."""
     try:
-        recorded = decode_sketch(text)
+        recorded = decode_sketch(text.removeprefix(_SKETCH))
     except ValueError as error:
         raise ModelError(
             f"the record of the calibrated model is damaged: sketch of {shorten(name)}: {error}",
@@ -172,7 +158,7 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
         ) from error
     form = checkpoint.form_of(name)
     most = _CHANGES.get(form, _CHANGE)
-    distance = measure_distance(recorded, checkpoint, name, _limit_elements(name))
+    distance = measure_distance(recorded, checkpoint, name, most_elements)
     if distance <= most:
         return ""
     cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"
@@ -182,19 +168,20 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
     )
 
 
+def _limit_elements(name: str) -> int | None:
+    return None if _KV_PROJECTION.search(name) else _MOST_ELEMENTS
+
+
 def _is_kept(name: str, entry: TensorEntry) -> bool:
-    if entry.dtype not in FLOATS:
-        return False
     pattern = {1: _NORM, 2: _EMBEDDING}.get(len(entry.shape))
-    return pattern is not None and pattern.search(name) is not None
+    return entry.dtype in FLOATS and pattern is not None and pattern.search(name) is not None
 
 
 def _is_linear(name: str, entry: TensorEntry) -> bool:
     """Whether a tensor is the weight of a linear in a layer, or a stack of those of experts."""
-    if entry.dtype not in FLOATS or _EMBEDDING.search(name):
-        return False
     pattern = {2: _LINEAR, 3: _STACK}.get(len(entry.shape))
-    return pattern is not None and pattern.search(name) is not None
+    is_float = entry.dtype in FLOATS and not _EMBEDDING.search(name)
+    return is_float and pattern is not None and pattern.search(name) is not None
 
 
 def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) -> str:

@@ -86,7 +86,14 @@ class Decoder:
         self._cache_argument = name_cache_argument(self._decoder)
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
-        self._growing = [m for m in self._decoder.modules() if _grows_with_length(m)]
+        # rotary embeddings that keep the frequencies of the longest sequence so far
+        # (transformers 5.23, `dynamic_rope_update`)
+        self._growing = [
+            module
+            for module in self._decoder.modules()
+            if hasattr(module, "max_seq_len_cached")
+            and "dynamic" in str(getattr(module, "rope_type", ""))
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +143,14 @@ class Decoder:
             raise
         except Exception as error:
             if _is_out_of_memory(error):
-                raise _out_of_memory(batch, error) from error
+                rows, columns = batch.input_ids.shape
+                own = f" ({error})" if str(error).startswith("could not") else ""
+                raise OutOfMemoryInForward(
+                    f"out of memory at sample {batch.first}, with {rows} sequences of {columns} "
+                    f"tokens{own}",
+                    hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device "
+                    "cpu",
+                ) from error
             raise CalibrationError(
                 f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
                 f"{type(error).__name__}: {error}",
@@ -144,12 +158,10 @@ class Decoder:
             ) from error
 
     def _text_inputs(self, batch: Batch) -> dict[str, Any]:
-        mask = batch.mask
+        mask, device = batch.mask, self.device
         return {
-            "input_ids": batch.input_ids.to(self.device, non_blocking=True),
-            "attention_mask": None
-            if mask is None
-            else mask.long().to(self.device, non_blocking=True),
+            "input_ids": batch.input_ids.to(device, non_blocking=True),
+            "attention_mask": None if mask is None else mask.long().to(device, non_blocking=True),
             "use_cache": True,
             **self._options,
         }
@@ -223,16 +235,6 @@ def _list_arguments(model: Any) -> set[str]:
     return found
 
 
-def _grows_with_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding that keeps the frequencies of the longest sequence so far.
-
-    Transformers 5.23, `dynamic_rope_update`.
-    """
-    return hasattr(module, "max_seq_len_cached") and "dynamic" in str(
-        getattr(module, "rope_type", "")
-    )
-
-
 def _forget_lengths(module: Any) -> None:
     """Give a rotary embedding the frequencies that it had before any sequence."""
     for name, buffer in list(module.named_buffers(recurse=False)):
@@ -248,16 +250,6 @@ def _is_out_of_memory(error: Exception) -> bool:
         return True
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in _OUT_OF_MEMORY_MESSAGES
-    )
-
-
-def _out_of_memory(batch: Batch, error: Exception) -> OutOfMemoryInForward:
-    rows, columns = batch.input_ids.shape
-    is_known = not str(error).startswith("could not")
-    return OutOfMemoryInForward(
-        f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens"
-        + ("" if is_known else f" ({error})"),
-        hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
     )
 
 

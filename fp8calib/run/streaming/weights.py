@@ -212,9 +212,9 @@ class PartLoader:
         if self._globs is not None:
             alternation, glob_of, _ = self._globs
             if (match := alternation.search(name)) is not None:
-                found: torch.dtype = self._dtypes[glob_of[str(match.lastgroup)]]
-                return found
-        return self._known[name].dtype
+                return self._dtypes[glob_of[str(match.lastgroup)]]
+        found: torch.dtype = self._known[name].dtype
+        return found
 
     def _require_shape(self, name: str, found: torch.Size | tuple[int, ...]) -> None:
         expected = self._known[name].shape
