@@ -24,24 +24,27 @@ def observe_weights(
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
 
+    Of experts also the axis that tensor parallelism cuts, to the amax of blocks.
+
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
-    per_expert: dict[str, list[tuple[SiteStats, torch.Tensor]]] = defaultdict(list)
+    by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
     for weight in read_linears(observed, source):
-        linear, stats = weight.linear, _reduce(weight.values, weight.name)
+        linear, found = weight.linear, _reduce(weight.values, weight.name)
         site = Site(linear.module, Role.WEIGHT)
         if weight.expert is None:
-            yield site, stats
+            yield site, SiteStats(count=0, tensors=found)
             continue
-        per_expert[linear.module].append((stats, _blocks(stats, linear)))
+        cut = found["amax_in" if linear.shard == "row" else "amax"]
+        found["experts"] = group_amax(cut.unsqueeze(0), linear.expert_block)[0]
+        by_expert[linear.module].append(found)
         if weight.expert == linear.num_experts - 1:
-            yield site, _join(per_expert.pop(linear.module))
-
-
-_BOUNDS = ("_min", "_max")
-"""Bounds of a clamp: without one they are infinite (the towers of Gemma 4)."""
+            parts = by_expert.pop(linear.module)
+            stacked = {name: torch.stack([part[name] for part in parts]) for name in found}
+            joined = {name: x if name == "experts" else x.amax(0) for name, x in stacked.items()}
+            yield site, SiteStats(count=0, tensors=joined)
 
 
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
@@ -51,17 +54,17 @@ def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
         ModelError: a tensor holds NaN or inf; the message names tensor and index.
     """
     for name in names:
-        if not TORCH_DTYPES[checkpoint.tensors[name].dtype].is_floating_point:
+        entry = checkpoint.tensors[name]
+        if not TORCH_DTYPES[entry.dtype].is_floating_point:
             continue
-        shape = checkpoint.tensors[name].shape
-        if not shape:
+        if not entry.shape:
             value = checkpoint.read(name).unsqueeze(0)
-            if name.endswith(_BOUNDS):
+            if name.endswith(("_min", "_max")):  # of a clamp: infinite without one (Gemma 4)
                 value = value.nan_to_num(torch.nan, 0, 0)
             _require_finite(value, name, 0)
             continue
-        for start in range(0, shape[0], _ROWS_AT_ONCE):
-            rows = checkpoint.read_rows(name, start, min(start + _ROWS_AT_ONCE, shape[0]))
+        for start in range(0, entry.shape[0], _ROWS_AT_ONCE):
+            rows = checkpoint.read_rows(name, start, min(start + _ROWS_AT_ONCE, entry.shape[0]))
             _require_finite(rows, name, start)
 
 
@@ -75,7 +78,7 @@ def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
         raise nonfinite_tensor_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
 
 
-def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
+def _reduce(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         raise ModelError(
             f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
@@ -86,21 +89,4 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
     if not bool(amax_out.isfinite().all()):
         index = (~weight.float().isfinite()).nonzero()[0].tolist()
         raise nonfinite_tensor_error(name, float(weight[tuple(index)]), index)
-    return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
-
-
-def _blocks(stats: SiteStats, linear: Linear) -> torch.Tensor:
-    """Reduce the axis that tensor parallelism cuts to the amax of blocks: [blocks]."""
-    cut = stats.amax_in if linear.shard == "row" else stats.amax
-    assert cut is not None  # noqa: S101 -- a weight's stats always hold both axes
-    return group_amax(cut.unsqueeze(0), linear.expert_block)[0]
-
-
-def _join(per_expert: list[tuple[SiteStats, torch.Tensor]]) -> SiteStats:
-    inputs = [stats.amax_in for stats, _ in per_expert if stats.amax_in is not None]
-    return SiteStats(
-        count=0,
-        amax=torch.stack([stats.amax for stats, _ in per_expert]).amax(0),
-        amax_in=torch.stack(inputs).amax(0),
-        experts=torch.stack([blocks for _, blocks in per_expert]),
-    )
+    return {"amax": amax_out, "amax_in": channel_amax(weight)}

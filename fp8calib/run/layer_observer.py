@@ -48,11 +48,7 @@ class LayerObserver:
         self._counted = 0
 
     def observe_weights(self) -> dict[Site, SiteStats]:
-        """Read and observe the weights alone.
-
-        Raises:
-            ModelError: a weight is NaN or inf.
-        """
+        """Read and observe the weights alone."""
         with self._streamed.layers() as layers:
             for layer in layers:
                 self._observe_layer(layer)

@@ -65,7 +65,18 @@ class CalibrationOrigin:
         model, data, text = (fields.get(key, "") for key in _KEYS)
         if not _is_fingerprint(model) or not (data == "" or _is_fingerprint(data)):
             raise ValueError(f"not a fingerprint of {_FINGERPRINT_DIGITS} hexadecimal digits")
-        return cls(model=str(model), data=str(data), text=_decode(text))
+        if not isinstance(text, str):
+            raise ValueError("the hashes of the text are not a string")
+        try:
+            raw = base64.b64decode(text.encode(), validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"the hashes of the text are damaged: {error}") from error
+        if len(raw) % 8 or len(raw) > SKETCH_SIZE * 8:
+            raise ValueError("the hashes of the text are damaged: wrong size")
+        hashes = np.frombuffer(raw, dtype="<i8").astype(np.int64)
+        if bool((hashes[1:] <= hashes[:-1]).any()):
+            raise ValueError("the hashes of the text are damaged: not sorted")
+        return cls(model=str(model), data=str(data), text=torch.from_numpy(hashes))
 
 
 def estimate_overlap(text: torch.Tensor, seen: torch.Tensor) -> float:
@@ -85,30 +96,14 @@ def estimate_overlap(text: torch.Tensor, seen: torch.Tensor) -> float:
 def explain_difference(calibrated: str, here: str, *, between: str = ", here ") -> str:
     """Explain how the calibrated model differs from the one here, by their fingerprints."""
     half = _FINGERPRINT_DIGITS // 2
-    halves = {"config.json": slice(0, half), "weights": slice(half, None)}
-    pairs = {name: (calibrated[part], here[part]) for name, part in halves.items()}
+    parts = {"config.json": slice(0, half), "weights": slice(half, None)}
     return " and ".join(
-        f"different {name} ({there[:8]}{between}{own[:8]})"
-        for name, (there, own) in pairs.items()
-        if there != own
+        f"different {name} ({calibrated[part][:8]}{between}{here[part][:8]})"
+        for name, part in parts.items()
+        if calibrated[part] != here[part]
     )
 
 
 def _is_fingerprint(value: object) -> bool:
     digits = set("0123456789abcdef")
     return isinstance(value, str) and len(value) == _FINGERPRINT_DIGITS and set(value) <= digits
-
-
-def _decode(text: object) -> torch.Tensor:
-    if not isinstance(text, str):
-        raise ValueError("the hashes of the text are not a string")
-    try:
-        raw = base64.b64decode(text.encode(), validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"the hashes of the text are damaged: {error}") from error
-    if len(raw) % 8 or len(raw) > SKETCH_SIZE * 8:
-        raise ValueError("the hashes of the text are damaged: wrong size")
-    hashes = np.frombuffer(raw, dtype="<i8").astype(np.int64)
-    if bool((hashes[1:] <= hashes[:-1]).any()):
-        raise ValueError("the hashes of the text are damaged: not sorted")
-    return torch.from_numpy(hashes)

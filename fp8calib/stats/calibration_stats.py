@@ -164,29 +164,28 @@ class CalibrationStats(WithOverview):
 
     def overview(self) -> Overview:
         """Count the sites of each role, and give the range of their amax."""
-        header = self.header
+        header, rows = self.header, []
         of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
+        for role in Role:
+            found = {
+                site.module: float(stats.amax.max())
+                for site, stats in self.sites.items()
+                if site.role is role and stats.amax.numel()
+            }
+            ends = [choose(found, key=found.__getitem__) for choose in (min, max) if found]
+            if ends:
+                values = (text for end in ends for text in (f"{found[end]:.4g}", end))
+                rows.append([role, f"{len(found):,}", *values])
         return Overview(
             f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
             f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
             ("role", "sites", "smallest amax", "at", "largest amax", "at"),
-            [row for role in Role if (row := self._summarize_role(role))],
+            rows,
             [
                 *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
                 "sites[Site].amax has the figures, kv_scales() the scales of K and V",
             ],
         )
-
-    def _summarize_role(self, role: Role) -> list[str]:
-        found = {
-            site.module: float(stats.amax.max())
-            for site, stats in self.sites.items()
-            if site.role is role and stats.amax.numel()
-        }
-        if not found:
-            return []
-        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-        return [role, f"{len(found):,}", f"{found[least]:.4g}", least, f"{found[most]:.4g}", most]
 
 
 class _Envelope(Frozen):
@@ -250,24 +249,58 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
         hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
         raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
     try:
-        envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
-        shard_text = metadata.get(SHARD_KEY, "")
-        shard = StatsShard.model_validate_json(shard_text) if shard_text else None
-        with TensorFile(path) as file:
-            tensors = {name: file.read(name) for name in file.tensors}
-        sites = _build_sites(envelope, tensors)
-        text_hashes = tensors["text_hashes"].contiguous()
-        if envelope.digest != _digest(envelope, tensors, shard_text):
-            raise ValueError("its digest does not match its contents")
+        stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""))
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join(filter(None, (shorten(".".join(map(str, first["loc"]))), first["msg"])))
+        raise ModelError(
+            f"{path} is damaged, or of another version of this tool: {reason}", hint=_HINT
+        ) from error
     except (KeyError, ValueError) as error:
-        raise ModelError(f"{path} is damaged{_explain(error)}", hint=_HINT) from error
-    if shard is not None and not accepts_shard:
+        is_missing = " is missing" if isinstance(error, KeyError) else ""
+        raise ModelError(
+            f"{path} is damaged: {shorten(str(error))}{is_missing}", hint=_HINT
+        ) from error
+    if stats.shard is not None and not accepts_shard:
         raise UsageError(
-            f"{path} holds only {shard.describe()} of the statistics",
+            f"{path} holds only {stats.shard.describe()} of the statistics",
             hint="name all shards to `fp8calib export`, and pass the stats.safetensors it writes",
         )
+    return stats
+
+
+def _build(path: Path, envelope_text: str, shard_text: str) -> CalibrationStats:
+    envelope = _Envelope.model_validate_json(envelope_text)
+    shard = StatsShard.model_validate_json(shard_text) if shard_text else None
+    with TensorFile(path) as file:
+        tensors = {name: file.read(name) for name in file.tensors}
+    text_hashes = tensors["text_hashes"].contiguous()
+    named = {
+        **{key: tensor for key, tensor in tensors.items() if key != "text_hashes"},
+        **{key: tensors[first] for key, first in envelope.aliases.items()},
+    }
+    by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
+    for key, tensor in named.items():
+        text, _, name = key.rpartition("/")
+        if name not in NAMES:
+            raise ValueError(f"unknown tensor {key}")
+        if not is_valid(name, tensor):
+            what = "counts" if name in COUNTS else "magnitudes"
+            raise ValueError(f"{key} holds values that are not {what}, or too few or many")
+        by_site[text][name] = tensor
+    for text, found in by_site.items():
+        if "amax" not in found:
+            raise KeyError(f"{text}/amax")
+    if envelope.digest != _digest(envelope, tensors, shard_text):
+        raise ValueError("its digest does not match its contents")
     return CalibrationStats(
-        header=envelope.header, sites=sites, text_hashes=text_hashes, shard=shard
+        header=envelope.header,
+        sites={
+            Site.parse(text): SiteStats(count=envelope.counts[text], tensors=found)
+            for text, found in by_site.items()
+        },
+        text_hashes=text_hashes,
+        shard=shard,
     )
 
 
@@ -279,40 +312,6 @@ def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], shard: str
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
         digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _explain(error: KeyError | ValueError) -> str:
-    if isinstance(error, KeyError):
-        return f": {shorten(str(error))} is missing"
-    if not isinstance(error, ValidationError):
-        return f": {shorten(str(error))}"
-    first = error.errors()[0]
-    where = shorten(".".join(map(str, first["loc"])))
-    reason = f"{where}: {first['msg']}" if where else first["msg"]
-    return f", or of another version of this tool: {reason}"
-
-
-def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
-    by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
-    everything = {
-        **{key: tensor for key, tensor in tensors.items() if key != "text_hashes"},
-        **{key: tensors[first] for key, first in envelope.aliases.items()},
-    }
-    for key, tensor in everything.items():
-        text, _, name = key.rpartition("/")
-        if name not in NAMES:
-            raise ValueError(f"unknown tensor {key}")
-        if not is_valid(name, tensor):
-            what = "counts" if name in COUNTS else "magnitudes"
-            raise ValueError(f"{key} holds values that are not {what}, or too few or many")
-        by_site[text][name] = tensor
-    for text, found in by_site.items():
-        if "amax" not in found:
-            raise KeyError(f"{text}/amax")
-    return {
-        Site.parse(text): SiteStats(count=envelope.counts[text], tensors=found)
-        for text, found in by_site.items()
-    }
 
 
 def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -3,28 +3,29 @@
 Quantization keeps norms and embeddings: they are hashed. It rounds the linears of the layers:
 sketches tell whether a linear is within what rounding can have changed. K and V of a layer depend
 on all linears of the layers below it.
+
+A sketch is r^T W c for 32 fixed pairs of vectors of random signs. The sketch of a difference is the
+difference of the sketches, and the mean of its squares estimates the squared Frobenius norm
+(Johnson and Lindenstrauss). So 64 bytes tell a matrix that was quantized from another matrix.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import cache, partial
 
+import numpy as np
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, shorten
-from fp8calib.stats.matrix_sketch import (
-    decode_sketch,
-    encode_sketch,
-    find_layer,
-    measure_distance,
-    sketch_matrix,
-)
 
 _SAMPLE_ELEMENTS = 2048
 """How many values from the middle of an embedding the statistics of earlier versions hash."""
@@ -44,6 +45,7 @@ _STACK = re.compile(r"\.\d+\..*\.experts\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MOST_ELEMENTS = 2**17
 """Of a linear with more values, a sample is sketched; projections of K and V are sketched whole."""
+_SKETCH_SIZE, _SKETCH_BLOCKS, _SKETCH_SEED = 32, 16, 0
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
 _CHANGES = {"": 0.01, "FP8": 0.12, "INT8": 0.25}
 """The largest distance that a form of weights can cause. Steps of e4m3 are 1/8 of a value at most.
@@ -123,7 +125,7 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
         most = _limit_elements(name)
         if difference := _explain_distance(text, checkpoint, name, most):
             return BaseComparison(difference=difference)
-        num_sampled += most is not None and prod(entry.shape[-2:]) > most
+        num_sampled += most is not None and math.prod(entry.shape[-2:]) > most
     compared = f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears"
     return BaseComparison(
         uncompared=f"its {shorten(missing[0])} cannot be decoded" if missing else "",
@@ -186,7 +188,7 @@ def _is_linear(name: str, entry: TensorEntry) -> bool:
 
 def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) -> str:
     """Hash a vector or an embedding; with few digits, the middle of an embedding."""
-    total = prod(entry.shape)
+    total = math.prod(entry.shape)
     is_whole = len(entry.shape) == 1 or digits == _WHOLE_DIGITS
     count = total if is_whole else min(_SAMPLE_ELEMENTS, total)
     item, first = entry.size_bytes // max(total, 1), (total - count) // 2
@@ -198,3 +200,102 @@ def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) ->
         values = torch.where(values.abs() < _SMALLEST, 0.0, values).to(torch.bfloat16)
         digest.update(values.view(torch.int16).numpy().astype("<i2", copy=False).data)
     return digest.hexdigest()[:digits]
+
+
+# --- sketches ----------------------------------------------------------------------------------
+
+
+def sketch_matrix(
+    checkpoint: Checkpoint, name: str, most_elements: int | None = None
+) -> torch.Tensor:
+    """Sketch a matrix of a checkpoint: fp64 [32], each within the precision of bfloat16.
+
+    A matrix of more than `most_elements` is replaced by about so many: 16 blocks of rows, evenly
+    spread. Of experts stored in one tensor, one is sketched, another in each layer.
+    """
+    return _sketch(checkpoint, name, most_elements)[0]
+
+
+def measure_distance(
+    recorded: torch.Tensor, checkpoint: Checkpoint, name: str, most_elements: int | None = None
+) -> float:
+    """Estimate how far a matrix is from a recorded one, divided by its own Frobenius norm.
+
+    The estimate is within a quarter of the distance for rounding errors. Two matrices that have
+    nothing in common have a distance of 1.4 or more. `most_elements` is that of `sketch_matrix`.
+    """
+    own, norm = _sketch(checkpoint, name, most_elements)
+    distance = math.sqrt(float((own - recorded).square().mean()))
+    if norm == 0:
+        return math.inf if distance else 0.0
+    return distance / norm
+
+
+def encode_sketch(sketch: torch.Tensor) -> str:
+    """Convert a sketch to text."""
+    raw = sketch.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes()
+    return base64.b64encode(raw).decode()
+
+
+def decode_sketch(text: str) -> torch.Tensor:
+    """Convert the text of a sketch back.
+
+    Raises:
+        ValueError: it is not a sketch.
+    """
+    try:
+        raw = base64.b64decode(text.encode(), validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from error
+    values = torch.from_numpy(np.frombuffer(raw, "<i2").astype(np.int16)).view(torch.bfloat16)
+    if len(values) != _SKETCH_SIZE or not bool(values.isfinite().all()):
+        raise ValueError(f"not {_SKETCH_SIZE} finite numbers")
+    return values.double()
+
+
+def _sketch(
+    checkpoint: Checkpoint, name: str, most_elements: int | None
+) -> tuple[torch.Tensor, float]:
+    """Sketch a matrix, and compute its Frobenius norm."""
+    *experts, rows, columns = checkpoint.tensors[name].shape
+    read = partial(checkpoint.read_rows, name)
+    if experts:
+        index = find_layer(name) % max(experts[0], 1)
+        (expert,) = read(index, index + 1)
+        read = partial(lambda matrix, start, stop: matrix[start:stop], expert)
+    signs = _draw_signs(max(rows, columns))
+    left, right = signs[:, 0, :rows], signs[:, 1, :columns]
+    sums, squares = torch.zeros(_SKETCH_SIZE, columns, dtype=torch.float64), 0.0
+    for start, stop in _list_blocks(rows, columns, most_elements):
+        part = read(start, stop).double()
+        sums += left[:, start:stop].double() @ part
+        squares += float(part.square().sum())
+    sketch = (sums * right.double()).sum(1)
+    return sketch.to(torch.bfloat16).double(), math.sqrt(squares)
+
+
+def find_layer(name: str) -> int:
+    """Find the first number in the path of a tensor: that of its layer; 0 without one."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
+def _list_blocks(rows: int, columns: int, most_elements: int | None) -> Iterator[tuple[int, int]]:
+    """List the rows to read: all, or blocks of which the first and the last row are in one."""
+    if most_elements is None or rows * columns <= most_elements:
+        step = max(_ELEMENTS_AT_ONCE // max(columns, 1), 1)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+        return
+    size = max(most_elements // columns // _SKETCH_BLOCKS, 1)
+    count = min(_SKETCH_BLOCKS, rows // size)
+    for number in range(count):
+        start = (rows - size) * number // max(count - 1, 1)
+        yield start, start + size
+
+
+@cache
+def _draw_signs(count: int) -> torch.Tensor:
+    """Draw signs: int8 [32, 2, count]. NumPy guarantees the stream of a bit generator."""
+    words = np.random.PCG64(_SKETCH_SEED).random_raw(count).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8).reshape(count, 8), axis=1).T
+    return torch.from_numpy(bits.astype(np.int8) * 2 - 1).reshape(_SKETCH_SIZE, 2, count)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.stats.matrix_sketch import (
+from fp8calib.stats.unquantized_tensors import (
     decode_sketch,
     encode_sketch,
     measure_distance,

@@ -12,7 +12,6 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, PreTrainedModel
 
@@ -85,7 +84,10 @@ class Decoder:
             self._called, self._options = model, {"logits_to_keep": 1}
         self._cache_argument = name_cache_argument(self._decoder)
         self.config = model.config.get_text_config(decoder=True)
-        self.device = _input_device(model)
+        embedding: Any = model.get_input_embeddings()
+        hook = getattr(embedding, "_hf_hook", None)  # accelerate's, of --device-map auto
+        device = getattr(hook, "execution_device", None)
+        self.device = embedding.weight.device if device is None else torch.device(device)
         # rotary embeddings that keep the frequencies of the longest sequence so far
         # (transformers 5.23, `dynamic_rope_update`)
         self._growing = [
@@ -110,8 +112,12 @@ class Decoder:
             OutOfMemoryInForward: the batch is too large.
             CalibrationError: the forward pass failed.
         """
-        for module in self._growing:
-            _forget_lengths(module)
+        for module in self._growing:  # they get the frequencies they had before any sequence
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if name.endswith("original_inv_freq"):
+                    module._buffers[name.replace("original_", "")] = buffer.clone()
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, module.original_max_seq_len)
         with torch.set_grad_enabled(traces), self._explained(batch):
             if batch.media is None:
                 output = self._called(**self._text_inputs(batch), **{self._cache_argument: cache})
@@ -125,12 +131,7 @@ class Decoder:
             return hidden
 
     def prepare(self, batch: Batch) -> DecoderCall:
-        """Run what comes before the decoder on a row with media.
-
-        Raises:
-            OutOfMemoryInForward: the row is too large.
-            CalibrationError: the forward pass failed.
-        """
+        """Run what comes before the decoder on a row with media; it raises what `run` does."""
         with self._explained(batch):
             return self._prepare(batch, DynamicCache(config=self.config))
 
@@ -235,15 +236,6 @@ def _list_arguments(model: Any) -> set[str]:
     return found
 
 
-def _forget_lengths(module: Any) -> None:
-    """Give a rotary embedding the frequencies that it had before any sequence."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if name.endswith("original_inv_freq"):
-            module._buffers[name.replace("original_", "")] = buffer.clone()
-    for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-        setattr(module, name, module.original_max_seq_len)
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     """Recognise torch's and C++'s errors, and by message those of the CPU allocator and oneDNN."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -251,10 +243,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in _OUT_OF_MEMORY_MESSAGES
     )
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    hook = getattr(embedding, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return torch.device(device) if device is not None else embedding.weight.device

@@ -54,11 +54,7 @@ class BatchObserver:
         self.recorder.end_batch()
 
     def check_if_due(self) -> bool:
-        """Check where enough batches have run since the last check; tell whether it did.
-
-        Raises:
-            CalibrationError: as `require_finite`.
-        """
+        """Check where enough batches have run since the last check; tell whether it did."""
         on_cpu = self.decoder.device.type == "cpu"
         is_due = on_cpu or self.recorder.num_unchecked >= _GPU_BATCHES_PER_CHECK
         if is_due:

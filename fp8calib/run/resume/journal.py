@@ -215,7 +215,11 @@ class Journal:
                 return 0  # of another number of processes
             sites, _ = self._read(folders[-1] / STATS_NAME)
             for number, digest in zip(range(len(batches)), known["digests"], strict=True):
-                store.put(number, _load_state(folders[-1] / _name_state(number), digest))
+                with (folders[-1] / _name_state(number)).open("rb") as file:
+                    if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
+                        raise ModelError(f"{Path(file.name).name} has changed since it was written")
+                    file.seek(0)
+                    store.put(number, LayerState(*torch.load(file, weights_only=True)))
             layer = int(known["layer"])
         except Exception as error:  # noqa: BLE001 -- a torn file raises anything
             self.warn(f"{folders[-1].name} cannot be read, starting again: {error}")
@@ -322,15 +326,6 @@ def _save_state(state: LayerState, path: Path) -> str:
         os.fsync(file.fileno())
         file.seek(0)
         return hashlib.file_digest(file, _DIGEST).hexdigest()
-
-
-def _load_state(path: Path, digest: str) -> LayerState:
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
-            msg = f"{path.name} has changed since it was written"
-            raise ValueError(msg)
-        file.seek(0)
-        return LayerState(*torch.load(file, weights_only=True))
 
 
 def _name_state(number: int) -> str:
