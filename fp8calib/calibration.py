@@ -28,7 +28,7 @@ from fp8calib.run.forward.observed_batches import BackOff, open_observer
 from fp8calib.run.layer_observer import LayerObserver
 from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.resume.journal import Journal
-from fp8calib.run.streaming.model import StreamedModel, Streaming, open_streamed
+from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.stats.statistic import COUNTS, SiteStats, group_tensors, merge_sites, name_tensors
@@ -140,7 +140,12 @@ def calibrate(
     if streaming is not None:
         tokens = find_distinct_tokens(todo)
         with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
-            sites |= _run_layers(streamed, linears, todo, recorder, recipe, progress, share, work)
+            layers = LayerObserver(streamed, linears, progress, work=work, journal=share.journal)
+            if todo:
+                with open_observer(prepared, recorder, recipe.observe) as observer:
+                    sites |= layers.observe(observer, todo, share.back_offs)
+            else:
+                sites |= layers.observe_weights()
     elif todo and engine is not None:
         found, unseen = engine.observe(
             *(prepared, checkpoint, todo, recipe),
@@ -238,27 +243,6 @@ def _read_weights(
     if share.journal is not None:
         share.journal.save_weights(found, duration_s=time.monotonic() - started)
     return found
-
-
-def _run_layers(
-    streamed: StreamedModel,
-    linears: Sequence[Linear] | None,
-    todo: Sequence[Batch],
-    recorder: Recorder,
-    recipe: Recipe,
-    progress: Progress,
-    share: WorkShare,
-    work: LayerWork | None,
-) -> dict[Site, SiteStats]:
-    num_layers = len(streamed.geometry.layers)
-    layers = LayerObserver(streamed, linears, progress.advance, work=work, journal=share.journal)
-    if not todo:
-        progress.stage("reading weights", num_layers, unit="layers")
-        return layers.observe_weights()
-    num_tokens = sum(batch.num_tokens for batch in todo)
-    progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
-    with open_observer(streamed.prepared, recorder, recipe.observe) as observer:
-        return layers.observe(observer, todo, share.back_offs)
 
 
 def _run_whole(

@@ -17,8 +17,6 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.observe.hooks import TensorHooks, find_attention
 
-_Update = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
 
 class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """The cache of a call that did not ask for one; it is not returned."""
@@ -53,12 +51,19 @@ def open_cache_hooks(
     originals: list[tuple[Cache, type[Cache]]] = []
     is_open = True
 
-    def change(cache: Any, update: _Update, layer: int, states: Any, options: Any) -> Any:
-        key, value = states
-        if is_open:  # a copy of a cache may outlive the context
-            attention = find_attention(attentions, layer, key, value)
-            key, value = hooks.on_kv(attention, key, value)
-        return update(cache, key, value, layer, *options[0], **options[1])
+    def make_hooked(kind: type[Cache]) -> type[Cache]:
+        """Make the class of a hooked cache: one of its own, since copies of a cache keep it."""
+
+        def update(
+            self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if is_open:  # a copy of a cache may outlive the context
+                attention = find_attention(attentions, layer_idx, key, value)
+                key, value = hooks.on_kv(attention, key, value)
+            return kind.update(self, key, value, layer_idx, *args, **kwargs)
+
+        members = {"update": update, "hooked_by": originals, "unhooked_class": kind}
+        return type(kind.__name__, (kind,), members)
 
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
@@ -69,7 +74,7 @@ def open_cache_hooks(
         if getattr(cache, "hooked_by", None) is not originals:
             kind = getattr(cache, "unhooked_class", type(cache))
             originals.append((cache, kind))
-            cache.__class__ = _make_hooked(kind, change, originals)
+            cache.__class__ = make_hooked(kind)
         begin(_find_counted(args, kwargs))
         return args, {**kwargs, "use_cache": True}
 
@@ -87,16 +92,6 @@ def open_cache_hooks(
             is_open = False
             for cache, kind in originals:
                 cache.__class__ = kind
-
-
-def _make_hooked(kind: type[Cache], change: Callable[..., Any], owner: object) -> type[Cache]:
-    """Make the class of a hooked cache: one of its own, since copies of a cache keep its class."""
-
-    def update(self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return change(self, kind.update, layer_idx, (key, value), (args, kwargs))
-
-    members = {"update": update, "hooked_by": owner, "unhooked_class": kind}
-    return type(kind.__name__, (kind,), members)
 
 
 def _find_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -7,13 +7,14 @@ so the statistics are the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from fp8calib.data.sequences import Batch
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
+from fp8calib.machine.progress import Progress
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.recorder import LayerWork
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
@@ -32,15 +33,16 @@ class LayerObserver:
         self,
         streamed: StreamedModel,
         linears: Sequence[Linear] | None,
-        advance: Callable[[int], None],
+        progress: Progress,
         *,
         work: LayerWork | None = None,
         journal: Journal | None = None,
     ) -> None:
         """Observe the weights of `linears`, and look for NaN in other weights; None: in none."""
         self._streamed = streamed
+        self._num_layers = len(streamed.geometry.layers)
         self._linears = None if linears is None else {linear.module for linear in linears}
-        self._advance = advance
+        self._progress = progress
         self._work = work
         self._journal = journal
         self._weights: dict[Site, SiteStats] = {}
@@ -49,11 +51,12 @@ class LayerObserver:
 
     def observe_weights(self) -> dict[Site, SiteStats]:
         """Read and observe the weights alone."""
+        self._progress.stage("reading weights", self._num_layers, unit="layers")
         with self._streamed.layers() as layers:
             for layer in layers:
                 self._observe_layer(layer)
                 self._streamed.begin_next()
-                self._count(1)
+                self._progress.advance(1)
         return self._finish_weights()
 
     def observe(
@@ -68,6 +71,8 @@ class LayerObserver:
             CalibrationError: an activation is NaN or inf (the message names layer and sample), or
                 one sequence does not fit into memory.
         """
+        steps = sum(batch.num_tokens for batch in batches) * self._num_layers
+        self._progress.stage("layer by layer", steps, unit="tokens", layers=self._num_layers)
         size = max(len(batch.lengths) for batch in batches)
         while True:
             try:
@@ -103,7 +108,7 @@ class LayerObserver:
                     self._run_layer(observer, steps, store, index, batches)
                     if self._work is not None:
                         self._work.finish_layer(layer.layer)
-                if journal is not None and self._has_next(index):
+                if journal is not None and index < self._num_layers - 1:
                     journal.save_layer(index, batches, store, observer.recorder)
         earlier = {} if journal is None else journal.layer_sites
         return merge_sites([self._finish_weights(), earlier, observer.recorder.stats()])
@@ -120,18 +125,15 @@ class LayerObserver:
             before = store.get(number, observer.decoder.device) if index else None
             with observer.observed(batch) as cache:
                 after = steps.run_layer(index, batch, cache, before, checks=number == 0)
-            if self._has_next(index):
+            if index < self._num_layers - 1:
                 store.put(number, after)
             self._count(batch.num_tokens)
             observer.check_if_due()
         observer.require_finite()
 
-    def _has_next(self, index: int) -> bool:
-        return index < len(self._streamed.geometry.layers) - 1
-
     def _count(self, steps: int) -> None:
         self._counted += steps
-        self._advance(steps)
+        self._progress.advance(steps)
 
     def _observe_layer(self, layer: StreamedLayer) -> None:
         if self._linears is None:
