@@ -15,6 +15,9 @@ from torch.utils import _pytree as pytree
 from fp8calib.errors import CalibrationError
 from fp8calib.machine.units import format_gib
 
+_ALIGNMENT = 64
+_SEGMENT_BYTES = 64 * 2**20  # a process may have some 65,000 mappings
+
 
 class HiddenStateStore:
     """Stores trees of tensors by key, such as a number; a context manager.
@@ -34,12 +37,15 @@ class HiddenStateStore:
         self._folder = folder
         self._trees: dict[Hashable, Any] = {}
         self._file: IO[bytes] | None = None
+        self._segment = torch.zeros(0, dtype=torch.uint8)
+        """The mapped bytes that hold no tensor yet."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._trees.clear()
+        self._segment = torch.zeros(0, dtype=torch.uint8)
         if self._file is not None:
             self._file.close()
 
@@ -77,24 +83,27 @@ class HiddenStateStore:
             self.ram_bytes += size_bytes
             return torch.empty_like(like, device="cpu").copy_(leaf)
         self.file_bytes += size_bytes
-        mapped = self._map(size_bytes)[:size_bytes].view(like.dtype)
-        return mapped.as_strided(like.shape, like.stride()).copy_(leaf)
+        aligned_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if aligned_bytes > len(self._segment):
+            self._segment = self._map(max(aligned_bytes, _SEGMENT_BYTES))
+        mapped, self._segment = self._segment[:size_bytes], self._segment[aligned_bytes:]
+        return mapped.view(like.dtype).as_strided(like.shape, like.stride()).copy_(leaf)
 
     def _map(self, size_bytes: int) -> torch.Tensor:
         """Map new bytes of the file, as many or some more: uint8."""
+        page = mmap.ALLOCATIONGRANULARITY
+        size_bytes = -(-size_bytes // page) * page
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 -- kept open
             number = self._file.fileno()
-            offset, page = os.fstat(number).st_size, mmap.ALLOCATIONGRANULARITY
-            whole_bytes = max(-(-size_bytes // page), 1) * page
-            os.posix_fallocate(number, offset, whole_bytes)
-            return torch.frombuffer(
-                mmap.mmap(number, whole_bytes, offset=offset), dtype=torch.uint8
-            )
+            offset = os.fstat(number).st_size
+            os.posix_fallocate(number, offset, size_bytes)
+            mapped = mmap.mmap(number, size_bytes, offset=offset)
         except OSError as error:
             raise CalibrationError(
                 f"{self._folder}: no space for more than {format_gib(self.file_bytes)} of hidden "
                 f"states: {error.strerror}",
                 hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
             ) from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
