@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.check import check
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
-    from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from fp8calib.results.check import CheckResult
     from fp8calib.results.export import ExportResult
     from fp8calib.results.extract_kv_scales import ExtractResult
-    from fp8calib.results.plan import PlanResult
     from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
@@ -53,7 +51,6 @@ _PLACES = {
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
     "load_stats": "jobs.stats",
-    "PlanResult": "results.plan",
     "QuantizeResult": "results.quantize",
     "RunPlan": "results.run_plan",
     "VerifyResult": "results.verify",
@@ -71,7 +68,6 @@ __all__ = [
     "Fp8CalibError",
     "Fp8CalibWarning",
     "ModelError",
-    "PlanResult",
     "QuantizeResult",
     "RecipeError",
     "RunPlan",
@@ -85,7 +81,6 @@ __all__ = [
     "export",
     "extract_kv_scales",
     "load_stats",
-    "plan",
     "quantize",
     "show",
     "verify",

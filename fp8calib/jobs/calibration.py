@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from fp8calib.calibration import WorkShare, calibrate
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
-from fp8calib.errors import ModelError
-from fp8calib.jobs.models import RunModel, open_run_model
+from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.processes import count_run
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.work_folder import WorkFolder
@@ -23,7 +21,6 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.recipe import Recipe
-from fp8calib.requests.plan import PlanRequest
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.processes import LONE, ProcessGroup
@@ -54,22 +51,6 @@ def run_calibration(
         progress=progress,
         streaming=mode.streaming,
     )
-
-
-@contextmanager
-def open_unquantized(request: PlanRequest, recipe: Recipe) -> Iterator[RunModel]:
-    """Open a model to calibrate and to quantize.
-
-    Raises:
-        ModelError: the model cannot be read or run, or is quantized.
-    """
-    with open_run_model(request, if_quantized=IF_QUANTIZED, recipe=recipe) as model:
-        if model.checkpoint.form:
-            raise ModelError(
-                f"{request.model} is quantized already: {model.checkpoint.form}",
-                hint="name the unquantized model that it was made from",
-            )
-        yield model
 
 
 def choose_calibration_mode(job: ResumableJob) -> MemoryPlan:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import Row, has_chat_template
 from fp8calib.data.sequences import (
-    FEW_TOKENS,
     DataPlan,
-    list_other_warnings,
-    split_plan,
-    warn_of_scales,
 )
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
 from fp8calib.options.recipe_keys import DEFAULT_SEQ_LEN
 from fp8calib.recipe import Data
-from fp8calib.requests.plan import PlanRequest
-from fp8calib.requests.verify import VerifyRequest
-
-HELD_OUT = 0.2
-"""The share of the data that the loss is measured on; the scales come from the rest."""
 
 
-def read_settings(request: VerifyRequest | PlanRequest, specs: Sequence[str]) -> Data:
+def read_settings(request: object, specs: Sequence[str]) -> Data:
     """Read what a request says of its text."""
     names = [name for name in Data.model_fields if hasattr(request, name)]
     return Data(sources=tuple(specs), **{name: getattr(request, name) for name in names})
@@ -96,46 +85,3 @@ def plan_text(
         rows=rows,
         text_column=data.text_column,
     )
-
-
-def plan_texts(task: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
-    """Plan the text of the calibration and the one that is held out.
-
-    Raises:
-        DataError: the data cannot be read, or is one sequence.
-    """
-    specs = (task.data,) if isinstance(task.data, str | Path) else task.data or ()
-    data = read_settings(task, tuple(map(str, specs)))
-
-    def plan(part: BuiltinPart, samples: int) -> DataPlan:
-        return plan_text(source, data.model_copy(update={"samples": samples}), part=part)
-
-    if data.sources:
-        calibration, held_out = split_plan(plan("calibrate", data.samples), HELD_OUT)
-    else:
-        number = max(1, round(data.samples * HELD_OUT))
-        calibration = plan("calibrate", data.samples - number)
-        held_out = plan("verify", number)
-    few = warn_of_scales(calibration.num_tokens)
-    warnings = (*list_other_warnings(calibration), *few)
-    return (
-        replace(calibration, warnings=warnings),
-        replace(
-            held_out,
-            warnings=(*list_other_warnings(held_out), *_warn_of_media(calibration, held_out)),
-        ),
-    )
-
-
-def _warn_of_media(calibration: DataPlan, held_out: DataPlan) -> Iterator[str]:
-    if calibration.media and not held_out.media:
-        yield (
-            "no row with media is held out: figures are those of text alone, and do not tell "
-            "whether scales need media; mix the sources (--data FILE@1), or the rows of a file"
-        )
-
-
-def warn_of_few(tokens: int) -> Iterator[str]:
-    """Warn of held-out text that is too short for figures with a small error."""
-    if tokens < FEW_TOKENS:
-        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"

@@ -71,25 +71,14 @@ class Plan(ResourcePlan):
     linears: NotRequired[int]
     output_size_bytes: NotRequired[int]
     work_disk_bytes: NotRequired[int]
-
-
-class BudgetPlan(ResourcePlan):
-    """A planned run of `plan`."""
-
-    model: str
-    engine: str
-    budget: str
-    dtype: str
-    device: str
-    steps: list[str]
-    data: list[str]
-    out: str
+    budget: NotRequired[str]
+    steps: NotRequired[list[str]]
 
 
 class RunPlan(Result):
     """What `--dry-run --json` prints."""
 
-    plan: SkipValidation[Plan | BudgetPlan]
+    plan: SkipValidation[Plan]
     text: tuple[str, ...] = Field(default=(), exclude=True)
     """Describes the rows of the text."""
 

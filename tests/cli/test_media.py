@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fp8calib.jobs.text import plan_texts
 from fp8calib.model.load import open_source
-from fp8calib.requests.plan import PlanRequest
+from fp8calib.plugins.plan.opened import plan_texts
+from fp8calib.plugins.plan.request import PlanRequest
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.kit.multimodal import draw_image, save_multimodal

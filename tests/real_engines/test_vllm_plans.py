@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
-from fp8calib.jobs.planning.groups import GroupMaker
-from fp8calib.jobs.planning.opened import open_plan
-from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.requests.plan import PlanRequest
-from fp8calib.verification.planning.choices import IN_16_BITS, Group
+from fp8calib.plugins.plan.choices import IN_16_BITS, Choices, Unit
+from fp8calib.plugins.plan.opened import open_plan
+from fp8calib.plugins.plan.recipe import make_planned_scheme
+from fp8calib.plugins.plan.request import PlanRequest
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.real_engines.vllm_job import WeightLoader
@@ -39,22 +38,12 @@ class Offered:
 
     model: Path
     stats: CalibrationStats
-    groups: list[Group]
+    units: tuple[Unit, ...]
 
     def write(self, choices: dict[str, str], out: Path) -> Path:
-        """Write a checkpoint by the names of its groups' choices."""
-        plan = []
-        groups = []
-        for known_group in self.groups:
-            group = known_group
-            name = choices.get(group.name, IN_16_BITS)
-            known = [each.name for each in group.choices]
-            if name not in known:  # a refused one: described all the same
-                group = _add(group, name)
-                known.append(name)
-            groups.append(group)
-            plan.append(known.index(name))
-        asked = make_planned_scheme(groups, tuple(plan)).quantize
+        """Write a checkpoint by the choices of its units, also refused ones."""
+        plan = {name: choice for name, choice in choices.items() if choice != IN_16_BITS}
+        asked = make_planned_scheme(self.units, plan).quantize
         assert asked is not None
         fp8calib.quantize(
             self.model,
@@ -66,10 +55,6 @@ class Offered:
             allow_unservable=True,
         )
         return out
-
-
-def _add(group: Group, name: str) -> Group:
-    return replace(group, choices=(*group.choices, replace(group.choices[0], name=name)))
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +78,8 @@ def offered(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], O
                 if not out.exists():
                     fp8calib.calibrate(path, str(text), out=out, seq_len=16, samples=10)
                 stats = fp8calib.load_stats(out)
-                groups = GroupMaker(opened, stats).make(opened.model.prepared.model)
-            found[case, engine] = Offered(path, stats, groups)
+                units = Choices(opened, stats).open(opened.model.prepared.model).units
+            found[case, engine] = Offered(path, stats, units)
     return found
 
 
@@ -102,9 +87,9 @@ def draw(offered: Offered, count: int) -> Iterator[dict[str, str]]:
     chance = random.Random(0)  # noqa: S311
     while count:
         plan = {
-            group.name: chance.choice(group.choices).name
-            for group in offered.groups
-            if group.linears
+            unit.name: chance.choice([IN_16_BITS, *unit.sizes])
+            for unit in offered.units
+            if unit.linears
         }
         if set(plan.values()) != {IN_16_BITS}:
             count -= 1
@@ -112,12 +97,12 @@ def draw(offered: Offered, count: int) -> Iterator[dict[str, str]]:
 
 
 def list_refused(offered: Offered) -> Iterator[dict[str, str]]:
-    """Give each refused scheme to the groups of one kind, and leave the others."""
+    """Give each refused scheme to the units of one kind, and leave the others."""
     kinds: dict[tuple[str, str], list[str]] = {}
-    for group in offered.groups:
-        for scheme, why in group.refused.items():
+    for unit in offered.units:
+        for scheme, why in unit.refused.items():
             if "cannot load" in why:
-                kinds.setdefault((group.name.rpartition(".")[2], scheme), []).append(group.name)
+                kinds.setdefault((unit.name.rpartition(".")[2], scheme), []).append(unit.name)
     for (_, scheme), names in kinds.items():
         yield dict.fromkeys(names, scheme)
 

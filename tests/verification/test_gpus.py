@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import fp8calib
 from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.numerics.schemes import SCHEMES
+from fp8calib.plugins.plan import plan
 from tests import zoo
 from tests.verification.by_hand import emulate_scheme, opened
 
@@ -122,7 +122,7 @@ def test_why_a_gpu_does_not_serve_a_type_is_told(
 def test_plan_refuses_a_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "m")
     with pytest.raises(UsageError, match=r"what SGLang .* serves on it is not known"):
-        fp8calib.plan(tmp_path / "m", data=TEXT, engine="sglang", gpu="h100", max_bytes="90%")
+        plan(tmp_path / "m", data=TEXT, engine="sglang", gpu="h100", max_bytes="90%")
 
 
 @pytest.mark.parametrize(

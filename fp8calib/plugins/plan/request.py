@@ -9,10 +9,16 @@ from typing import Annotated
 
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
+from fp8calib.errors import UsageError
+from fp8calib.numerics.rules import parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
+
+NO_SCHEME = "none"
+"""The value of --scheme that leaves all linears in 16 bits."""
+RULES = ("amax", "percentile:99.9", "percentile:99", "mse", "1.0")
 
 
 def read_size(text: object) -> float:
@@ -26,9 +32,25 @@ def read_size(text: object) -> float:
     return shared.read_gib(str(text), "--max-bytes") * 2**30
 
 
+def _check_scheme(name: str) -> None:
+    if name != NO_SCHEME:
+        find_scheme(name)
+
+
+def _split_rules(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(","))
+
+
+def _check_rule(name: str) -> None:
+    try:
+        parse_rule(name)
+    except UsageError as error:
+        raise UsageError(f"--rules: {error.message}", hint=error.hint) from error
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Choose a scheme for each group of linears, and the layers whose KV cache becomes FP8.
+    """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
     One budget is given: the loss (--max-kld, --max-ratio), for which the least bytes are found, or
     the bytes (--max-bytes), for which the least loss is. Exit code 0 only if text that was held
@@ -77,18 +99,29 @@ class PlanRequest:
             "--gpu",
             metavar="NAME",
             check=find_gpu,
-            help="The GPU that serves: nothing is chosen that the engines do not serve on it. "
-            f"Known: {', '.join(GPUS)}.",
+            help=f"Target GPU: choose only what the engines serve on it. Known: {', '.join(GPUS)}.",
         ),
     ] = None
     scheme: Annotated[
         str | Sequence[str] | None,
         Option(
             "--scheme",
-            metavar="|".join(SCHEMES),
+            metavar="|".join([*SCHEMES, NO_SCHEME]),
             reads=list[str],
-            check=find_scheme,
-            help="A scheme to choose from; repeat for more. Default: all that the engines load.",
+            check=_check_scheme,
+            help="A scheme to choose from; repeat for more. Default: all that the engines load. "
+            f"{NO_SCHEME}: linears stay in 16 bits, and only the KV cache is planned.",
+        ),
+    ] = None
+    rules: Annotated[
+        Sequence[str] | None,
+        Option(
+            "--rules",
+            metavar="NAME,...",
+            reads=str,
+            collect=_split_rules,
+            check=_check_rule,
+            help=f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
         ),
     ] = None
     kv_tokens: Annotated[
@@ -106,10 +139,10 @@ class PlanRequest:
             "--passes",
             metavar="N",
             least=2,
-            help="The most forward passes in which the search measures groups and plans; those "
-            "of experts, which it always measures, come on top.",
+            help="Maximum forward passes of the search over its text, beside those of one scheme "
+            "for all layers. With fewer, more layers are decided together.",
         ),
-    ] = 16
+    ] = 128
     points: Annotated[
         int,
         Option(

@@ -1,15 +1,20 @@
-"""A plan as text: its answer, the frontier, the groups, and what to run next."""
+"""A plan as text and as a page: its answer, the frontier, the groups, and what to run next."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
+from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.requests.plan import PlanRequest
-from fp8calib.results.plan import FrontierPoint, PlanResult
+from fp8calib.plugins.plan.request import PlanRequest
+from fp8calib.plugins.plan.result import FrontierPoint, PlanResult
 from fp8calib.verification.figures import format_kld, format_mean_kld
+from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_chart
+from fp8calib.verification.page.page import Section, render
 from fp8calib.verification.report import describe_pair
 
 _SHOWN = 24
@@ -37,7 +42,7 @@ def describe_sum(result: PlanResult) -> str:
     return (
         f"on the {result.search_tokens:,} tokens of the search the plan has KLD "
         f"{format_kld(result.searched_kld)} nats, and its groups alone add up to "
-        f"{format_kld(result.summed_kld)} ({result.passes:.1f} passes)"
+        f"{format_kld(result.summed_kld)} ({result.passes} passes)"
     )
 
 
@@ -100,3 +105,52 @@ def refused_table(result: PlanResult) -> Table | None:
         rows=[[name, str(count), why] for (name, why), count in counts.items()],
         words=(0, 2),
     )
+
+
+def write_plan_page(result: PlanResult, path: Path) -> None:
+    """Write the page atomically.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    sections = [
+        Section(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
+        Section(title="Groups, by their most costly choice", table=groups_table(result)),
+        Section(title="What is no choice", table=refused_table(result), is_folded=True),
+    ]
+    page = render(
+        title="FP8 plan of ",
+        subject=result.model,
+        headline=f"{result.budget}: {result.why}",
+        details=describe_sum(result),
+        warnings=result.warnings,
+        command="\n".join(filter(None, (result.write, result.serve))),
+        first=replace(frontier_table(result), title=""),
+        badges={},
+        run=(
+            f"{result.emulated}, emulated",
+            f"{result.tokens:,} tokens that are held out",
+            f"{result.dtype} on {result.device}",
+        ),
+        sections=sections,
+        provenance=result.provenance,
+        facts={},
+    )
+    write_file_atomic(path, page.encode("utf-8", "replace"))
+
+
+def _draw_frontier(result: PlanResult) -> list[Figure]:
+    points = sorted(result.frontier, key=lambda point: point.size_bytes)
+    chosen = [point if point.is_chosen else None for point in points]
+    uniform = [point if point.is_uniform and not point.is_chosen else None for point in points]
+    others = [None if point.is_uniform or point.is_chosen else point for point in points]
+    series = [
+        ("the plan", STYLES[1], chosen),
+        ("other plans", STYLES[0], others),
+        ("one scheme for all", BASELINE, uniform),
+    ]
+    places = [
+        (f"{point.size_bytes / 1e6:.4g}", f"{point.name}: {format_size(point.size_bytes)}")
+        for point in points
+    ]
+    return [kld_chart("KL divergence by size", places, series, x_title="size, MB", low=-4)]

@@ -20,18 +20,18 @@ class GroupChoice(Record):
     size_bytes: int
     kld_mean: float
     kld_se: float | None
-    how: Literal["measured", "estimated"]
-    """Estimated from gradients; or run."""
 
 
 class PlannedGroup(Record):
-    """A group and what was chosen for it."""
+    """What is decided together, and what was chosen for it."""
 
     name: str
     layers: tuple[int, ...]
     linears: tuple[str, ...]
     """As the checkpoint names them; empty for a KV cache."""
     choice: str
+    rules: Mapping[str, str]
+    """Those of K and V that are not amax, by site."""
     saved_bytes: int
     """Against 16 bits."""
     why: str
@@ -51,7 +51,7 @@ class FrontierPoint(Record):
     ppl_ratio: float
     ppl_ratio_se: float | None
     is_uniform: bool
-    """One scheme for all linears, and one type for all caches."""
+    """One scheme for all linears, and amax for all caches."""
     is_chosen: bool
     against_chosen: PairedResult | None
     """The plan against the chosen one; null of that itself."""
@@ -90,8 +90,9 @@ class PlanResult(Result):
     """The loss on the text of the search."""
     summed_kld: float
     """The sum of the groups' losses there."""
-    passes: float
-    """Forward passes over the text of the search, beside the walk for gradients."""
+    passes: int
+    """Forward passes over the text of the search that this run took, the unquantized model's too.
+    """
     groups: tuple[PlannedGroup, ...]
     frontier: tuple[FrontierPoint, ...]
     recipe: str
@@ -119,7 +120,7 @@ class PlanResult(Result):
         return Overview(
             f"PlanResult of {self.model}: {self.why}",
             ("group", "choice", "why"),
-            [[each.name, each.choice, each.why] for each in self.groups],
+            [[group.name, group.choice, group.why] for group in self.groups],
             [
                 f"KLD {format_mean_kld(self.kld_mean, self.kld_se)}",
                 f"recipe: {Path(self.out) / self.recipe}",

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.api.test_plan import SIZES, cast_rows, plan, sharpen
 from tests.kit.minutes import takes_minutes
 from tests.kit.planted import LENGTH, plant
+from tests.plugins.plan.test_plan import SIZES, cast_rows, plan, sharpen
 
 GROUPS = {
     "self_attn.q_proj+k_proj+v_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

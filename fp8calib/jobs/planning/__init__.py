@@ -1,1 +1,0 @@
-"""What `plan` opens, measures and writes."""

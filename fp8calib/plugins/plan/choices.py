@@ -1,0 +1,365 @@
+"""What can be decided: schemes of linears that engines load as one, and FP8 for K and V of a layer.
+
+A plan is the choice of each unit by name: `{linears: scheme}` for linears, `{site: rule}` for each
+K and V that is stored in FP8. What it does not name stays in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.engines.check import replay_overlay
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.errors import ExportError, VerificationError
+from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
+from fp8calib.jobs.stats import drop_kv
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.rules import AMAX, parse_rule
+from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
+from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.recipe import Quantize
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.selection.ignored import span_layers
+from fp8calib.selection.layer_schemes import join_linears
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.candidates import build_kv_candidate, build_scheme
+from fp8calib.verification.emulation.candidate import Candidate
+
+IN_16_BITS = "16 bits"
+"""The name of the choice that quantizes nothing."""
+FP8_CACHE = "fp8"
+_UNSEEN = "its inputs cannot be emulated"
+_PARTIAL = f"its inputs are no multiple of {MX_BLOCK[1]}"
+
+Plan = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Linears that engines load as one, or K and V of a layer."""
+
+    name: str
+    layers: tuple[int, ...]
+    """The indices of the decoder layers that it is in."""
+    linears: tuple[str, ...] = ()
+    """As the checkpoint names them; empty for a cache."""
+    sites: tuple[Site, ...] = ()
+    """Those of a cache."""
+    plain_bytes: int
+    sizes: Mapping[str, int]
+    """Bytes with scales, by scheme, or of the FP8 cache of the tokens that are counted."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why other schemes are no choices."""
+    shares_scale: bool = False
+    """Whether K and V are the parts of latents, under one scale."""
+
+    def plan(self, choice: str, rules: Mapping[str, str] | None = None) -> Plan:
+        """Give the plan that quantizes it alone, K and V by `rules` or amax."""
+        if choice not in self.sizes:
+            return {}
+        if not self.sites:
+            return {self.name: choice}
+        return {str(site): (rules or {}).get(str(site), str(AMAX)) for site in self.sites}
+
+
+class Choices:
+    """The units of a model with their schemes, and the emulation of any plan for them."""
+
+    def __init__(self, opened: OpenedPlan, stats: CalibrationStats) -> None:
+        self._opened, self._stats = opened, stats
+        matrices = {each.module: each for each in select(opened.target.checkpoint).quantized}
+        self._members: dict[str, tuple[Matrix, ...]] = {
+            name: tuple(matrices[module] for module in modules)
+            for name, modules in join_linears(matrices).items()
+        }
+        self._plans: dict[str, QuantizePlan] = {}
+        self._refused: dict[str, dict[str, str]] = {}
+        """By scheme and unit: why it is no choice."""
+        for name in opened.schemes:
+            self._judge(name)
+        self.refused_cache = self._explain_refused_cache()
+        """Why the KV cache stays in 16 bits; empty where it need not."""
+        self._parts: dict[str, dict[str, Candidate]] = {}
+        """By scheme and unit: what is emulated."""
+        self._tables: dict[str, ScaleTable] = {}
+        """By rule: the scales of all K and V."""
+        self.units: tuple[Unit, ...] = ()
+
+    def describe_refused(self) -> Iterator[str]:
+        """Describe the schemes that are no choice for some linears, with a reason."""
+        for name, found in self._refused.items():
+            if found:
+                which = "all" if len(found) == len(self._members) else f"{len(found)}"
+                why = next(iter(found.values()))
+                yield f"{name} is no choice for {which} of {len(self._members)} groups: {why}"
+        if self.refused_cache:
+            yield f"the KV cache stays in 16 bits: {self.refused_cache}"
+
+    def open(self, model: LoadedModel) -> Choices:
+        """Find the units of `model`, which may be without weights.
+
+        Raises:
+            VerificationError: nothing can be quantized.
+        """
+        self._parts = {name: self._split(name, model) for name in self._plans}
+        self.units = (*self._list_linears(), *self._list_caches())
+        if not any(unit.sizes for unit in self.units):
+            raise VerificationError(
+                f"nothing can be quantized: {'; '.join(self.describe_refused())}",
+                hint="name another --engine",
+            )
+        return self
+
+    # --- linears --------------------------------------------------------------------------------
+
+    def _judge(self, name: str) -> None:
+        """Find the units that can have a scheme: all, or by kind where an engine refuses that."""
+        opened, scheme = self._opened, SCHEMES[name]
+        refused = self._refused[name] = {
+            unit: _PARTIAL
+            for unit, matrices in self._members.items()
+            if scheme.is_mx and any(each.shape[1] % MX_BLOCK[1] for each in matrices)
+        }
+        unrun = (
+            engine.explain_unmultiplied(scheme, opened.gpu) if opened.gpu else ""
+            for engine in opened.engines
+        )
+        if why := next(filter(None, unrun), ""):
+            refused |= dict.fromkeys(self._members, why)
+            return
+        if not self._explain_fault(name):
+            return
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for unit in self._members:
+            if unit not in refused:
+                kinds[span_layers(unit)].append(unit)
+        alone = {kind: self._explain_fault(name, only=units) for kind, units in kinds.items()}
+        refused |= {unit: why for kind, why in alone.items() if why for unit in kinds[kind]}
+        if why := self._explain_fault(name):
+            refused |= dict.fromkeys(self._members, why)
+
+    def _explain_fault(self, name: str, only: Sequence[str] | None = None) -> str:
+        """Say why an engine does not load a scheme where it is not refused yet; empty if all do.
+
+        `only` names units: all others stay in 16 bits.
+        """
+        self._plans.pop(name, None)
+        left = [unit for unit in self._members if only is not None and unit not in only]
+        ignored = dict.fromkeys(self._list_ignored(name))
+        ignored |= {each.module: None for unit in left for each in self._members[unit]}
+        if len(ignored) == sum(map(len, self._members.values())):
+            return ""
+        asked = resolve_recipe(Quantize(scheme=name, ignore=tuple(ignored)))
+        folder, engines = self._opened.model.source.folder, self._opened.engines
+        try:
+            plan, reports, unchecked = replay_settings(folder, asked, drop_kv(self._stats), engines)
+        except ExportError as error:
+            return error.message
+        if unchecked:
+            return unchecked
+        faults = {
+            f"{engine} {'cannot' if find_load_fault(report) else 'may not'} load it": fault
+            for engine, report in reports.items()
+            if (fault := find_fault(report))
+        }
+        why = next((f"{who}: {fault}" for who, fault in sorted(faults.items())), "")
+        if not why and only is None:
+            self._plans[name] = plan
+        return why
+
+    def _list_ignored(self, name: str) -> list[str]:
+        """List the linears that cannot have a scheme."""
+        return [each.module for unit in self._refused[name] for each in self._members[unit]]
+
+    def _split(self, name: str, model: LoadedModel) -> dict[str, Candidate]:
+        """Split the emulation of a scheme by unit; what no hook sees is left out."""
+        target = self._opened.target
+        whole = build_scheme(
+            *(name, find_scheme(name), target, model, self._opened.numerics),
+            fmt=E4M3FN,
+            stats=self._stats,
+            ignore=self._list_ignored(name),
+        )
+        source = WeightSource(model, target.checkpoint)
+        unit_of = {each.source: unit for unit, found in self._members.items() for each in found}
+        modules: dict[str, set[str]] = defaultdict(set)
+        for change in whole.weights:
+            own = {site.module for each in change.parameters for site in each.sites}
+            for tensor in source.tensor_names([each.name for each in change.parameters]):
+                modules[unit_of[tensor]] |= own
+        return {unit: whole.only(frozenset(paths)) for unit, paths in modules.items() if paths}
+
+    def _list_linears(self) -> Iterator[Unit]:
+        parts, layer_of = self._parts, self._opened.target.geometry.index_modules()
+        sizes = {name: _list_sizes(self._plans[name]) for name in parts}
+        for unit, matrices in self._members.items() if self._opened.schemes else ():
+            refused = {name: found[unit] for name, found in self._refused.items() if unit in found}
+            refused |= {
+                name: _UNSEEN
+                for name, found in parts.items()
+                if unit not in found and unit not in self._refused[name]
+            }
+            found = {name: each[unit] for name, each in parts.items() if unit in each}
+            sites = (
+                site.module
+                for part in found.values()
+                for change in part.weights
+                for each in change.parameters
+                for site in each.sites
+            )
+            yield Unit(
+                name=unit,
+                layers=tuple(sorted({layer_of[module] for module in sites})),
+                linears=tuple(each.module for each in matrices),
+                plain_bytes=sum(
+                    each.shape[0] * each.shape[1] * ITEM_SIZE_BYTES[each.dtype] for each in matrices
+                ),
+                sizes={name: sum(sizes[name][each.module] for each in matrices) for name in found},
+                refused=refused,
+            )
+
+    # --- caches ---------------------------------------------------------------------------------
+
+    def _explain_refused_cache(self) -> str:
+        opened, geometry = self._opened, self._opened.target.geometry
+        if not geometry.kv_elements_per_token:
+            return "the model has no KV cache"
+        if not opened.request.kv_tokens:
+            return "--kv-tokens 0"
+        sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
+        for engine in opened.engines:
+            if opened.gpu and (why := engine.explain_unserved(FP8_CACHE, opened.gpu, sizes)):
+                return why
+            report = replay_overlay(engine, geometry, 1, open_folder(opened.model.source.folder))
+            if why := find_fault(report):
+                return f"{engine.key} does not use KV scales of this model: {why}"
+        return ""
+
+    def _list_caches(self) -> Iterator[Unit]:
+        """List the caches that layers write, each with the layers that read it."""
+        opened, geometry = self._opened, self._opened.target.geometry
+        for index, attention in geometry.owners().items() if not self.refused_cache else ():
+            elements = attention.kv_elements_per_token * opened.request.kv_tokens
+            yield Unit(
+                name=f"{attention.checkpoint_module}.kv",
+                layers=geometry.with_readers([index]),
+                sites=tuple(attention.site(role) for role in KV_ROLES),
+                plain_bytes=2 * elements,
+                sizes={FP8_CACHE: elements},
+                shares_scale=attention.kind == "latent",
+            )
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of the checkpoint that are no unit's."""
+        stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())
+        return stored - count_bytes([unit for unit in self.units if unit.linears], {})
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Those bytes with the scales of the KV cache, as one FP8 cache brings all: two in fp32."""
+        return self.other_bytes + 8 * sum(bool(unit.sites) for unit in self.units)
+
+    @property
+    def unquantized_bytes(self) -> int:
+        """Bytes of everything in 16 bits."""
+        return self.other_bytes + count_bytes(self.units, {})
+
+    def emulate(self, plan: Plan, name: str = "") -> Candidate:
+        """Make the candidate of a plan.
+
+        q and probabilities of a layer are quantized where both its K and V are.
+        """
+        chosen = ((self._parts.get(choice, {}), unit) for unit, choice in plan.items())
+        linears = [found[unit] for found, unit in chosen if unit in found]
+        found = [*linears, self._emulate_cache(plan)]
+        return Candidate(
+            name=name,
+            quantizers={site: each for part in found for site, each in part.quantizers.items()},
+            weights=tuple(change for part in found for change in part.weights),
+            reads=dict(part for each in found for part in each.reads.items()),
+        )
+
+    def _emulate_cache(self, plan: Plan) -> Candidate:
+        geometry = self._opened.target.geometry
+        own = (site for unit in self.units for site in unit.sites)
+        rules = {site: plan[str(site)] for site in own if str(site) in plan}
+        if not rules:
+            return Candidate()
+        table = self._find_table(str(AMAX))
+        scales = dict(table.scales)
+        for _, attention in geometry.attentions():
+            for role in KV_ROLES:
+                if rule := rules.get(geometry.producer_of(attention).site(role)):
+                    site = attention.site(role)
+                    scales[site] = self._find_table(rule).scales[site]
+        mixed = replace(table, scales=scales)
+        whole = build_kv_candidate("", mixed, self._opened.numerics, origin="")
+        both = [
+            index
+            for index, attention in geometry.owners().items()
+            if all(attention.site(role) in rules for role in KV_ROLES)
+        ]
+        layers = geometry.with_readers(both)
+        modules = {a.module for layer, a in geometry.attentions() if layer.index in layers}
+        kept = whole.only(frozenset(modules))
+        single = {site: each for site, each in whole.quantizers.items() if site in rules}
+        return replace(kept, quantizers={**kept.quantizers, **single})
+
+    def _find_table(self, rule: str) -> ScaleTable:
+        if rule not in self._tables:
+            self._tables[rule] = compute_kv_scales(self._stats, E4M3FN, rule=parse_rule(rule))
+        return self._tables[rule]
+
+
+def choice_of(unit: Unit, plan: Plan) -> str:
+    """Give the choice that a plan has for a unit."""
+    if unit.sites:
+        return FP8_CACHE if all(str(site) in plan for site in unit.sites) else IN_16_BITS
+    return plan.get(unit.name, IN_16_BITS)
+
+
+def count_bytes(units: Sequence[Unit], plan: Plan) -> int:
+    """Count the bytes of units."""
+    return sum(unit.sizes.get(choice_of(unit, plan), unit.plain_bytes) for unit in units)
+
+
+def join_plans(plans: Iterable[Plan]) -> Plan:
+    """Join the plans of different units."""
+    return dict(pair for plan in plans for pair in plan.items())
+
+
+def list_uniform(units: Sequence[Unit]) -> dict[str, Plan]:
+    """List the plans with one scheme for all linears that can have it, without and with caches.
+
+    A scheme that linears cannot have leaves them in 16 bits. K and V have amax.
+    """
+    cached = join_plans(unit.plan(FP8_CACHE) for unit in units if unit.sites)
+    found: dict[str, Plan] = {f"cache {FP8_CACHE}": cached} if cached else {}
+    for name in dict.fromkeys(n for unit in units if unit.linears for n in unit.sizes):
+        found[name] = join_plans(unit.plan(name) for unit in units if unit.linears)
+        if cached:
+            found[f"{name}, cache {FP8_CACHE}"] = {**found[name], **cached}
+    return found
+
+
+def _list_sizes(plan: QuantizePlan) -> dict[str, int]:
+    """Count the bytes of each linear with its scales."""
+    found: dict[str, int] = defaultdict(int)
+    for shard in plan.shards:
+        for tensor in shard.tensors:
+            found[tensor.name.rpartition(".")[0]] += tensor.size_bytes
+    return found

@@ -1,0 +1,162 @@
+"""Plan a checkpoint under a budget: choices of schemes, rules and caches from what they cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.resumable_folder import resumable_folder
+from fp8calib.errors import ModelError
+from fp8calib.jobs.calibration import choose_mode, run_calibration
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import read_stats
+from fp8calib.numerics.rules import AMAX
+from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
+from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_model
+from fp8calib.plugins.plan.opened import OpenedPlan, open_plan
+from fp8calib.plugins.plan.recipe import (
+    RECIPE_NAME,
+    make_planned_scheme,
+    require_loaded,
+    spell_recipe,
+)
+from fp8calib.plugins.plan.render import write_plan_page
+from fp8calib.plugins.plan.report import CHOSEN, find_most_bytes, make_report
+from fp8calib.plugins.plan.request import RULES, PlanRequest
+from fp8calib.plugins.plan.result import PlanResult
+from fp8calib.plugins.plan.search import Search
+from fp8calib.results.run_plan import RunPlan
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
+
+PAGE_NAME = "plan.html"
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
+
+
+def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
+    """Plan a checkpoint, and write the recipe, the page and all figures.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the model cannot be read or run, or its weights cannot be quantized.
+        DataError: the data cannot be read, or is one sequence.
+        CalibrationError: a forward pass failed.
+        VerificationError: nothing can be quantized, or an engine cannot load the plan.
+        ExportError: the output cannot be written.
+    """
+    with open_plan(request) as opened:
+        if opened.model.prepared.model.get_output_embeddings() is None:
+            raise ModelError(
+                f"{request.model} has no output head, so it predicts no tokens whose divergence "
+                "could be measured",
+                hint="plan the model with its language-model head (a ...ForCausalLM class)",
+            )
+        if request.dry_run:
+            return _describe_run(opened)
+        is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
+        with resumable_folder(
+            opened.out,
+            owned=_OWNED,
+            force=request.force or is_measured,
+            tag=opened.tag,
+            resume=request.resume,
+        ) as folder:
+            measurements = Measurements(folder / MEASURED_NAME, opened.tag)
+            places = (folder, opened.out) if request.resume else ()
+            is_known = any(measurements.load(place / MEASURED_NAME) for place in places)
+            stats = _calibrate(opened, folder, reporter, is_known=is_known)
+            result = _plan(opened, stats, folder, measurements, reporter)
+            (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
+            write_plan_page(result, folder / PAGE_NAME)
+    for text in result.warnings:
+        reporter.warn(text)
+    return result
+
+
+def _calibrate(
+    opened: OpenedPlan, folder: Path, reporter: Reporter, *, is_known: bool
+) -> CalibrationStats:
+    """Calibrate, or take the statistics that are given or that an earlier run wrote."""
+    if opened.request.stats is not None:
+        return read_stats(opened.request.stats)[0]
+    path = folder / STATS_NAME
+    earlier = path if path.exists() else opened.out / STATS_NAME
+    if is_known and earlier.exists():
+        reporter.say("calibrated before")
+        stats = load_stats(earlier)
+    else:
+        reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
+        stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
+    save_stats(stats, path)
+    return stats
+
+
+def _plan(
+    opened: OpenedPlan,
+    stats: CalibrationStats,
+    folder: Path,
+    measurements: Measurements,
+    reporter: Reporter,
+) -> PlanResult:
+    request = opened.request
+    choices = Choices(opened, stats)
+    for text in choices.describe_refused():
+        reporter.say(text)
+    with open_model(opened, choices, reporter) as model:
+        run_on = partial(Measure, model, choices, measurements, reporter, request.batch_size)
+        searched, held_out = run_on(opened.search, "searching"), run_on(opened.held_out, "judging")
+        can_skip = all(engine.can_skip_caches for engine in opened.engines)
+        search = Search(choices, searched, passes=request.passes, can_skip=can_skip)
+        most = find_most_bytes(opened, choices)
+        found = search.run(opened.budget, most, request.rules or RULES, points=request.points)
+        planned = make_planned_scheme(choices.units, found.best.plan)
+        require_loaded(opened, planned, stats)
+        judged: dict[str, Plan] = {CHOSEN: found.best.plan, **list_uniform(choices.units)}
+        if planned.rules:
+            amax = dict.fromkeys(planned.rules, str(AMAX))
+            judged["plan with amax"] = {**found.best.plan, **amax}
+        judged |= {f"frontier {number}": each for number, each in enumerate(found.points, start=1)}
+        held_out.run(list(judged.values()))
+    (folder / RECIPE_NAME).write_text(spell_recipe(opened, planned), encoding="utf-8")
+    passes = searched.passes
+    return make_report(opened, choices, found, planned, judged, held_out, passes=passes)
+
+
+def _describe_run(opened: OpenedPlan) -> RunPlan:
+    """Describe the run without running text."""
+    request, model = opened.request, opened.model
+    mode = choose_mode(model, opened.recipe, opened.calibration, scratch=Path.cwd())
+    texts = (opened.calibration, opened.search, opened.held_out)
+    calibration, search, held_out = (f"{text.num_tokens:,}" for text in texts)
+    return RunPlan(
+        plan={
+            "model": str(request.model),
+            "weights_size_bytes": model.checkpoint.total_size_bytes,
+            "engine": ", ".join(engine.key for engine in opened.engines),
+            "budget": opened.budget.name,
+            "dtype": model.dtype,
+            "dtype_why": model.dtype_why,
+            "device": model.device,
+            "sequences": len(opened.calibration.sequences),
+            "tokens": opened.calibration.num_tokens,
+            "steps": [
+                f"calibrate on {calibration} tokens",
+                f"one scheme for all, then at most {request.passes} passes over {search} of them, "
+                "layer by layer",
+                f"judge plans on {held_out} others",
+            ],
+            "data": list(opened.calibration.sources),
+            "out": str(opened.out),
+            **mode.as_json(),
+        }
+    )
+
+
+plan = as_function("plan", PlanRequest, run)

@@ -1,0 +1,216 @@
+"""A plan's model, engines and texts, before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from fp8calib.data.sequences import (
+    DataPlan,
+    list_other_warnings,
+    split_plan,
+    take_sequences,
+    warn_of_scales,
+)
+from fp8calib.data.sources import BuiltinPart
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.gpus import Gpu, find_gpu
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.jobs.calibration import IF_QUANTIZED
+from fp8calib.jobs.models import RunModel, open_run_model
+from fp8calib.jobs.recipe_options import open_recipe
+from fp8calib.jobs.text import plan_text, read_settings
+from fp8calib.model.load import ModelSource
+from fp8calib.numerics.schemes import SCHEMES
+from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
+from fp8calib.recipe import Recipe
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.verification.candidates import Target
+from fp8calib.verification.summary import Summary, bounded_exp
+
+_SEARCHED = 8
+"""Sequences of the search: every layer costs a forward pass over them."""
+_HELD_OUT = 0.2
+"""The share of the data that the plan is judged on; scales and the search have the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What limits the plan."""
+
+    name: str
+    """In words."""
+    kind: Literal["bytes", "kld", "ratio"]
+    limit: float
+    """Bytes up to 1 are a share of those of the unquantized model."""
+
+    def read_most(self, summary: Summary) -> float:
+        """Give the loss and a standard error more: other text may lose more."""
+        if self.kind == "ratio":
+            return bounded_exp(summary.log_ratio + (summary.log_ratio_se or 0.0))
+        return (summary.kld_mean or 0.0) + (summary.kld_se or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlan:
+    """What a plan is made for."""
+
+    request: PlanRequest
+    budget: Budget
+    model: RunModel
+    target: Target
+    recipe: Recipe
+    """Of the calibration."""
+    engines: tuple[Engine, ...]
+    """All have to load the checkpoint."""
+    emulated: Engine
+    """The first whose arithmetic is known."""
+    numerics: Numerics
+    gpu: Gpu | None
+    schemes: tuple[str, ...]
+    """To choose from, as far as the engines load them."""
+    calibration: DataPlan
+    search: DataPlan
+    """A bounded part of the text that is calibrated on."""
+    held_out: DataPlan
+    tag: str
+    """Runs with the same one measure the same."""
+
+    @property
+    def out(self) -> Path:
+        """The output folder."""
+        default = f"{Path(str(self.request.model)).resolve().name}-plan"
+        return Path(self.request.out or default)
+
+
+@contextmanager
+def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
+    """Open the model and its texts.
+
+    Raises:
+        UsageError: an option is invalid.
+        ModelError: the model cannot be read or run, or is quantized.
+        DataError: the data cannot be read, or is one sequence.
+    """
+    names = [request.engine] if isinstance(request.engine, str) else list(request.engine)
+    if not names:
+        raise UsageError("--engine: no name given", hint="leave it out to plan for vllm")
+    engines = tuple(map(find_replayed, dict.fromkeys(names)))
+    gpu = None if request.gpu is None else find_gpu(request.gpu)
+    for engine in engines:
+        if engine.replay_folder is None:
+            raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
+        if gpu is not None and not engine.storage:
+            raise UsageError(
+                f"--gpu {gpu.name}: what {engine.release} serves on it is not known",
+                hint="use --engine vllm, or leave out --gpu",
+            )
+    budget = make_budget(request)
+    asked = [request.scheme] if isinstance(request.scheme, str) else request.scheme or SCHEMES
+    schemes = tuple(name for name in dict.fromkeys(asked) if name != NO_SCHEME)
+    if request.samples < 2:
+        hint = "some are held out from the search: use 2 or more"
+        raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
+    known = list_emulated()
+    named = (name for name in names if name.partition("==")[0] in known)
+    emulated = next((find_emulated(name)[0] for name in named), REFERENCE)
+    numerics = emulated.numerics
+    assert numerics is not None  # noqa: S101 -- of an emulated engine it is known
+    if gpu is not None:
+        numerics = emulated.emulate_on(gpu, numerics)
+    recipe = open_recipe("kv")
+    with open_run_model(request, if_quantized=IF_QUANTIZED, recipe=recipe) as model:
+        if model.checkpoint.form:
+            raise ModelError(
+                f"{request.model} is quantized already: {model.checkpoint.form}",
+                hint="name the unquantized model that it was made from",
+            )
+        fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
+        calibration, held_out = plan_texts(request, model.source)
+        data = recipe.data.model_copy(update={"batch_size": request.batch_size})
+        yield OpenedPlan(
+            request=request,
+            budget=budget,
+            model=model,
+            target=Target(
+                checkpoint=model.checkpoint,
+                fingerprint=fingerprint,
+                geometry=model.prepared.geometry,
+            ),
+            recipe=recipe.model_copy(update={"data": data}),
+            engines=engines,
+            emulated=emulated,
+            numerics=numerics,
+            gpu=gpu,
+            schemes=schemes,
+            calibration=calibration,
+            search=take_sequences(calibration, 0, _SEARCHED),
+            held_out=held_out,
+            tag=f"fp8calib plan 2 {fingerprint} {calibration.fingerprint} {held_out.fingerprint} "
+            f"{model.dtype} {emulated.key} {request.gpu} {request.batch_size} {request.stats}",
+        )
+
+
+def make_budget(request: PlanRequest) -> Budget:
+    """Make the budget; refuse none, several, and impossible ones.
+
+    Raises:
+        UsageError: naming the options.
+    """
+    kld, ratio, size = request.max_kld, request.max_ratio, request.max_bytes
+    given = {"--max-kld": kld, "--max-ratio": ratio, "--max-bytes": size}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise UsageError(
+            f"{' and '.join(named) or 'no budget'}: give one of {', '.join(given)}",
+            hint="a loss, for which the least bytes are found, or bytes, for the least loss",
+        )
+    if size is not None:
+        limit = read_size(size)
+        share = " of the unquantized bytes" if limit <= 1 else ""
+        return Budget(name=f"least KLD with at most {size}{share}", kind="bytes", limit=limit)
+    if ratio is not None:
+        if ratio <= 1:
+            raise UsageError(f"--max-ratio {ratio}: must be above 1")
+        name = f"least bytes with a perplexity ratio of at most {ratio:g}"
+        return Budget(name=name, kind="ratio", limit=ratio)
+    if not kld or kld < 0:
+        raise UsageError(f"--max-kld {kld}: must be above 0")
+    return Budget(name=f"least bytes with a KLD of at most {kld:g}", kind="kld", limit=kld)
+
+
+def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
+    """Plan the text of the calibration and the one that is held out.
+
+    Raises:
+        DataError: the data cannot be read, or is one sequence.
+    """
+    given = request.data
+    specs = (given,) if isinstance(given, str | Path) else given or ()
+    data = read_settings(request, tuple(map(str, specs)))
+
+    def plan(part: BuiltinPart, samples: int) -> DataPlan:
+        return plan_text(source, data.model_copy(update={"samples": samples}), part=part)
+
+    if data.sources:
+        calibration, held_out = split_plan(plan("calibrate", data.samples), _HELD_OUT)
+    else:
+        number = max(1, round(data.samples * _HELD_OUT))
+        calibration = plan("calibrate", data.samples - number)
+        held_out = plan("verify", number)
+    few = warn_of_scales(calibration.num_tokens)
+    media: tuple[str, ...] = ()
+    if calibration.media and not held_out.media:
+        media = (
+            "no row with media is held out: figures are those of text alone, and do not tell "
+            "whether scales need media; mix the sources (--data FILE@1), or the rows of a file",
+        )
+    return (
+        replace(calibration, warnings=(*list_other_warnings(calibration), *few)),
+        replace(held_out, warnings=(*list_other_warnings(held_out), *media)),
+    )

@@ -1,0 +1,210 @@
+"""The report of a plan: each group's choice with its reason, and the frontier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+from fp8calib.checkpoint.disk import format_size
+from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
+from fp8calib.engines.registry import find_replayed
+from fp8calib.machine.command_line import spell_command
+from fp8calib.numerics.rules import AMAX
+from fp8calib.plugins.plan.choices import (
+    Choices,
+    Plan,
+    count_bytes,
+    list_uniform,
+)
+from fp8calib.plugins.plan.measure import Measure
+from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
+from fp8calib.plugins.plan.result import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
+from fp8calib.plugins.plan.search import Found, Group
+from fp8calib.results.record import BeforeAfter
+from fp8calib.stats.fingerprint import versions
+from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.paired import compare_paired
+from fp8calib.verification.report import RunProvenance
+from fp8calib.verification.summary import Summary
+
+CHOSEN = "plan"
+Met = Literal["yes", "no", "cannot-tell"]
+
+
+def make_report(
+    opened: OpenedPlan,
+    choices: Choices,
+    found: Found,
+    planned: PlannedScheme,
+    judged: Mapping[str, Plan],
+    held_out: Measure,
+    *,
+    passes: int,
+) -> PlanResult:
+    """Make the report on plans, by name, that were run on the text that is held out.
+
+    The first one, `CHOSEN`, is what was `found` in so many passes.
+    """
+    best, request = found.best, opened.request
+    summaries = dict(zip(judged, held_out.summarize(list(judged.values())), strict=True))
+    summary = summaries[CHOSEN]
+    met, why = _judge(opened, choices, found, summary)
+    alone = [group.choices[group.pick(best.plan)].kld_mean for group in found.groups]
+    texts = (opened.calibration, opened.held_out)
+    tokens = opened.held_out.num_tokens
+    few = f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
+    warnings = (
+        *(warning for text in texts for warning in list_other_warnings(text)),
+        *((few,) if tokens < FEW_TOKENS else ()),
+    )
+    return PlanResult(
+        model=str(request.model),
+        out=str(opened.out),
+        engines={each.key: find_replayed(each.key).version for each in opened.engines},
+        emulated=opened.emulated.release,
+        gpu="" if opened.gpu is None else opened.gpu.title,
+        dtype=opened.model.dtype,
+        device=opened.model.device,
+        budget=opened.budget.name,
+        met=met,
+        why=why,
+        data=opened.held_out.sources,
+        search_tokens=opened.search.num_tokens,
+        tokens=summary.tokens,
+        sequences=len(opened.held_out.sequences),
+        kv_tokens=request.kv_tokens,
+        bytes=BeforeAfter(before=choices.unquantized_bytes, after=best.size_bytes),
+        kld_mean=_kld(summary),
+        kld_se=summary.kld_se,
+        ppl_ratio=summary.ppl_ratio,
+        ppl_ratio_se=summary.ppl_ratio_se,
+        searched_kld=_kld(best.summary),
+        summed_kld=math.fsum(alone),
+        passes=passes,
+        groups=tuple(_list_groups(found)),
+        frontier=tuple(_list_points(choices, judged, held_out, summaries)),
+        recipe=RECIPE_NAME,
+        write=spell_write(opened, planned),
+        serve=spell_serve(opened, planned),
+        provenance=RunProvenance(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=spell_command(),
+            model_hash=opened.target.fingerprint,
+            data_hash=opened.held_out.fingerprint,
+            versions=versions(opened.held_out.tokens_by_modality),
+        ),
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def _kld(summary: Summary) -> float:
+    assert summary.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
+    return summary.kld_mean
+
+
+def _judge(opened: OpenedPlan, choices: Choices, found: Found, summary: Summary) -> tuple[Met, str]:
+    """Judge the budget on the text that is held out."""
+    budget, size = opened.budget, found.best.size_bytes
+    shown = f"{format_size(size)} of {format_size(choices.unquantized_bytes)}"
+    if caches := [unit for unit in choices.units if unit.sites]:
+        plain = format_size(count_bytes(caches, {}))
+        stored = format_size(count_bytes(caches, found.best.plan))
+        shown += f" (KV cache of {opened.request.kv_tokens:,} tokens: {stored} of {plain})"
+    if budget.kind == "bytes":
+        shown += f", KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
+        if size <= (most := find_most_bytes(opened, choices)):
+            return "yes", f"{shown}: fits"
+        return "no", f"{shown}: more than {format_size(int(most))}, and nothing is smaller"
+    loss, se, name = _kld(summary), summary.kld_se, "KLD"
+    if budget.kind == "ratio":
+        loss, se, name = summary.ppl_ratio, summary.ppl_ratio_se, "perplexity ratio"
+    shown = f"{shown}, {name} {loss:.4f} ± {'?' if se is None else f'{se:.4f}'}"
+    if se is None:
+        return "cannot-tell", f"{shown}: its error is unknown"
+    if loss + se <= budget.limit:
+        return "yes", f"{shown}: at most {budget.limit:g}"
+    if loss - se > budget.limit:
+        return "no", f"{shown}: more than {budget.limit:g} on text that is held out"
+    return "cannot-tell", f"{shown}: too little text to tell it from {budget.limit:g}"
+
+
+def find_most_bytes(opened: OpenedPlan, choices: Choices) -> float:
+    """Give the most bytes; infinite where a loss is limited."""
+    if opened.budget.kind != "bytes":
+        return math.inf
+    limit = opened.budget.limit
+    return limit * choices.unquantized_bytes if limit <= 1 else limit
+
+
+def _list_groups(found: Found) -> Iterator[PlannedGroup]:
+    for group in found.groups:
+        plan, units = found.best.plan, group.units
+        refused = dict(pair for unit in units for pair in unit.refused.items())
+        if units[0].linears:
+            refused = {**found.dropped, **refused}
+        sites = {str(site) for unit in units for site in unit.sites}
+        chosen = group.choices[group.pick(plan)]
+        yield PlannedGroup(
+            name=group.name,
+            layers=tuple(sorted({layer for unit in units for layer in unit.layers})),
+            linears=tuple(linear for unit in units for linear in unit.linears),
+            choice=chosen.name,
+            rules={s: r for s, r in plan.items() if s in sites and r != str(AMAX)},
+            saved_bytes=group.choices[0].size_bytes - chosen.size_bytes,
+            why=_explain(group, found.price) or next(iter(refused.values()), ""),
+            choices=tuple(
+                GroupChoice(**{key: getattr(each, key) for key in GroupChoice.model_fields})
+                for each in group.choices[1:]
+            ),
+            refused=refused,
+        )
+
+
+def _explain(group: Group, price: float) -> str:
+    """Say what each choice costs, and up to which price the plan quantizes."""
+    plain, *others = group.choices
+    costs = [
+        f"{each.name}: KLD {format_mean_kld(each.kld_mean, each.kld_se)} for "
+        f"{format_size(saved)}, {each.kld_mean / saved * 1e9:.2g} nats per GB"
+        for each in others
+        if (saved := plain.size_bytes - each.size_bytes) > 0
+    ]
+    paid = [f"the plan pays {price * 1e9:.2g}"] if costs and price < math.inf else []
+    return "; ".join([*costs, *paid])
+
+
+def _list_points(
+    choices: Choices,
+    judged: Mapping[str, Plan],
+    held_out: Measure,
+    summaries: Mapping[str, Summary],
+) -> Iterator[FrontierPoint]:
+    """List the plans that were run, each once, by size."""
+    scores = held_out.run(list(judged.values()))
+    klds = {name: each.klds for name, each in zip(judged, scores, strict=True)}
+    uniform = list(list_uniform(choices.units).values())
+    seen: list[Plan] = []
+    points = []
+    for name, plan in judged.items():
+        if plan in seen:
+            continue
+        seen.append(plan)
+        summary, is_chosen = summaries[name], name == CHOSEN
+        pair = None if is_chosen else compare_paired(name, CHOSEN, klds, held_out.lengths)
+        points.append(
+            FrontierPoint(
+                name=name,
+                size_bytes=choices.fixed_bytes + count_bytes(choices.units, plan),
+                kld_mean=_kld(summary),
+                kld_se=summary.kld_se,
+                ppl_ratio=summary.ppl_ratio,
+                ppl_ratio_se=summary.ppl_ratio_se,
+                is_uniform=not plan or plan in uniform,
+                is_chosen=is_chosen,
+                against_chosen=pair,
+            )
+        )
+    yield from sorted(points, key=lambda point: point.size_bytes)

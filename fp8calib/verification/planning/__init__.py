@@ -1,1 +1,0 @@
-"""Which scheme each group of linears gets, and which layers keep their cache, under a budget."""

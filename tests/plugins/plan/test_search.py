@@ -1,0 +1,130 @@
+"""The best plans of every size, against an enumeration of all plans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fp8calib.plugins.plan import search
+from fp8calib.plugins.plan.search import (
+    Choice,
+    Group,
+    Picks,
+    Sum,
+    find_hull,
+    find_price,
+    list_frontier,
+    list_near,
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random problem, and all of its plans."""
+
+    sizes: list[list[int]]
+    costs: list[list[float]]
+
+    @property
+    def plans(self) -> list[Picks]:
+        """All of them."""
+        return list(itertools.product(*(range(len(each)) for each in self.sizes)))
+
+    def size(self, plan: Picks) -> int:
+        """Add sizes."""
+        return sum(each[c] for each, c in zip(self.sizes, plan, strict=True))
+
+    def cost(self, plan: Picks) -> float:
+        """Add costs."""
+        return sum(each[c] for each, c in zip(self.costs, plan, strict=True))
+
+    @property
+    def groups(self) -> list[Group]:
+        """Give it to the code under test."""
+        pairs = (zip(*each, strict=True) for each in zip(self.sizes, self.costs, strict=True))
+        choices = (
+            [Choice(name="", size_bytes=size, plan={}, kld_mean=cost) for size, cost in each]
+            for each in pairs
+        )
+        return [Group(name="", units=(), choices=tuple(each)) for each in choices]
+
+
+def draw(seed: int, groups: int = 6) -> Drawn:
+    random = np.random.default_rng(seed)
+    counts = [int(random.integers(1, 4)) for _ in range(groups)]
+    sizes = [[int(x) for x in random.integers(1, 40, count)] for count in counts]
+    costs = [[float(x) for x in random.random(count)] for count in counts]
+    return Drawn(sizes, costs)
+
+
+def find(frontier: list[Sum], limit: float) -> Sum:
+    return [each for each in frontier if each.size_bytes <= limit][-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_of_at_most_the_size_costs_less(seed: int) -> None:
+    drawn = draw(seed)
+    frontier = list_frontier(drawn.groups)
+    smallest = min(map(drawn.size, drawn.plans))
+    assert frontier[0].size_bytes == smallest
+    for limit in range(smallest, max(map(drawn.size, drawn.plans)) + 2):
+        plan = find(frontier, limit).picks
+        assert drawn.size(plan) <= limit
+        best = min(drawn.cost(each) for each in drawn.plans if drawn.size(each) <= limit)
+        assert drawn.cost(plan) == pytest.approx(best, abs=1e-12)
+
+
+def test_the_frontier_rises_in_size_and_falls_in_cost() -> None:
+    drawn = draw(3)
+    frontier = list_frontier(drawn.groups)
+    sizes, costs = [each.size_bytes for each in frontier], [each.kld for each in frontier]
+    assert [drawn.size(each.picks) for each in frontier] == sizes
+    assert np.allclose([drawn.cost(each.picks) for each in frontier], costs)
+    assert (np.diff(sizes) > 0).all()
+    assert (np.diff(costs) < 0).all()
+
+
+def test_thinned_plans_stay_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = draw(5, groups=9)
+    drawn.costs[:] = [[1 / size for size in each] for each in drawn.sizes]
+    exact = list_frontier(drawn.groups)
+    monkeypatch.setattr(search, "MOST_STATES", 32)
+    thin = list_frontier(drawn.groups)
+    assert len(thin) <= 32 < len(exact)
+    step = (exact[-1].size_bytes - exact[0].size_bytes) * len(drawn.sizes) / 32
+    for each in thin:
+        assert drawn.size(each.picks) == each.size_bytes
+        near = [other for other in exact if other.size_bytes <= each.size_bytes - step]
+        assert not near or each.kld <= near[-1].kld + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_near_another_differ_in_one_or_two_groups_and_fit(seed: int) -> None:
+    drawn = draw(seed)
+    limit = sum(map(min, drawn.sizes)) + 40
+    start = find(list_frontier(drawn.groups), limit).picks
+    found = list(list_near(drawn.groups, start, limit))
+
+    def differences(plan: Picks) -> int:
+        return sum(a != b for a, b in zip(plan, start, strict=True))
+
+    expected = [p for p in drawn.plans if differences(p) in (1, 2) and drawn.size(p) <= limit]
+    assert sorted(found) == sorted(expected)
+    costs = list(map(drawn.cost, found))
+    assert costs == sorted(costs)
+
+
+def test_the_hull_leaves_out_what_a_mix_of_others_beats() -> None:
+    points = {"a": (10, 9.0), "b": (20, 8.0), "c": (30, 1.0), "d": (40, 2.0), "plain": (50, 0.0)}
+    assert find_hull(points) == ["a", "c", "plain"]
+
+
+def test_a_price_is_the_slope_of_the_hull() -> None:
+    klds = {10: 9.0, 20: 8.0, 30: 1.0, 50: 0.0}
+    frontier = [Sum(size_bytes=size, kld=kld, picks=()) for size, kld in klds.items()]
+    assert find_price(frontier, 10) == find_price(frontier, 20) == pytest.approx(0.4)
+    assert find_price(frontier, 30) == pytest.approx(0.05)
+    assert find_price(frontier, 50) == 0.0
