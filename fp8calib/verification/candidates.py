@@ -27,10 +27,11 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.compute import list_unfit_queries
+from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
@@ -91,6 +92,17 @@ class OpenedCandidate:
         if self.found is not None:
             return self.found.table.origin
         return None if self.stats is None else self.stats.origin
+
+    def make_table(
+        self, fmt: Fp8Format, *, rule: Rule = AMAX, per_head: bool = False
+    ) -> ScaleTable:
+        """Give its KV scales: those of the file, or those that follow from the statistics."""
+        if self.found is not None:
+            return self.found.table
+        assert self.stats is not None  # noqa: S101 -- without weights it has one of them
+        return compute_kv_scales(
+            self.stats, fmt, rule=rule, per_head=per_head, query=self.with_query
+        )
 
 
 def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
@@ -216,6 +228,20 @@ def _check_weights(folder: Path, target: Target) -> None:
                     "another model",
                     hint="pass the model that the overlay was made from",
                 )
+
+
+def build_opened(
+    opened: OpenedCandidate,
+    model: LoadedModel,
+    target: Target,
+    numerics: Numerics,
+    fmt: Fp8Format,
+) -> Candidate:
+    """Build a candidate from what was read: a whole checkpoint, or the KV cache alone."""
+    if opened.checkpoint is not None:
+        return build_checkpoint(opened, model, target, numerics)
+    origin = opened.found.dialect if opened.found else "statistics, amax"
+    return build_kv_candidate(opened.name, opened.make_table(fmt), numerics, origin=origin)
 
 
 def build_kv_candidate(

@@ -19,15 +19,13 @@ from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.observe.generation_cache import open_cache_hooks
 from fp8calib.run.forward.decoder import check_runnable
-from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
-    OpenedCandidate,
     Target,
-    build_checkpoint,
     build_kv_candidate,
+    build_opened,
     build_scheme,
     build_unscaled,
     check_sites,
@@ -149,15 +147,4 @@ def _make_candidate(
         opened = open_candidate(str(given), target, numerics)
     else:
         raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
-    if opened.checkpoint is not None:
-        return build_checkpoint(opened, model, target, numerics)
-    table = _find_table(opened, fmt)
-    origin = opened.found.dialect if opened.found else "statistics, amax"
-    return build_kv_candidate(opened.name, table, numerics, origin=origin)
-
-
-def _find_table(opened: OpenedCandidate, fmt: Fp8Format) -> ScaleTable:
-    if opened.found is not None:
-        return opened.found.table
-    assert opened.stats is not None  # noqa: S101 -- a candidate without weights has one of them
-    return compute_kv_scales(opened.stats, fmt, query=opened.with_query)
+    return build_opened(opened, model, target, numerics, fmt)

@@ -200,9 +200,7 @@ def verify(
         each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates
     }
     fits = {name: found for name, found in measured.items() if found}
-    fitted = None
-    if (unscaled := _find_unfitted(asked, fits)) is not None:
-        fitted = _score_fitted(asked, scores, fits, unscaled, model, text, progress)
+    fitted = _score_fitted(asked, scores, fits, model, text, progress)
     noise = None
     if measures_noise:
         few, size = choose_noise_text(asked.plan, asked.batch_size)
@@ -263,29 +261,24 @@ def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
             )
 
 
-def _find_unfitted(asked: Verification, fits: Fits) -> Candidate | None:
-    """Find scale 1.0 where it loses at some site."""
-    unscaled = next((each for each in asked.candidates if each.name == SCALE_ONE), None)
-    return unscaled if list_losing(fits.get(SCALE_ONE, ())) else None
-
-
 def _score_fitted(
     asked: Verification,
     scores: Scores,
     fits: Fits,
-    unscaled: Candidate,
     model: PreparedModel | StreamedModel,
     text: Sequence[Batch],
     progress: Progress,
 ) -> TokenScores | None:
     """Score the model with scales that fit, which tell what scale 1.0 adds to the cost of FP8.
 
-    Where the scales of a candidate fit, that candidate tells. None where only FP8 weights are
-    compared.
+    Where scale 1.0 loses nothing, it adds nothing; where the scales of a candidate fit, that
+    candidate tells. None too where only FP8 weights are compared.
     """
+    unscaled = next((each for each in asked.candidates if each.name == SCALE_ONE), None)
     others = [each for each in asked.candidates if each.name != SCALE_ONE]
     cached = [each.name for each in others if not each.weights]
-    if others and not cached:
+    is_lossless = not list_losing(fits.get(SCALE_ONE, ()))
+    if unscaled is None or is_lossless or (others and not cached):
         return None
     if (fitting := find_fitting(cached, fits)) is not None:
         return scores.candidates[fitting]

@@ -27,7 +27,6 @@ from fp8calib.recipe import Data
 from fp8calib.requests.shared import SKIP_LAYERS, Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -35,8 +34,8 @@ from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     Target,
-    build_checkpoint,
     build_kv_candidate,
+    build_opened,
     build_scheme,
     build_unscaled,
     check_sites,
@@ -315,12 +314,9 @@ class _CandidateMaker:
                     hint="leave out --scheme to verify the scales of the file",
                 )
             return self.make_scheme(self._request.scheme, opened.stats, opened.name)
-        if opened.checkpoint is not None:
-            return build_checkpoint(opened, self._model, self._target, self._numerics)
-        origin = opened.found.dialect if opened.found else "statistics, amax"
-        return build_kv_candidate(
-            opened.name, self.read_table(opened), self._numerics, origin=origin
-        )
+        if opened.checkpoint is None:
+            self.read_table(opened)
+        return build_opened(opened, self._model, self._target, self._numerics, self._fmt)
 
     def make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str = "") -> Candidate:
         """Make the candidate that `quantize` would write."""
@@ -369,18 +365,14 @@ class _CandidateMaker:
         self, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
     ) -> ScaleTable:
         """Give the KV scales of a candidate: those of its file, or of its statistics."""
-        if opened.found is None:
-            assert opened.stats is not None  # noqa: S101 -- a candidate has one of them
-            return compute_kv_scales(
-                opened.stats, self._fmt, rule=rule, per_head=per_head, query=opened.with_query
-            )
-        if opened.found.table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
+        table = opened.make_table(self._fmt, rule=rule, per_head=per_head)
+        if table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
             raise ModelError(
-                f"{opened.name}: the scales are for {opened.found.table.fmt.name}, but the KV "
+                f"{opened.name}: the scales are for {table.fmt.name}, but the KV "
                 f"cache is emulated in {self._fmt.name}",
-                hint=f"use --fp8-dtype {opened.found.table.fmt.name}",
+                hint=f"use --fp8-dtype {table.fmt.name}",
             )
-        return opened.found.table
+        return table
 
 
 # --- warnings -------------------------------------------------------------------------------------

@@ -49,11 +49,6 @@ class CacheType:
     is_of_sequence: bool = False
     """All values of a sequence share a scale, that of its prompt, which is computed in 16 bits."""
 
-    @property
-    def prompt_in_16_bits(self) -> bool:
-        """Whether attention of a prompt reads K, V and q as they were before they are stored."""
-        return self.is_packed or self.is_of_sequence
-
     def explain_misfit(self, geometry: ModelGeometry) -> str:
         """Say why it cannot store the cache of a model; empty where it can."""
         why = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,8 +21,7 @@ from fp8calib.plugins.server.hypotheses import (
 )
 from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.score import Scores, count_in_rounds
-from fp8calib.verification.text_runs import TextRuns
+from fp8calib.verification.score import Scores, count_in_rounds, score_in_rounds
 
 SEQUENCES = 8
 """Answers are asked for again, and faults emulated, on at most so many sequences."""
@@ -62,7 +61,7 @@ class FaultRunner:
         return [one.name for one in self.candidates if has_scaled_kv(one)]
 
     @cached_property
-    def _runs(self) -> TextRuns:
+    def _text(self) -> Sequence[Batch]:
         """Choose the first batches, as many as `_MOST_TIMES` allows."""
         passes = max((count_in_rounds(len(self.faults_of(base))) for base in self.bases), default=0)
         most = max(_MOST_TIMES * self.plan.num_tokens // max(passes, 1), _LEAST_TOKENS)
@@ -73,17 +72,17 @@ class FaultRunner:
             chosen.append(batch)
             if sum(each.num_tokens for each in chosen) >= most:
                 break
-        return TextRuns(self.model, chosen, self.progress)
+        return chosen
 
     @property
     def num_sequences(self) -> int:
         """The number of sequences that faults run on."""
-        return len(self._runs.lengths)
+        return sum(len(batch.lengths) for batch in self._text)
 
     @property
     def num_tokens(self) -> int:
         """The number of their scored tokens."""
-        return self._runs.num_tokens - self.num_sequences
+        return sum(batch.num_tokens for batch in self._text) - self.num_sequences
 
     def run_whole(self, faults: Mapping[str, Fault]) -> dict[str, torch.Tensor]:
         """Emulate those of all layers; give the changes of each: fp64 [N]."""
@@ -106,11 +105,15 @@ class FaultRunner:
 
     def _run(self, faults: Mapping[str, Fault], stage: str) -> dict[str, torch.Tensor]:
         passes = count_in_rounds(len(faults))
-        times = self._runs.num_tokens * passes / self.plan.num_tokens
-        self._runs.begin_stage(f"{stage}, {times:.1f} times the text", passes)
-        emulations = {name: fault.emulation for name, fault in faults.items()}
+        tokens = sum(batch.num_tokens for batch in self._text)
+        times = tokens * passes / self.plan.num_tokens
+        rounds = score_in_rounds(
+            self.model,
+            [replace(fault.emulation, name=name) for name, fault in faults.items()],
+            self._text,
+            progress=self.progress,
+            stage=f"{stage}, {times:.1f} times the text",
+        )
         return {
-            name: changes_of(compared, name)
-            for compared in self._runs.run_rounds(emulations)
-            for name in compared.candidates
+            name: changes_of(compared, name) for compared in rounds for name in compared.candidates
         }
