@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +12,8 @@ from fp8calib.errors import ModelError, UsageError, shorten
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone, or a file name, is a path."""
+_exists = os.path.exists
+"""Unlike the method of Path, this is false if a name is too long or a folder may not be read."""
 
 
 def find_local_model(model: str) -> Path | None:
@@ -20,11 +23,8 @@ def find_local_model(model: str) -> Path | None:
         ModelError: it is neither a path nor a Hub id.
     """
     path = Path(model)
-    try:
-        if path.exists():
-            return path
-    except OSError as error:
-        raise ModelError(f"{model}: {error.strerror}", hint="pass a folder or a hub id") from error
+    if _exists(path):
+        return path
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         hint = f"{suggest_path(path)}pass a folder or a hub id"
         raise ModelError(f"no model folder at {model}", hint=hint)
@@ -33,10 +33,7 @@ def find_local_model(model: str) -> Path | None:
 
 def may_be_on_hub(path: Path) -> bool:
     """Tell whether a path does not exist and may be meant as a Hub id."""
-    try:
-        return not path.exists() and _HUB_NAME.fullmatch(str(path)) is not None
-    except (OSError, ValueError):
-        return False
+    return not _exists(path) and _HUB_NAME.fullmatch(str(path)) is not None
 
 
 def require_path(path: Path, *, option: str = "", hint: str = "") -> None:

@@ -15,7 +15,6 @@ import torch
 
 from fp8calib.data.rows import COLUMNS, MASK, Row, parse_row
 from fp8calib.data.specs import (
-    BuiltinSource,
     DataSpec,
     FileSource,
     HubSource,
@@ -127,7 +126,7 @@ def iter_rows(
         for path in source.paths:
             yield from iter_file_rows(path, text_column=text_column)
         return
-    if isinstance(source, BuiltinSource):
+    if source is None:
         yield from iter_builtin_rows(part)
         return
     where, folder = spec.label, Path()

@@ -55,15 +55,11 @@ class SavedSource:
 
 
 @dataclass(frozen=True)
-class BuiltinSource:
-    """The text of `help()`, which is part of CPython."""
-
-
-@dataclass(frozen=True)
 class DataSpec:
     """One resolved `--data` option."""
 
-    source: FileSource | HubSource | SavedSource | BuiltinSource
+    source: FileSource | HubSource | SavedSource | None
+    """None is the text of `help()`, which is part of CPython."""
     label: str
     """The spec as given, but only the last component of a path; it is stored in artifacts."""
     weight: float | None = None
@@ -85,7 +81,7 @@ def parse_spec(text: str) -> DataSpec:
     if not body.strip():
         raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
     if body == "builtin":
-        return DataSpec(BuiltinSource(), text, weight)
+        return DataSpec(None, text, weight)
     if body.startswith("hub:") and not _is_data_path(body):
         return DataSpec(_parse_hub(body), text, weight)
     path = Path(body)

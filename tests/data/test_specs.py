@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from fp8calib.data.specs import (
-    BuiltinSource,
     DataSpec,
     FileSource,
     HubSource,
@@ -24,8 +23,8 @@ def touch(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("builtin", DataSpec(BuiltinSource(), "builtin")),
-        ("builtin@2", DataSpec(BuiltinSource(), "builtin@2", 2.0)),
+        ("builtin", DataSpec(None, "builtin")),
+        ("builtin@2", DataSpec(None, "builtin@2", 2.0)),
         ("hub:wikitext", DataSpec(HubSource("wikitext"), "hub:wikitext")),
         ("hub:a/b:cfg", DataSpec(HubSource("a/b", "cfg"), "hub:a/b:cfg")),
         ("hub:a/b:test", DataSpec(HubSource("a/b", None, "test"), "hub:a/b:test")),
@@ -73,7 +72,7 @@ def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
 ) -> None:
     touch(tmp_path / "builtin" / "x.txt")
     monkeypatch.chdir(tmp_path)
-    assert parse_spec("builtin").source == BuiltinSource()
+    assert parse_spec("builtin").source is None
     assert parse_spec("./builtin").source == FileSource((Path("builtin/x.txt"),))
 
 
