@@ -78,8 +78,12 @@ def run(
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        text = plan_verified(model.source, read_settings(request, specs), rows, request.tokenizer)
-        asked = open_verification(request, model, text)
+        settings = read_settings(request, specs)
+        asked = open_verification(
+            request,
+            model,
+            lambda: plan_verified(model.source, settings, rows, request.tokenizer),
+        )
         if make_candidates is not None:
             more = make_candidates(asked)
             asked = replace(asked, candidates=(*more, *asked.candidates))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,14 +176,18 @@ def open_target(model: RunModel) -> Target:
     )
 
 
-def open_verification(request: VerifyRequest, model: RunModel, plan: DataPlan) -> Verification:
+def open_verification(
+    request: VerifyRequest, model: RunModel, read_text: Callable[[], DataPlan]
+) -> Verification:
     """Read the candidates, and refuse what cannot be emulated before a weight is loaded.
 
-    One that cannot be read or emulated is left out while another is left.
+    One that cannot be read or emulated is left out while another is left. The text is read after
+    the candidates, which take less time.
 
     Raises:
         UsageError: options contradict each other.
         ModelError: a candidate cannot be read or emulated, or belongs to another model.
+        DataError: the text cannot be read.
         VerificationError: a weight would be quantized in part.
     """
     _require_head(model)
@@ -191,6 +195,7 @@ def open_verification(request: VerifyRequest, model: RunModel, plan: DataPlan) -
     fmt, geometry = FP8_FORMATS[request.fp8_dtype], model.prepared.geometry
     maker = _CandidateMaker(request, model, numerics, fmt)
     opened, candidates, faults = maker.make_all()
+    plan = read_text()
     refused = tuple(RefusedCandidate(name=n, why=e.message) for n, e in faults.items())
     if request.scheme is not None and not opened:
         candidates.append(maker.make_scheme(request.scheme, None))

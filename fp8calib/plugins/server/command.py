@@ -16,6 +16,7 @@ from fp8calib.commands.verify import (
     finish,
     hash_files,
 )
+from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
@@ -74,12 +75,18 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        text = plan_verified(model.source, read_settings(request, specs), rows, request.tokenizer)
-        check_text(request, text)
-        servers = None
-        if not request.dry_run:
-            text, servers = open_servers(request, model.source, text, reporter.say)
-        asked = open_verification(request, model, text)
+        settings = read_settings(request, specs)
+        servers: Servers | None = None
+
+        def read_text() -> DataPlan:
+            nonlocal servers
+            text = plan_verified(model.source, settings, rows, request.tokenizer)
+            check_text(request, text)
+            if not request.dry_run:
+                text, servers = open_servers(request, model.source, text, reporter.say)
+            return text
+
+        asked = open_verification(request, model, read_text)
         for note in asked.warnings:
             reporter.warn(note)
         faults = list_faults(asked.candidates)
