@@ -103,10 +103,9 @@ class Decoder:
         dtype: torch.dtype = self._decoder.dtype
         return dtype
 
-    def run(self, batch: Batch, cache: Any, *, traces: bool = False) -> torch.Tensor:
+    @torch.no_grad()
+    def run(self, batch: Batch, cache: Any) -> torch.Tensor:
         """Run one batch and give its last hidden state: [B, S, C]; of FSDP2 the logits.
-
-        `traces` records what gradients need.
 
         Raises:
             OutOfMemoryInForward: the batch is too large.
@@ -118,7 +117,7 @@ class Decoder:
                     module._buffers[name.replace("original_", "")] = buffer.clone()
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
-        with torch.set_grad_enabled(traces), self._explained(batch):
+        with self._explained(batch):
             if batch.media is None:
                 output = self._called(**self._text_inputs(batch), **{self._cache_argument: cache})
             elif self._called is not self._decoder:  # FSDP2

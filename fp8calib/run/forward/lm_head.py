@@ -34,19 +34,16 @@ class LmHead:
         self._model = model
         self._current = current
 
-    def logits(self, hidden: torch.Tensor, *, traces: bool = False) -> torch.Tensor:
-        """Compute the logits of hidden states [N, C]: [N, vocabulary], in the model's dtype.
-
-        `traces` records what gradients need.
-        """
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of hidden states [N, C]: [N, vocabulary], in the model's dtype."""
         self._current[0] = hidden.unsqueeze(0)
         device = self._model.get_input_embeddings().weight.device
         tokens = torch.zeros(
             1, len(hidden), dtype=torch.int64, device="cpu" if device.type == "meta" else device
         )
-        with torch.set_grad_enabled(traces):
-            logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
-            return logits[0]
+        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        return logits[0]
 
 
 @contextmanager

@@ -60,12 +60,11 @@ class LayerSteps:
         before: LayerState | None,
         *,
         checks: bool = False,
-        traces: bool = False,
     ) -> LayerState:
         """Run layer `index` on a micro-batch.
 
         `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
-        the layer reads more than that; `traces` records what gradients need.
+        the layer reads more than that.
 
         Raises:
             ModelError: the model does not run its layers one after another.
@@ -74,7 +73,7 @@ class LayerSteps:
         self._chosen, self._next, self._checks = index, 0, checks
         self._before, self._after = before, None
         with suppress(_LayerIsDone):
-            self._decoder.run(batch, cache, traces=traces)
+            self._decoder.run(batch, cache)
         after, self._before, self._after = self._after, None, None
         if after is None:
             raise ModelError(
@@ -83,13 +82,11 @@ class LayerSteps:
             )
         return after
 
-    def finish(
-        self, batch: Batch, cache: Any, before: LayerState, *, traces: bool = False
-    ) -> torch.Tensor:
+    def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
         """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
         self._chosen, self._next, self._checks = len(self._originals), 0, False
         self._before = before
-        hidden = self._decoder.run(batch, cache, traces=traces)
+        hidden = self._decoder.run(batch, cache)
         self._before = None
         return hidden
 

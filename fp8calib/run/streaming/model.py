@@ -89,13 +89,13 @@ class StreamedModel:
         )
 
     @contextmanager
-    def layers(self, *, backwards: bool = False) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers, or `backwards`; each is read ahead, in a thread.
+    def layers(self) -> Iterator[Iterator[StreamedLayer]]:
+        """Iterate over the layers; each is read ahead, in a thread.
 
         The next one is read from `placed` or `begin_next` on: two are in memory at a time.
         """
         layers = list(zip(self.geometry.layers, self._parts, strict=True))
-        unread = iter(layers[::-1] if backwards else layers)
+        unread = iter(layers)
         reading: deque[Future[StreamedLayer]] = deque()
 
         def read(layer: Layer, part: ModelPart) -> StreamedLayer:
