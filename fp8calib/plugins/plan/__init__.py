@@ -9,15 +9,13 @@ from fp8calib.plugin import Plugin
 
 if TYPE_CHECKING:
     from fp8calib.plugins.plan.command import plan
-    from fp8calib.plugins.plan.result import PlanResult
 
-__all__ = ["PLUGIN", "PlanResult", "plan"]
+__all__ = ["PLUGIN", "plan"]
 
 PLUGIN = Plugin(commands={"plan": __name__})
-_PLACES = {"plan": "command", "PlanResult": "result"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name != "plan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return import_module(f"{__name__}.command").plan

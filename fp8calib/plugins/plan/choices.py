@@ -6,9 +6,12 @@ K and V that is stored in FP8. What it does not name stays in 16 bits.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
@@ -64,13 +67,11 @@ class Unit:
     shares_scale: bool = False
     """Whether K and V are the parts of latents, under one scale."""
 
-    def plan(self, choice: str, rules: Mapping[str, str] | None = None) -> Plan:
-        """Give the plan that quantizes it alone, K and V by `rules` or amax."""
+    def plan(self, choice: str) -> Plan:
+        """Give the plan that quantizes it alone, K and V by amax."""
         if choice not in self.sizes:
             return {}
-        if not self.sites:
-            return {self.name: choice}
-        return {str(site): (rules or {}).get(str(site), str(AMAX)) for site in self.sites}
+        return dict.fromkeys(map(str, self.sites), str(AMAX)) or {self.name: choice}
 
 
 class Choices:
@@ -95,6 +96,9 @@ class Choices:
         self._tables: dict[str, ScaleTable] = {}
         """By rule: the scales of all K and V."""
         self.units: tuple[Unit, ...] = ()
+        self.fixed_bytes = 0
+        """Of no unit, with the scales of the KV cache: one FP8 cache brings all, two in fp32."""
+        self.unquantized_bytes = 0
 
     def describe_refused(self) -> Iterator[str]:
         """Describe the schemes that are no choice for some linears, with a reason."""
@@ -114,6 +118,11 @@ class Choices:
         """
         self._parts = {name: self._split(name, model) for name in self._plans}
         self.units = (*self._list_linears(), *self._list_caches())
+        stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())
+        caches = [unit for unit in self.units if unit.sites]
+        linears = [unit for unit in self.units if unit.linears]
+        self.fixed_bytes = stored - count_bytes(linears, {}) + 8 * len(caches)
+        self.unquantized_bytes = stored + count_bytes(caches, {})
         if not any(unit.sizes for unit in self.units):
             raise VerificationError(
                 f"nothing can be quantized: {'; '.join(self.describe_refused())}",
@@ -204,11 +213,10 @@ class Choices:
         parts, layer_of = self._parts, self._opened.target.geometry.index_modules()
         sizes = {name: _list_sizes(self._plans[name]) for name in parts}
         for unit, matrices in self._members.items() if self._opened.schemes else ():
-            refused = {name: found[unit] for name, found in self._refused.items() if unit in found}
-            refused |= {
-                name: _UNSEEN
-                for name, found in parts.items()
-                if unit not in found and unit not in self._refused[name]
+            refused = {
+                name: found.get(unit, _UNSEEN)
+                for name, found in self._refused.items()
+                if unit not in parts.get(name, {})
             }
             found = {name: each[unit] for name, each in parts.items() if unit in each}
             sites = (
@@ -262,21 +270,13 @@ class Choices:
 
     # --- plans ----------------------------------------------------------------------------------
 
-    @property
-    def other_bytes(self) -> int:
-        """Bytes of the checkpoint that are no unit's."""
-        stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())
-        return stored - count_bytes([unit for unit in self.units if unit.linears], {})
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Those bytes with the scales of the KV cache, as one FP8 cache brings all: two in fp32."""
-        return self.other_bytes + 8 * sum(bool(unit.sites) for unit in self.units)
-
-    @property
-    def unquantized_bytes(self) -> int:
-        """Bytes of everything in 16 bits."""
-        return self.other_bytes + count_bytes(self.units, {})
+    def key_of(self, plan: Plan) -> str:
+        """Name a plan by its schemes and scales: rules may give the same ones."""
+        named = {
+            key: choice if choice in SCHEMES else self._find_scale(choice, key).tolist()
+            for key, choice in plan.items()
+        }
+        return json.dumps(sorted(named.items()))
 
     def emulate(self, plan: Plan, name: str = "") -> Candidate:
         """Make the candidate of a plan.
@@ -318,6 +318,9 @@ class Choices:
         kept = whole.only(frozenset(modules))
         single = {site: each for site, each in whole.quantizers.items() if site in rules}
         return replace(kept, quantizers={**kept.quantizers, **single})
+
+    def _find_scale(self, rule: str, site: str) -> torch.Tensor:
+        return self._find_table(rule).scales[Site.parse(site)].values
 
     def _find_table(self, rule: str) -> ScaleTable:
         if rule not in self._tables:

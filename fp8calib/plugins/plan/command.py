@@ -131,10 +131,8 @@ def _plan(
 
 def _describe_run(opened: OpenedPlan) -> RunPlan:
     """Describe the run without running text."""
-    request, model = opened.request, opened.model
-    mode = choose_mode(model, opened.recipe, opened.calibration, scratch=Path.cwd())
-    texts = (opened.calibration, opened.search, opened.held_out)
-    calibration, search, held_out = (f"{text.num_tokens:,}" for text in texts)
+    request, model, text = opened.request, opened.model, opened.calibration
+    mode = choose_mode(model, opened.recipe, text, scratch=Path.cwd())
     return RunPlan(
         plan={
             "model": str(request.model),
@@ -144,15 +142,15 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "dtype": model.dtype,
             "dtype_why": model.dtype_why,
             "device": model.device,
-            "sequences": len(opened.calibration.sequences),
-            "tokens": opened.calibration.num_tokens,
+            "sequences": len(text.sequences),
+            "tokens": text.num_tokens,
             "steps": [
-                f"calibrate on {calibration} tokens",
-                f"one scheme for all, then at most {request.passes} passes over {search} of them, "
-                "layer by layer",
-                f"judge plans on {held_out} others",
+                f"calibrate on {text.num_tokens:,} tokens",
+                f"one scheme for all, then at most {request.passes} passes over "
+                f"{opened.search.num_tokens:,} of them, layer by layer",
+                f"judge plans on {opened.held_out.num_tokens:,} others",
             ],
-            "data": list(opened.calibration.sources),
+            "data": list(text.sources),
             "out": str(opened.out),
             **mode.as_json(),
         }

@@ -11,7 +11,7 @@ from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.plugins.plan.request import PlanRequest
-from fp8calib.plugins.plan.result import FrontierPoint, PlanResult
+from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_chart
 from fp8calib.verification.page.page import Section, render
@@ -54,7 +54,7 @@ def frontier_table(result: PlanResult) -> Table:
         columns=["plan", "size", "KLD mean ± se", "ratio", "against the plan"],
         rows=[
             [
-                _name(point),
+                Cell("the plan", kind="name") if point.is_chosen else point.name,
                 format_size(point.size_bytes),
                 format_mean_kld(point.kld_mean, point.kld_se),
                 f"{point.ppl_ratio:.4f}",
@@ -64,13 +64,6 @@ def frontier_table(result: PlanResult) -> Table:
         ],
         words=(0, 4),
     )
-
-
-def _name(point: FrontierPoint) -> str | Cell:
-    if point.is_chosen:
-        name = "the plan" if point.name == "plan" else f"the plan: {point.name}"
-        return Cell(name, kind="name")
-    return point.name
 
 
 def groups_table(result: PlanResult, *, most: int | None = None) -> Table:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
 from fp8calib.machine.command_line import spell_command
 from fp8calib.numerics.rules import AMAX
-from fp8calib.plugins.plan.choices import (
-    Choices,
-    Plan,
-    count_bytes,
-    list_uniform,
-)
+from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_uniform
 from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
@@ -77,11 +72,8 @@ def make_report(
         sequences=len(opened.held_out.sequences),
         kv_tokens=request.kv_tokens,
         bytes=BeforeAfter(before=choices.unquantized_bytes, after=best.size_bytes),
-        kld_mean=_kld(summary),
-        kld_se=summary.kld_se,
-        ppl_ratio=summary.ppl_ratio,
-        ppl_ratio_se=summary.ppl_ratio_se,
-        searched_kld=_kld(best.summary),
+        **_list_figures(summary),
+        searched_kld=best.summary.kld_mean or 0.0,
         summed_kld=math.fsum(alone),
         passes=passes,
         groups=tuple(_list_groups(found)),
@@ -100,9 +92,9 @@ def make_report(
     )
 
 
-def _kld(summary: Summary) -> float:
-    assert summary.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
-    return summary.kld_mean
+def _list_figures(summary: Summary) -> dict[str, Any]:
+    names = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")
+    return {name: getattr(summary, name) for name in names}
 
 
 def _judge(opened: OpenedPlan, choices: Choices, found: Found, summary: Summary) -> tuple[Met, str]:
@@ -118,7 +110,7 @@ def _judge(opened: OpenedPlan, choices: Choices, found: Found, summary: Summary)
         if size <= (most := find_most_bytes(opened, choices)):
             return "yes", f"{shown}: fits"
         return "no", f"{shown}: more than {format_size(int(most))}, and nothing is smaller"
-    loss, se, name = _kld(summary), summary.kld_se, "KLD"
+    loss, se, name = summary.kld_mean or 0.0, summary.kld_se, "KLD"
     if budget.kind == "ratio":
         loss, se, name = summary.ppl_ratio, summary.ppl_ratio_se, "perplexity ratio"
     shown = f"{shown}, {name} {loss:.4f} ± {'?' if se is None else f'{se:.4f}'}"
@@ -154,7 +146,7 @@ def _list_groups(found: Found) -> Iterator[PlannedGroup]:
             choice=chosen.name,
             rules={s: r for s, r in plan.items() if s in sites and r != str(AMAX)},
             saved_bytes=group.choices[0].size_bytes - chosen.size_bytes,
-            why=_explain(group, found.price) or next(iter(refused.values()), ""),
+            why=_explain(group) or next(iter(refused.values()), ""),
             choices=tuple(
                 GroupChoice(**{key: getattr(each, key) for key in GroupChoice.model_fields})
                 for each in group.choices[1:]
@@ -163,17 +155,15 @@ def _list_groups(found: Found) -> Iterator[PlannedGroup]:
         )
 
 
-def _explain(group: Group, price: float) -> str:
-    """Say what each choice costs, and up to which price the plan quantizes."""
+def _explain(group: Group) -> str:
+    """Say what each choice costs."""
     plain, *others = group.choices
-    costs = [
+    return "; ".join(
         f"{each.name}: KLD {format_mean_kld(each.kld_mean, each.kld_se)} for "
         f"{format_size(saved)}, {each.kld_mean / saved * 1e9:.2g} nats per GB"
         for each in others
         if (saved := plain.size_bytes - each.size_bytes) > 0
-    ]
-    paid = [f"the plan pays {price * 1e9:.2g}"] if costs and price < math.inf else []
-    return "; ".join([*costs, *paid])
+    )
 
 
 def _list_points(
@@ -198,10 +188,7 @@ def _list_points(
             FrontierPoint(
                 name=name,
                 size_bytes=choices.fixed_bytes + count_bytes(choices.units, plan),
-                kld_mean=_kld(summary),
-                kld_se=summary.kld_se,
-                ppl_ratio=summary.ppl_ratio,
-                ppl_ratio_se=summary.ppl_ratio_se,
+                **_list_figures(summary),
                 is_uniform=not plan or plan in uniform,
                 is_chosen=is_chosen,
                 against_chosen=pair,

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
-from fp8calib.errors import UsageError
 from fp8calib.numerics.rules import parse_rule
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
@@ -41,20 +40,14 @@ def _split_rules(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
 
 
-def _check_rule(name: str) -> None:
-    try:
-        parse_rule(name)
-    except UsageError as error:
-        raise UsageError(f"--rules: {error.message}", hint=error.hint) from error
-
-
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
     One budget is given: the loss (--max-kld, --max-ratio), for which the least bytes are found, or
     the bytes (--max-bytes), for which the least loss is. Exit code 0 only if text that was held
-    out confirms it; 8 if it does not, 9 where there is too little text to tell.
+    out confirms it; 8 if it does not, 9 where there is too little text to tell. Without --stats
+    the text is calibrated on first.
 
     Example: fp8calib plan HuggingFaceTB/SmolLM2-135M-Instruct --max-bytes 0.6 --engine vllm==0.33
     """
@@ -120,7 +113,7 @@ class PlanRequest:
             metavar="NAME,...",
             reads=str,
             collect=_split_rules,
-            check=_check_rule,
+            check=parse_rule,
             help=f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
         ),
     ] = None
@@ -152,16 +145,7 @@ class PlanRequest:
             help="Other plans on the frontier to measure on the text that is held out.",
         ),
     ] = 8
-    stats: Annotated[
-        str | Path | None,
-        Option(
-            "--stats",
-            metavar="STATS",
-            reads=Path,
-            check=shared.check_stats,
-            help="Statistics of an earlier calibration; else the text is calibrated on.",
-        ),
-    ] = None
+    stats: shared.StatsOption = None
     out: Annotated[
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-plan."),

@@ -42,15 +42,16 @@ def choose_rules(
     klds = [float(scores.klds.double().mean()) for scores in measure.run(plans)]
     cells: list[list[Plan]] = []
     for index in sorted(range(len(plans)), key=lambda i: -klds[i]):
-        own = [_try_rules(sites, names) for sites in _list_cells(bundles[index])]
-        own = [measure.list_different(cell) for cell in own]
+        own: list[list[Plan]] = [
+            [dict.fromkeys(sites, name) for name in names] for sites in _list_cells(bundles[index])
+        ]
         if measure.count([plan for cell in [*cells, *own] for plan in cell]) > most:
             break
         cells += own
     measure.run([plan for cell in cells for plan in cell])
     chosen = {site: rule for cell in cells for site, rule in _choose(measure, cell).items()}
     mixed = [{site: chosen.get(site, rule) for site in everything} for rule in names]
-    best = _choose(measure, measure.list_different(mixed)) or {**everything, **chosen}
+    best = _choose(measure, mixed) or {**everything, **chosen}
     return {site: rule for site, rule in best.items() if rule != _AMAX}
 
 
@@ -59,10 +60,6 @@ def _list_cells(units: Sequence[Unit]) -> list[list[str]]:
     if any(unit.shares_scale for unit in units):
         return [[str(site) for unit in units for site in unit.sites]]
     return [[str(unit.sites[place]) for unit in units] for place in (0, 1)]
-
-
-def _try_rules(sites: Sequence[str], names: Sequence[str]) -> list[Plan]:
-    return [dict.fromkeys(sites, name) for name in names]
 
 
 def _choose(measure: Measure, plans: Sequence[Plan]) -> Plan:

@@ -6,12 +6,13 @@ plan, and the plan that the caller gets is the best of those that were run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations, pairwise
 from math import inf
-from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fp8calib.errors import name_ranges
 from fp8calib.plugins.plan.choices import (
@@ -33,11 +34,6 @@ from fp8calib.verification.summary import Summary
 
 _WHOLE_SHARE = 8
 """Whole plans have this part of the passes: 1/8, and what groups and rules leave."""
-_ROUNDS = 3
-"""Rounds of plans that are tried for a budget of loss, at most."""
-_SPREAD = 2.0
-"""The first round is expected to lose the budget, divided and multiplied by up to this."""
-
 _ALIKE = 0.05
 """Schemes whose sizes differ by a smaller share are not both searched."""
 
@@ -77,13 +73,12 @@ class Group:
         return next((i for i, each in enumerate(self.choices) if each.name in names), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
+class Sum(NamedTuple):
     """A plan by the sum of its groups."""
 
-    picks: Picks
     size_bytes: int
     kld: float
+    picks: Picks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +96,6 @@ class Found:
 
     best: Tried
     groups: Sequence[Group]
-    price: float
-    """Nats that a byte less would cost, at the plan."""
     points: Sequence[Plan]
     """Others on the frontier."""
     dropped: Mapping[str, str]
@@ -135,7 +128,6 @@ class Search:
         bundles = bundle([unit for unit in self._units if unit.sites], width)
         most = self._left - self._passes // _WHOLE_SHARE
         self._use_rules(choose_rules(self._measure, bundles, rules, most=most))
-        self._price()
         frontier = list_frontier(self._groups)
         if budget.kind == "bytes":
             self._spend(frontier, most_bytes - self._fixed)
@@ -146,7 +138,6 @@ class Search:
         return Found(
             best=best,
             groups=self._groups,
-            price=find_price(frontier, best.size_bytes - self._fixed),
             points=[self._join(each.picks) for each in frontier[step:-1:step]][:points],
             dropped=dropped,
         )
@@ -180,17 +171,17 @@ class Search:
         why = f"for all layers it loses no less, for its bytes, than {', '.join(kept)} and 16 bits"
         return kept, {name: why for name in names[1:] if name not in kept}
 
-    def _choose_groups(self, schemes: Sequence[str]) -> int | None:
+    def _choose_groups(self, schemes: Sequence[str]) -> int:
         """Choose the smallest groups that half of the passes can measure alone; give their width.
 
         All linears together, and all caches, were run already.
         """
         linears = [unit for unit in self._units if unit.linears]
         caches = [unit for unit in self._units if unit.sites]
-        last = max((max(unit.layers, default=0) for unit in self._units), default=0)
-        widths: list[int | None] = [0, *(2**power for power in range(last.bit_length())), None]
+        last = max(layer for unit in self._units for layer in (0, *unit.layers))
+        widths: list[int] = [0, *(2**power for power in range(last.bit_length() + 1))]
         for width in widths:
-            apart = bundle(caches, width if self._can_skip else None)
+            apart = bundle(caches, width if self._can_skip else widths[-1])
             self._groups = [
                 *(_make_group(units, schemes, of=len(linears)) for units in bundle(linears, width)),
                 *(_make_group(units, (FP8_CACHE,), of=len(caches)) for units in apart),
@@ -203,26 +194,19 @@ class Search:
         return [choice.plan for group in self._groups for choice in group.choices]
 
     def _use_rules(self, rules: Mapping[str, str]) -> None:
-        """Give the caches their rules, and measure those groups again where passes are left."""
-        for g, group in enumerate(self._groups if rules else ()):
-            if group.units[0].sites:
-                plain, stored = group.choices
-                plan = {site: rules.get(site, rule) for site, rule in stored.plan.items()}
-                self._groups[g] = replace(group, choices=(plain, replace(stored, plan=plan)))
-        if self._measure.count(self._list_plans()) <= self._left // 2:
-            self._measure.run(self._list_plans())
+        """Give the caches their rules, and note what each choice costs alone.
 
-    def _price(self) -> None:
-        """Note what each choice costs alone; with rules that were not measured, as with amax."""
+        Where too few passes are left to measure caches with their rules, they cost what amax costs.
+        """
+        before = self._groups
+        self._groups = [_use_rules(group, rules) for group in before]
+        if self._measure.count(self._list_plans()) <= self._left // 2:
+            before = self._groups
         for g, group in enumerate(self._groups):
-            plans = [
-                unmeasured(group, choice) if self._measure.count([choice.plan]) else choice.plan
-                for choice in group.choices
-            ]
-            found = zip(group.choices, self._measure.summarize(plans), strict=True)
+            measured = self._measure.summarize([choice.plan for choice in before[g].choices])
             priced = (
                 replace(choice, kld_mean=summary.kld_mean or 0.0, kld_se=summary.kld_se)
-                for choice, summary in found
+                for choice, summary in zip(group.choices, measured, strict=True)
             )
             self._groups[g] = replace(group, choices=tuple(priced))
 
@@ -230,14 +214,15 @@ class Search:
 
     def _try(self, plans: Sequence[Plan]) -> list[Tried]:
         found = [
-            Tried(plan=plan, size_bytes=self._count_bytes(plan), summary=summary)
+            Tried(
+                plan=plan,
+                size_bytes=self._fixed + count_bytes(self._units, plan),
+                summary=summary,
+            )
             for plan, summary in zip(plans, self._measure.summarize(plans), strict=True)
         ]
         self._tried += found
         return found
-
-    def _count_bytes(self, plan: Plan) -> int:
-        return self._fixed + count_bytes(self._units, plan)
 
     def _join(self, picks: Picks) -> Plan:
         """Join the choices of all groups."""
@@ -263,36 +248,17 @@ class Search:
             best = new[klds.index(least)]
 
     def _save(self, frontier: Sequence[Sum], budget: Budget) -> None:
-        """Try plans around the size at which the loss is expected to be that of the budget."""
-        most_kld = self._estimate_most_kld(budget)
-        low, high = -1, len(frontier) - 1  # the largest that lost too much, the smallest that fits
-        for number in range(_ROUNDS):
-            room = min(AT_ONCE, self._left - 1)
-            if room < 1 or high - low < 2:
-                break
-            shares = [(place + 1) / (room + 1) for place in range(room)]
-            spaced = [round(low + (high - low) * share) for share in shares]
-            if not number:
-                wanted = [most_kld * _SPREAD ** (1 - 2 * share) for share in shares]
-                spaced = [sum(each.kld > most for each in frontier) for most in wanted]
-            indices = sorted({index for index in spaced if low < index < high})
+        """Try plans between the largest that lost too much and the smallest that did not."""
+        low, high = -1, len(frontier) - 1  # nothing is quantized at the end
+        while (room := min(AT_ONCE, self._left - 1)) > 0 and high - low > 1:
+            spaced = (low + (high - low) * step / (room + 1) for step in range(1, room + 1))
+            indices = sorted({round(place) for place in spaced} - {low, high})
             tried = self._try([self._join(frontier[index].picks) for index in indices])
             for index, each in zip(indices, tried, strict=True):
                 if budget.read_most(each.summary) <= budget.limit:
                     high = min(high, index)
                 elif index < high:
                     low = index
-
-    def _estimate_most_kld(self, budget: Budget) -> float:
-        """Estimate the sum of groups whose plan loses the budget, from the plans that were run."""
-        ratios = []
-        for tried in self._tried:
-            picks = tuple(group.pick(tried.plan) for group in self._groups)
-            added = sum(g.choices[c].kld_mean for g, c in zip(self._groups, picks, strict=True))
-            lost = budget.read_most(tried.summary) - (budget.kind == "ratio")
-            if added > 0 and lost > 0 and self._join(picks) == tried.plan:
-                ratios.append(added / lost)
-        return (budget.limit - (budget.kind == "ratio")) * (median(ratios) if ratios else 1.0)
 
     def _choose(self, budget: Budget, most_bytes: float) -> Tried:
         """Choose the best of the plans that were run and keep to the budget."""
@@ -328,31 +294,23 @@ def list_frontier(groups: Sequence[Group]) -> list[Sum]:
     and Ullmann, Management Science 15, 1969). Of very many, the best in equal steps of the size
     are kept.
     """
-    kept: list[tuple[int, float, Picks]] = [(0, 0.0, ())]
+    kept = [Sum(0, 0.0, ())]
     for group in groups:
         grown = sorted(
-            (size + choice.size_bytes, kld + choice.kld_mean, (*picks, c))
+            Sum(size + choice.size_bytes, kld + choice.kld_mean, (*picks, c))
             for size, kld, picks in kept
             for c, choice in enumerate(group.choices)
         )
         kept, least = [], inf
         for each in grown:
-            if each[1] < least:
+            if each.kld < least:
                 kept.append(each)
-                least = each[1]
+                least = each.kld
         if len(kept) > MOST_STATES:
-            low, span = kept[0][0], kept[-1][0] - kept[0][0] + 1
-            kept = list({(each[0] - low) * MOST_STATES // span: each for each in kept}.values())
-    return [Sum(size_bytes=size, kld=kld, picks=picks) for size, kld, picks in kept]
-
-
-def find_price(frontier: Sequence[Sum], size: int) -> float:
-    """Give what a byte more would save at a size: the slope of the lower convex hull there."""
-    points = {index: (each.size_bytes, each.kld) for index, each in enumerate(frontier)}
-    for small, large in pairwise(find_hull(points)):
-        if points[large][0] > size:
-            return (points[small][1] - points[large][1]) / (points[large][0] - points[small][0])
-    return 0.0
+            low, high = kept[0].size_bytes, kept[-1].size_bytes + 1
+            step = Fraction(high - low, MOST_STATES)
+            kept = list({(each.size_bytes - low) // step: each for each in kept}.values())
+    return kept
 
 
 def list_near(groups: Sequence[Group], picks: Picks, limit: float) -> Iterator[Picks]:
@@ -375,20 +333,20 @@ def list_near(groups: Sequence[Group], picks: Picks, limit: float) -> Iterator[P
             yield tuple(changes.get(g, c) for g, c in enumerate(picks))
 
 
-def bundle(units: Sequence[Unit], width: int | None) -> list[tuple[Unit, ...]]:
-    """Put units of so many neighbouring layers together; 0 leaves each alone, None joins all."""
-    found: dict[int, list[Unit]] = {}
+def bundle(units: Sequence[Unit], width: int) -> list[tuple[Unit, ...]]:
+    """Put units of so many neighbouring layers together; 0 leaves each unit alone."""
+    found: dict[int, list[Unit]] = defaultdict(list)
     for number, unit in enumerate(units):
-        place = number if width == 0 else 0
-        if width:
-            place = min(unit.layers, default=-width) // width
-        found.setdefault(place, []).append(unit)
+        found[min(unit.layers, default=0) // width if width else number].append(unit)
     return [tuple(each) for each in found.values()]
 
 
-def unmeasured(group: Group, choice: Choice) -> Plan:
-    """Give the plan that stands for a choice whose rules were not measured: that with amax."""
-    return join_plans(unit.plan(choice.name) for unit in group.units)
+def _use_rules(group: Group, rules: Mapping[str, str]) -> Group:
+    if not group.units[0].sites:
+        return group
+    plain, stored = group.choices
+    plan = {site: rules.get(site, rule) for site, rule in stored.plan.items()}
+    return replace(group, choices=(plain, replace(stored, plan=plan)))
 
 
 def _make_group(units: tuple[Unit, ...], schemes: Iterable[str], *, of: int) -> Group:

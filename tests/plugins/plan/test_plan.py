@@ -230,7 +230,7 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
         (2, "--max-bytes 0.5 --engine reference", "--engine reference: "),
         (2, "--max-bytes 0.5 --samples 1", "--samples 1: plan needs two sequences"),
         (2, "--max-bytes 0.5 --scheme w4a4", "unknown scheme"),
-        (2, "--max-bytes 0.5 --rules mse,other", "--rules: unknown rule 'other'"),
+        (2, "--max-bytes 0.5 --rules mse,other", "unknown rule 'other'"),
         (2, "--max-bytes 0.5 --kv-cache-dtype fp8", "--kv-cache-dtype was removed: a plan has"),
     ],
 )

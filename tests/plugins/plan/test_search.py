@@ -15,7 +15,6 @@ from fp8calib.plugins.plan.search import (
     Picks,
     Sum,
     find_hull,
-    find_price,
     list_frontier,
     list_near,
 )
@@ -120,11 +119,3 @@ def test_plans_near_another_differ_in_one_or_two_groups_and_fit(seed: int) -> No
 def test_the_hull_leaves_out_what_a_mix_of_others_beats() -> None:
     points = {"a": (10, 9.0), "b": (20, 8.0), "c": (30, 1.0), "d": (40, 2.0), "plain": (50, 0.0)}
     assert find_hull(points) == ["a", "c", "plain"]
-
-
-def test_a_price_is_the_slope_of_the_hull() -> None:
-    klds = {10: 9.0, 20: 8.0, 30: 1.0, 50: 0.0}
-    frontier = [Sum(size_bytes=size, kld=kld, picks=()) for size, kld in klds.items()]
-    assert find_price(frontier, 10) == find_price(frontier, 20) == pytest.approx(0.4)
-    assert find_price(frontier, 30) == pytest.approx(0.05)
-    assert find_price(frontier, 50) == 0.0
