@@ -190,7 +190,7 @@ def open_verification(
         DataError: the text cannot be read.
         VerificationError: a weight would be quantized in part.
     """
-    _require_head(model)
+    require_head(model)
     engine, numerics = find_emulated(request.engine)
     fmt, geometry = FP8_FORMATS[request.fp8_dtype], model.prepared.geometry
     maker = _CandidateMaker(request, model, numerics, fmt)
@@ -253,7 +253,7 @@ def open_verification(
     )
 
 
-def _require_head(model: RunModel) -> None:
+def require_head(model: RunModel) -> None:
     """Refuse a model that predicts no tokens.
 
     Raises:

@@ -6,12 +6,11 @@ K and V that is stored in FP8. What it does not name stays in 16 bits.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
+from functools import cache
+from math import prod
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
@@ -27,7 +26,6 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.plugins.plan.opened import OpenedPlan
-from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.recipe import Quantize
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
@@ -42,7 +40,6 @@ from fp8calib.verification.emulation.candidate import Candidate
 IN_16_BITS = "16 bits"
 """The name of the choice that quantizes nothing."""
 FP8_CACHE = "fp8"
-_UNSEEN = "its inputs cannot be emulated"
 _PARTIAL = f"its inputs are no multiple of {MX_BLOCK[1]}"
 
 Plan = Mapping[str, str]
@@ -84,7 +81,8 @@ class Choices:
             name: tuple(matrices[module] for module in modules)
             for name, modules in join_linears(matrices).items()
         }
-        self._plans: dict[str, QuantizePlan] = {}
+        self._sizes: dict[str, dict[str, int]] = {}
+        """By scheme and linear: the bytes with scales."""
         self._refused: dict[str, dict[str, str]] = {}
         """By scheme and unit: why it is no choice."""
         for name in opened.schemes:
@@ -93,8 +91,9 @@ class Choices:
         """Why the KV cache stays in 16 bits; empty where it need not."""
         self._parts: dict[str, dict[str, Candidate]] = {}
         """By scheme and unit: what is emulated."""
-        self._tables: dict[str, ScaleTable] = {}
-        """By rule: the scales of all K and V."""
+        self._find_table: Callable[[str], ScaleTable] = cache(
+            lambda rule: compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule))
+        )
         self.units: tuple[Unit, ...] = ()
         self.fixed_bytes = 0
         """Of no unit, with the scales of the KV cache: one FP8 cache brings all, two in fp32."""
@@ -104,9 +103,8 @@ class Choices:
         """Describe the schemes that are no choice for some linears, with a reason."""
         for name, found in self._refused.items():
             if found:
-                which = "all" if len(found) == len(self._members) else f"{len(found)}"
-                why = next(iter(found.values()))
-                yield f"{name} is no choice for {which} of {len(self._members)} groups: {why}"
+                which, why = f"{len(found)} of {len(self._members)}", next(iter(found.values()))
+                yield f"{name} is no choice for {which} groups: {why}"
         if self.refused_cache:
             yield f"the KV cache stays in 16 bits: {self.refused_cache}"
 
@@ -116,7 +114,7 @@ class Choices:
         Raises:
             VerificationError: nothing can be quantized.
         """
-        self._parts = {name: self._split(name, model) for name in self._plans}
+        self._parts = {name: self._split(name, model) for name in self._sizes}
         self.units = (*self._list_linears(), *self._list_caches())
         stored = sum(each.size_bytes for each in self._opened.target.checkpoint.tensors.values())
         caches = [unit for unit in self.units if unit.sites]
@@ -140,13 +138,10 @@ class Choices:
             for unit, matrices in self._members.items()
             if scheme.is_mx and any(each.shape[1] % MX_BLOCK[1] for each in matrices)
         }
-        unrun = (
-            engine.explain_unmultiplied(scheme, opened.gpu) if opened.gpu else ""
-            for engine in opened.engines
-        )
-        if why := next(filter(None, unrun), ""):
-            refused |= dict.fromkeys(self._members, why)
-            return
+        for engine in opened.engines:
+            if opened.gpu and (why := engine.explain_unmultiplied(scheme, opened.gpu)):
+                refused |= dict.fromkeys(self._members, why)
+                return
         if not self._explain_fault(name):
             return
         kinds: dict[str, list[str]] = defaultdict(list)
@@ -163,7 +158,7 @@ class Choices:
 
         `only` names units: all others stay in 16 bits.
         """
-        self._plans.pop(name, None)
+        self._sizes.pop(name, None)
         left = [unit for unit in self._members if only is not None and unit not in only]
         ignored = dict.fromkeys(self._list_ignored(name))
         ignored |= {each.module: None for unit in left for each in self._members[unit]}
@@ -184,7 +179,9 @@ class Choices:
         }
         why = next((f"{who}: {fault}" for who, fault in sorted(faults.items())), "")
         if not why and only is None:
-            self._plans[name] = plan
+            self._sizes[name] = defaultdict(int)
+            for tensor in (each for shard in plan.shards for each in shard.tensors):
+                self._sizes[name][tensor.name.rpartition(".")[0]] += tensor.size_bytes
         return why
 
     def _list_ignored(self, name: str) -> list[str]:
@@ -211,29 +208,21 @@ class Choices:
 
     def _list_linears(self) -> Iterator[Unit]:
         parts, layer_of = self._parts, self._opened.target.geometry.index_modules()
-        sizes = {name: _list_sizes(self._plans[name]) for name in parts}
         for unit, matrices in self._members.items() if self._opened.schemes else ():
             refused = {
-                name: found.get(unit, _UNSEEN)
+                name: found.get(unit, "its inputs cannot be emulated")
                 for name, found in self._refused.items()
                 if unit not in parts.get(name, {})
             }
             found = {name: each[unit] for name, each in parts.items() if unit in each}
-            sites = (
-                site.module
-                for part in found.values()
-                for change in part.weights
-                for each in change.parameters
-                for site in each.sites
-            )
+            changes = (change for part in found.values() for change in part.weights)
+            sites = (s.module for change in changes for p in change.parameters for s in p.sites)
             yield Unit(
                 name=unit,
                 layers=tuple(sorted({layer_of[module] for module in sites})),
                 linears=tuple(each.module for each in matrices),
-                plain_bytes=sum(
-                    each.shape[0] * each.shape[1] * ITEM_SIZE_BYTES[each.dtype] for each in matrices
-                ),
-                sizes={name: sum(sizes[name][each.module] for each in matrices) for name in found},
+                plain_bytes=sum(prod(m.shape) * ITEM_SIZE_BYTES[m.dtype] for m in matrices),
+                sizes={n: sum(self._sizes[n][each.module] for each in matrices) for n in found},
                 refused=refused,
             )
 
@@ -270,14 +259,6 @@ class Choices:
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def key_of(self, plan: Plan) -> str:
-        """Name a plan by its schemes and scales: rules may give the same ones."""
-        named = {
-            key: choice if choice in SCHEMES else self._find_scale(choice, key).tolist()
-            for key, choice in plan.items()
-        }
-        return json.dumps(sorted(named.items()))
-
     def emulate(self, plan: Plan, name: str = "") -> Candidate:
         """Make the candidate of a plan.
 
@@ -308,24 +289,12 @@ class Choices:
                     scales[site] = self._find_table(rule).scales[site]
         mixed = replace(table, scales=scales)
         whole = build_kv_candidate("", mixed, self._opened.numerics, origin="")
-        both = [
-            index
-            for index, attention in geometry.owners().items()
-            if all(attention.site(role) in rules for role in KV_ROLES)
-        ]
-        layers = geometry.with_readers(both)
+        both = [unit for unit in self.units if unit.sites and rules.keys() >= set(unit.sites)]
+        layers = {layer for unit in both for layer in unit.layers}
         modules = {a.module for layer, a in geometry.attentions() if layer.index in layers}
         kept = whole.only(frozenset(modules))
         single = {site: each for site, each in whole.quantizers.items() if site in rules}
         return replace(kept, quantizers={**kept.quantizers, **single})
-
-    def _find_scale(self, rule: str, site: str) -> torch.Tensor:
-        return self._find_table(rule).scales[Site.parse(site)].values
-
-    def _find_table(self, rule: str) -> ScaleTable:
-        if rule not in self._tables:
-            self._tables[rule] = compute_kv_scales(self._stats, E4M3FN, rule=parse_rule(rule))
-        return self._tables[rule]
 
 
 def choice_of(unit: Unit, plan: Plan) -> str:
@@ -356,13 +325,4 @@ def list_uniform(units: Sequence[Unit]) -> dict[str, Plan]:
         found[name] = join_plans(unit.plan(name) for unit in units if unit.linears)
         if cached:
             found[f"{name}, cache {FP8_CACHE}"] = {**found[name], **cached}
-    return found
-
-
-def _list_sizes(plan: QuantizePlan) -> dict[str, int]:
-    """Count the bytes of each linear with its scales."""
-    found: dict[str, int] = defaultdict(int)
-    for shard in plan.shards:
-        for tensor in shard.tensors:
-            found[tensor.name.rpartition(".")[0]] += tensor.size_bytes
     return found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import resumable_folder
-from fp8calib.errors import ModelError
 from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
+from fp8calib.jobs.verification.opened import require_head
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_model
@@ -23,7 +24,7 @@ from fp8calib.plugins.plan.recipe import (
     spell_recipe,
 )
 from fp8calib.plugins.plan.render import write_plan_page
-from fp8calib.plugins.plan.report import CHOSEN, find_most_bytes, make_report
+from fp8calib.plugins.plan.report import CHOSEN, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.plugins.plan.search import Search
@@ -52,12 +53,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
         ExportError: the output cannot be written.
     """
     with open_plan(request) as opened:
-        if opened.model.prepared.model.get_output_embeddings() is None:
-            raise ModelError(
-                f"{request.model} has no output head, so it predicts no tokens whose divergence "
-                "could be measured",
-                hint="plan the model with its language-model head (a ...ForCausalLM class)",
-            )
+        require_head(opened.model)
         if request.dry_run:
             return _describe_run(opened)
         is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
@@ -86,15 +82,15 @@ def _calibrate(
     """Calibrate, or take the statistics that are given or that an earlier run wrote."""
     if opened.request.stats is not None:
         return read_stats(opened.request.stats)[0]
-    path = folder / STATS_NAME
-    earlier = path if path.exists() else opened.out / STATS_NAME
-    if is_known and earlier.exists():
-        reporter.say("calibrated before")
-        stats = load_stats(earlier)
-    else:
+    places = [place / STATS_NAME for place in (folder, opened.out)]
+    earlier = next((path for path in places if is_known and path.exists()), None)
+    if earlier is None:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
         stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
-    save_stats(stats, path)
+    else:
+        reporter.say("calibrated before")
+        stats = load_stats(earlier)
+    save_stats(stats, places[0])
     return stats
 
 
@@ -105,8 +101,7 @@ def _plan(
     measurements: Measurements,
     reporter: Reporter,
 ) -> PlanResult:
-    request = opened.request
-    choices = Choices(opened, stats)
+    request, choices = opened.request, Choices(opened, stats)
     for text in choices.describe_refused():
         reporter.say(text)
     with open_model(opened, choices, reporter) as model:
@@ -114,19 +109,20 @@ def _plan(
         searched, held_out = run_on(opened.search, "searching"), run_on(opened.held_out, "judging")
         can_skip = all(engine.can_skip_caches for engine in opened.engines)
         search = Search(choices, searched, passes=request.passes, can_skip=can_skip)
-        most = find_most_bytes(opened, choices)
-        found = search.run(opened.budget, most, request.rules or RULES, points=request.points)
-        planned = make_planned_scheme(choices.units, found.best.plan)
+        if opened.budget.is_share:
+            limit = opened.budget.limit * choices.unquantized_bytes
+            opened = replace(opened, budget=replace(opened.budget, limit=limit))
+        best = search.run(opened.budget, request.rules or RULES, points=request.points)
+        planned = make_planned_scheme(choices.units, best.plan)
         require_loaded(opened, planned, stats)
-        judged: dict[str, Plan] = {CHOSEN: found.best.plan, **list_uniform(choices.units)}
+        judged: dict[str, Plan] = {CHOSEN: best.plan, **list_uniform(choices.units)}
         if planned.rules:
             amax = dict.fromkeys(planned.rules, str(AMAX))
-            judged["plan with amax"] = {**found.best.plan, **amax}
-        judged |= {f"frontier {number}": each for number, each in enumerate(found.points, start=1)}
+            judged["plan with amax"] = {**best.plan, **amax}
+        judged |= {f"frontier {number}": each for number, each in enumerate(search.points, start=1)}
         held_out.run(list(judged.values()))
     (folder / RECIPE_NAME).write_text(spell_recipe(opened, planned), encoding="utf-8")
-    passes = searched.passes
-    return make_report(opened, choices, found, planned, judged, held_out, passes=passes)
+    return make_report(opened, choices, search, best, planned, judged, held_out)
 
 
 def _describe_run(opened: OpenedPlan) -> RunPlan:

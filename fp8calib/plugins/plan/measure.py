@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -117,7 +118,8 @@ class Measure:
 
     def _name(self, plan: Plan) -> str:
         """Name a plan by its choices."""
-        return self._prefix + hashlib.sha256(self._choices.key_of(plan).encode()).hexdigest()[:24]
+        content = json.dumps(sorted(plan.items())).encode()
+        return self._prefix + hashlib.sha256(content).hexdigest()[:24]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from fp8calib.data.sequences import (
     DataPlan,
@@ -35,6 +34,10 @@ from fp8calib.verification.summary import Summary, bounded_exp
 
 _SEARCHED = 8
 """Sequences of the search: every layer costs a forward pass over them."""
+_NO_MEDIA = (
+    "no row with media is held out: figures are those of text alone, and do not tell whether "
+    "scales need media; mix the sources (--data FILE@1), or the rows of a file"
+)
 _HELD_OUT = 0.2
 """The share of the data that the plan is judged on; scales and the search have the rest."""
 
@@ -45,9 +48,14 @@ class Budget:
 
     name: str
     """In words."""
-    kind: Literal["bytes", "kld", "ratio"]
+    kind: str
+    """`bytes`, `kld` or `ratio`."""
     limit: float
-    """Bytes up to 1 are a share of those of the unquantized model."""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the limit is a share of the unquantized bytes."""
+        return self.kind == "bytes" and self.limit <= 1
 
     def read_most(self, summary: Summary) -> float:
         """Give the loss and a standard error more: other text may lose more."""
@@ -106,33 +114,29 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if gpu is not None and not engine.storage:
-            raise UsageError(
-                f"--gpu {gpu.name}: what {engine.release} serves on it is not known",
-                hint="use --engine vllm, or leave out --gpu",
-            )
+            what = f"--gpu {gpu.name}: what {engine.release} serves on it is not known"
+            raise UsageError(what, hint="use --engine vllm, or leave out --gpu")
     budget = make_budget(request)
     asked = [request.scheme] if isinstance(request.scheme, str) else request.scheme or SCHEMES
     schemes = tuple(name for name in dict.fromkeys(asked) if name != NO_SCHEME)
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
-    known = list_emulated()
-    named = (name for name in names if name.partition("==")[0] in known)
-    emulated = next((find_emulated(name)[0] for name in named), REFERENCE)
+    known = [name for name in names if name.partition("==")[0] in list_emulated()]
+    emulated = find_emulated(known[0])[0] if known else REFERENCE
     numerics = emulated.numerics
     assert numerics is not None  # noqa: S101 -- of an emulated engine it is known
     if gpu is not None:
         numerics = emulated.emulate_on(gpu, numerics)
     recipe = open_recipe("kv")
+    data = recipe.data.model_copy(update={"batch_size": request.batch_size})
+    recipe = recipe.model_copy(update={"data": data})
     with open_run_model(request, if_quantized=IF_QUANTIZED, recipe=recipe) as model:
         if model.checkpoint.form:
-            raise ModelError(
-                f"{request.model} is quantized already: {model.checkpoint.form}",
-                hint="name the unquantized model that it was made from",
-            )
+            what = f"{request.model} is quantized already: {model.checkpoint.form}"
+            raise ModelError(what, hint="name the unquantized model that it was made from")
         fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
         calibration, held_out = plan_texts(request, model.source)
-        data = recipe.data.model_copy(update={"batch_size": request.batch_size})
         yield OpenedPlan(
             request=request,
             budget=budget,
@@ -142,7 +146,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
                 fingerprint=fingerprint,
                 geometry=model.prepared.geometry,
             ),
-            recipe=recipe.model_copy(update={"data": data}),
+            recipe=recipe,
             engines=engines,
             emulated=emulated,
             numerics=numerics,
@@ -162,26 +166,25 @@ def make_budget(request: PlanRequest) -> Budget:
     Raises:
         UsageError: naming the options.
     """
-    kld, ratio, size = request.max_kld, request.max_ratio, request.max_bytes
-    given = {"--max-kld": kld, "--max-ratio": ratio, "--max-bytes": size}
-    named = [name for name, value in given.items() if value is not None]
+    given = {"kld": request.max_kld, "ratio": request.max_ratio, "bytes": request.max_bytes}
+    named = {kind: value for kind, value in given.items() if value is not None}
     if len(named) != 1:
+        what = " and ".join(f"--max-{kind}" for kind in named) or "no budget"
         raise UsageError(
-            f"{' and '.join(named) or 'no budget'}: give one of {', '.join(given)}",
+            f"{what}: give one of --max-kld, --max-ratio, --max-bytes",
             hint="a loss, for which the least bytes are found, or bytes, for the least loss",
         )
-    if size is not None:
-        limit = read_size(size)
-        share = " of the unquantized bytes" if limit <= 1 else ""
-        return Budget(name=f"least KLD with at most {size}{share}", kind="bytes", limit=limit)
-    if ratio is not None:
-        if ratio <= 1:
-            raise UsageError(f"--max-ratio {ratio}: must be above 1")
-        name = f"least bytes with a perplexity ratio of at most {ratio:g}"
-        return Budget(name=name, kind="ratio", limit=ratio)
-    if not kld or kld < 0:
-        raise UsageError(f"--max-kld {kld}: must be above 0")
-    return Budget(name=f"least bytes with a KLD of at most {kld:g}", kind="kld", limit=kld)
+    ((kind, value),) = named.items()
+    limit = read_size(value) if kind == "bytes" else float(value)
+    least = {"kld": 0, "ratio": 1}.get(kind, -1)
+    if limit <= least:
+        raise UsageError(f"--max-{kind} {limit}: must be above {least}")
+    name = {
+        "kld": f"least bytes with a KLD of at most {limit:g}",
+        "ratio": f"least bytes with a perplexity ratio of at most {limit:g}",
+        "bytes": f"least KLD with at most {value}{' of the unquantized bytes' * (limit <= 1)}",
+    }
+    return Budget(name=name[kind], kind=kind, limit=limit)
 
 
 def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
@@ -204,12 +207,7 @@ def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, Dat
         calibration = plan("calibrate", data.samples - number)
         held_out = plan("verify", number)
     few = warn_of_scales(calibration.num_tokens)
-    media: tuple[str, ...] = ()
-    if calibration.media and not held_out.media:
-        media = (
-            "no row with media is held out: figures are those of text alone, and do not tell "
-            "whether scales need media; mix the sources (--data FILE@1), or the rows of a file",
-        )
+    media = (_NO_MEDIA,) if calibration.media and not held_out.media else ()
     return (
         replace(calibration, warnings=(*list_other_warnings(calibration), *few)),
         replace(held_out, warnings=(*list_other_warnings(held_out), *media)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -22,10 +22,6 @@ from fp8calib.recipe import Quantize
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 RECIPE_NAME = "recipe.yaml"
-_HEAD = """\
-# Written by fp8calib plan. This command writes what it says:
-#     {command}
-"""
 _OVERLAY = "kv-overlay"
 
 
@@ -35,11 +31,11 @@ class PlannedScheme:
 
     quantize: Quantize | None
     """None where all linears stay in 16 bits."""
-    rules: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str]
     """Those of K and V that are not amax, by site."""
-    has_kv: bool = False
+    has_kv: bool
     """Whether the KV cache of some layer is quantized."""
-    plain_caches: tuple[int, ...] = ()
+    plain_caches: tuple[int, ...]
     """The layers whose cache then stays in 16 bits."""
 
 
@@ -99,10 +95,8 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     _, reports, unchecked = replay_settings(folder, asked, used, opened.engines)
     for engine, report in reports.items():
         if why := find_fault(report):
-            raise VerificationError(
-                f"{engine} does not load the plan: {why}",
-                hint="name one --scheme, or another --engine",
-            )
+            hint = "name one --scheme, or another --engine"
+            raise VerificationError(f"{engine} does not load the plan: {why}", hint=hint)
     if unchecked:
         raise VerificationError(unchecked)
 
@@ -121,7 +115,8 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme) -> str:
         "quantize": planned.quantize and planned.quantize.model_dump(mode="json"),
     }
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return _HEAD.format(command=spell_write(opened, planned)) + text
+    command = spell_write(opened, planned)
+    return f"# Written by fp8calib plan. This command writes what it says:\n#     {command}\n{text}"
 
 
 def spell_write(opened: OpenedPlan, planned: PlannedScheme) -> str:

@@ -30,11 +30,10 @@ def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
     yield Line()
     yield groups_table(result, most=_SHOWN)
     yield Line()
-    next_steps = [f"next: {result.write}"] if result.write else []
-    serve = [f"serve: {result.serve}"] if result.serve else []
     own = "" if request.stats else ", stats.safetensors"
-    written = f"written to {result.out}: {result.recipe}, plan.html, report.json{own}"
-    yield Answer("\n".join([*next_steps, *serve, written]))
+    written = f"{result.recipe}, plan.html, report.json{own}"
+    lines = {"next": result.write, "serve": result.serve, f"written to {result.out}": written}
+    yield Answer("\n".join(f"{name}: {text}" for name, text in lines.items() if text))
 
 
 def describe_sum(result: PlanResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
@@ -17,44 +17,42 @@ from fp8calib.plugins.plan.measure import Measure
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
 from fp8calib.plugins.plan.result import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
-from fp8calib.plugins.plan.search import Found, Group
+from fp8calib.plugins.plan.search import Group, Search, Tried
 from fp8calib.results.record import BeforeAfter
 from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import RunProvenance
-from fp8calib.verification.summary import Summary
+from fp8calib.verification.summary import summarize
 
 CHOSEN = "plan"
+_FIGURES = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")
 Met = Literal["yes", "no", "cannot-tell"]
 
 
 def make_report(
     opened: OpenedPlan,
     choices: Choices,
-    found: Found,
+    search: Search,
+    best: Tried,
     planned: PlannedScheme,
     judged: Mapping[str, Plan],
     held_out: Measure,
-    *,
-    passes: int,
 ) -> PlanResult:
     """Make the report on plans, by name, that were run on the text that is held out.
 
-    The first one, `CHOSEN`, is what was `found` in so many passes.
+    The first one, `CHOSEN`, is the best of the search.
     """
-    best, request = found.best, opened.request
-    summaries = dict(zip(judged, held_out.summarize(list(judged.values())), strict=True))
-    summary = summaries[CHOSEN]
-    met, why = _judge(opened, choices, found, summary)
-    alone = [group.choices[group.pick(best.plan)].kld_mean for group in found.groups]
-    texts = (opened.calibration, opened.held_out)
+    request = opened.request
+    points = sorted(_list_points(choices, judged, held_out), key=lambda point: point.size_bytes)
+    (chosen,) = (point for point in points if point.is_chosen)
+    met, why = _judge(opened, choices, best, chosen)
     tokens = opened.held_out.num_tokens
-    few = f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
-    warnings = (
-        *(warning for text in texts for warning in list_other_warnings(text)),
-        *((few,) if tokens < FEW_TOKENS else ()),
-    )
+    texts = (opened.calibration, opened.held_out)
+    warnings = [warning for text in texts for warning in list_other_warnings(text)]
+    if tokens < FEW_TOKENS:
+        few = f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}"
+        warnings.append(f"{few}: figures are imprecise")
     return PlanResult(
         model=str(request.model),
         out=str(opened.out),
@@ -68,16 +66,16 @@ def make_report(
         why=why,
         data=opened.held_out.sources,
         search_tokens=opened.search.num_tokens,
-        tokens=summary.tokens,
+        tokens=len(held_out.reference.logprobs),
         sequences=len(opened.held_out.sequences),
         kv_tokens=request.kv_tokens,
         bytes=BeforeAfter(before=choices.unquantized_bytes, after=best.size_bytes),
-        **_list_figures(summary),
-        searched_kld=best.summary.kld_mean or 0.0,
-        summed_kld=math.fsum(alone),
-        passes=passes,
-        groups=tuple(_list_groups(found)),
-        frontier=tuple(_list_points(choices, judged, held_out, summaries)),
+        **{name: getattr(chosen, name) for name in _FIGURES},
+        searched_kld=best.kld,
+        summed_kld=math.fsum(g.choices[g.pick(best.plan)].kld_mean for g in search.groups),
+        passes=search.measure.passes,
+        groups=tuple(_list_groups(search, best.plan)),
+        frontier=tuple(points),
         recipe=RECIPE_NAME,
         write=spell_write(opened, planned),
         serve=spell_serve(opened, planned),
@@ -92,27 +90,25 @@ def make_report(
     )
 
 
-def _list_figures(summary: Summary) -> dict[str, Any]:
-    names = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")
-    return {name: getattr(summary, name) for name in names}
-
-
-def _judge(opened: OpenedPlan, choices: Choices, found: Found, summary: Summary) -> tuple[Met, str]:
+def _judge(
+    opened: OpenedPlan, choices: Choices, best: Tried, chosen: FrontierPoint
+) -> tuple[Met, str]:
     """Judge the budget on the text that is held out."""
-    budget, size = opened.budget, found.best.size_bytes
+    budget, size = opened.budget, best.size_bytes
     shown = f"{format_size(size)} of {format_size(choices.unquantized_bytes)}"
     if caches := [unit for unit in choices.units if unit.sites]:
         plain = format_size(count_bytes(caches, {}))
-        stored = format_size(count_bytes(caches, found.best.plan))
+        stored = format_size(count_bytes(caches, best.plan))
         shown += f" (KV cache of {opened.request.kv_tokens:,} tokens: {stored} of {plain})"
     if budget.kind == "bytes":
-        shown += f", KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
-        if size <= (most := find_most_bytes(opened, choices)):
+        shown += f", KLD {format_mean_kld(chosen.kld_mean, chosen.kld_se)}"
+        if size <= budget.limit:
             return "yes", f"{shown}: fits"
-        return "no", f"{shown}: more than {format_size(int(most))}, and nothing is smaller"
-    loss, se, name = summary.kld_mean or 0.0, summary.kld_se, "KLD"
+        limit = format_size(int(budget.limit))
+        return "no", f"{shown}: more than {limit}, and nothing is smaller"
+    loss, se, name = chosen.kld_mean, chosen.kld_se, "KLD"
     if budget.kind == "ratio":
-        loss, se, name = summary.ppl_ratio, summary.ppl_ratio_se, "perplexity ratio"
+        loss, se, name = chosen.ppl_ratio, chosen.ppl_ratio_se, "perplexity ratio"
     shown = f"{shown}, {name} {loss:.4f} ± {'?' if se is None else f'{se:.4f}'}"
     if se is None:
         return "cannot-tell", f"{shown}: its error is unknown"
@@ -123,20 +119,12 @@ def _judge(opened: OpenedPlan, choices: Choices, found: Found, summary: Summary)
     return "cannot-tell", f"{shown}: too little text to tell it from {budget.limit:g}"
 
 
-def find_most_bytes(opened: OpenedPlan, choices: Choices) -> float:
-    """Give the most bytes; infinite where a loss is limited."""
-    if opened.budget.kind != "bytes":
-        return math.inf
-    limit = opened.budget.limit
-    return limit * choices.unquantized_bytes if limit <= 1 else limit
-
-
-def _list_groups(found: Found) -> Iterator[PlannedGroup]:
-    for group in found.groups:
-        plan, units = found.best.plan, group.units
+def _list_groups(search: Search, plan: Plan) -> Iterator[PlannedGroup]:
+    for group in search.groups:
+        units = group.units
         refused = dict(pair for unit in units for pair in unit.refused.items())
         if units[0].linears:
-            refused = {**found.dropped, **refused}
+            refused = {**search.dropped, **refused}
         sites = {str(site) for unit in units for site in unit.sites}
         chosen = group.choices[group.pick(plan)]
         yield PlannedGroup(
@@ -167,31 +155,26 @@ def _explain(group: Group) -> str:
 
 
 def _list_points(
-    choices: Choices,
-    judged: Mapping[str, Plan],
-    held_out: Measure,
-    summaries: Mapping[str, Summary],
+    choices: Choices, judged: Mapping[str, Plan], held_out: Measure
 ) -> Iterator[FrontierPoint]:
-    """List the plans that were run, each once, by size."""
-    scores = held_out.run(list(judged.values()))
-    klds = {name: each.klds for name, each in zip(judged, scores, strict=True)}
-    uniform = list(list_uniform(choices.units).values())
+    """List the plans that were run, each once."""
+    scores = dict(zip(judged, held_out.run(list(judged.values())), strict=True))
+    klds = {name: found.klds for name, found in scores.items()}
+    uniform = [{}, *list_uniform(choices.units).values()]
     seen: list[Plan] = []
-    points = []
     for name, plan in judged.items():
         if plan in seen:
             continue
         seen.append(plan)
-        summary, is_chosen = summaries[name], name == CHOSEN
-        pair = None if is_chosen else compare_paired(name, CHOSEN, klds, held_out.lengths)
-        points.append(
-            FrontierPoint(
-                name=name,
-                size_bytes=choices.fixed_bytes + count_bytes(choices.units, plan),
-                **_list_figures(summary),
-                is_uniform=not plan or plan in uniform,
-                is_chosen=is_chosen,
-                against_chosen=pair,
-            )
+        summary = summarize(scores[name], held_out.reference, held_out.lengths)
+        is_chosen = name == CHOSEN
+        yield FrontierPoint(
+            name=name,
+            size_bytes=choices.fixed_bytes + count_bytes(choices.units, plan),
+            **{figure: getattr(summary, figure) for figure in _FIGURES},
+            is_uniform=plan in uniform,
+            is_chosen=is_chosen,
+            against_chosen=None
+            if is_chosen
+            else compare_paired(name, CHOSEN, klds, held_out.lengths),
         )
-    yield from sorted(points, key=lambda point: point.size_bytes)

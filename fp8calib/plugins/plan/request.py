@@ -36,10 +36,6 @@ def _check_scheme(name: str) -> None:
         find_scheme(name)
 
 
-def _split_rules(names: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in names.split(","))
-
-
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
@@ -112,7 +108,7 @@ class PlanRequest:
             "--rules",
             metavar="NAME,...",
             reads=str,
-            collect=_split_rules,
+            collect=lambda names: [name.strip() for name in names.split(",")],
             check=parse_rule,
             help=f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
         ),

@@ -27,11 +27,7 @@ def choose_rules(
 ) -> dict[str, str]:
     """Give the rule of K and V where another one than amax is better beyond doubt, by site.
 
-    Args:
-        measure: runs plans on the text of the search.
-        bundles: the caches whose K share a rule, and whose V do.
-        rules: to choose from, beside amax.
-        most: passes.
+    The K of a bundle share a rule, and its V do; `most` is that of passes.
     """
     names = list(dict.fromkeys((_AMAX, *rules)))
     plans = [join_plans(unit.plan(FP8_CACHE) for unit in units) for units in bundles]

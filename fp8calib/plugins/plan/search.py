@@ -7,12 +7,11 @@ plan, and the plan that the caller gets is the best of those that were run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations, pairwise
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from fp8calib.errors import name_ranges
 from fp8calib.plugins.plan.choices import (
@@ -34,13 +33,12 @@ from fp8calib.verification.summary import Summary
 
 _WHOLE_SHARE = 8
 """Whole plans have this part of the passes: 1/8, and what groups and rules leave."""
-_ALIKE = 0.05
-"""Schemes whose sizes differ by a smaller share are not both searched."""
+_ALIKE = 0.95
+"""A scheme has to be smaller than this part of another one that loses less."""
 
 MOST_STATES = 2**12
 """So many undominated plans of the groups so far are kept, and the result is exact."""
 
-K = TypeVar("K", bound=Hashable)
 Picks = tuple[int, ...]
 """The number of the choice of each group; 0 leaves it in 16 bits."""
 
@@ -81,25 +79,17 @@ class Sum(NamedTuple):
     picks: Picks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Tried(NamedTuple):
     """A whole plan that was run."""
 
-    plan: Plan
     size_bytes: int
+    plan: Plan
     summary: Summary
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The plan, and what it was chosen by."""
-
-    best: Tried
-    groups: Sequence[Group]
-    points: Sequence[Plan]
-    """Others on the frontier."""
-    dropped: Mapping[str, str]
-    """Why schemes that can be loaded were not searched."""
+    @property
+    def kld(self) -> float:
+        """The loss."""
+        return self.summary.kld_mean or 0.0
 
 
 class Search:
@@ -108,68 +98,58 @@ class Search:
     def __init__(self, choices: Choices, measure: Measure, *, passes: int, can_skip: bool) -> None:
         """Search; with `can_skip` the cache of some layers can stay in 16 bits."""
         self._units, self._fixed = choices.units, choices.fixed_bytes
-        self._measure, self._can_skip, self._passes = measure, can_skip, passes
+        self.measure, self._can_skip, self._passes = measure, can_skip, passes
         self._free = 0
         """Passes that do not count."""
         self._tried: list[Tried] = []
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
+        """With what each choice costs alone."""
+        self.dropped: dict[str, str] = {}
+        """Why schemes that can be loaded were not searched."""
+        self.points: Sequence[Plan] = ()
+        """Others on the frontier."""
 
-    def run(self, budget: Budget, most_bytes: float, rules: Sequence[str], *, points: int) -> Found:
-        """Find the plan for a budget; `most_bytes` is infinite without one of bytes.
-
-        `points` is the number of other plans to list on the frontier.
-        """
+    def run(self, budget: Budget, rules: Sequence[str], *, points: int) -> Tried:
+        """Find the plan for a budget, and so many others on the frontier."""
         uniform = list_uniform(self._units)
-        self._try([{}, *uniform.values()])
-        self._free = self._measure.passes
-        kept, dropped = self._choose_schemes(uniform)
+        _, *tried = self._try([{}, *uniform.values()])
+        self._free = self.measure.passes
+        kept = self._choose_schemes(dict(zip(uniform, tried, strict=True)))
         width = self._choose_groups(kept)
-        self._measure.run(self._list_plans())
+        self.measure.run(self._list_plans())
         bundles = bundle([unit for unit in self._units if unit.sites], width)
         most = self._left - self._passes // _WHOLE_SHARE
-        self._use_rules(choose_rules(self._measure, bundles, rules, most=most))
-        frontier = list_frontier(self._groups)
+        self._use_rules(choose_rules(self.measure, bundles, rules, most=most))
+        frontier = list_frontier(self.groups)
         if budget.kind == "bytes":
-            self._spend(frontier, most_bytes - self._fixed)
+            self._spend(frontier, budget.limit - self._fixed)
         else:
             self._save(frontier, budget)
-        best = self._choose(budget, most_bytes)
         step = max(1, len(frontier) // (points + 1))
-        return Found(
-            best=best,
-            groups=self._groups,
-            points=[self._join(each.picks) for each in frontier[step:-1:step]][:points],
-            dropped=dropped,
-        )
+        self.points = [self._join(each.picks) for each in frontier[step:-1:step]][:points]
+        return self._choose(budget)
 
     @property
     def _left(self) -> int:
         """The passes that are left."""
-        return self._passes - (self._measure.passes - self._free)
+        return self._passes - (self.measure.passes - self._free)
 
     # --- groups alone ---------------------------------------------------------------------------
 
-    def _choose_schemes(self, uniform: Mapping[str, Plan]) -> tuple[list[str], dict[str, str]]:
-        """Leave out schemes that a mix of others and 16 bits beats, in bytes and in loss.
+    def _choose_schemes(self, uniform: Mapping[str, Tried]) -> list[str]:
+        """Leave out schemes that lose more than another one for all, and save next to nothing.
 
-        They are above the lower hull of the plans with one scheme for all. A scheme that loses more
-        and saves next to nothing is left out too: each one that stays is measured in all groups.
+        Each one that stays is measured in all groups.
         """
-        names = [IN_16_BITS, *(name for name in uniform if "cache" not in name)]
-        points = {
-            name: (tried.size_bytes, tried.summary.kld_mean or 0.0)
-            for name in names
-            for tried in self._tried
-            if tried.plan == uniform.get(name, {})
-        }
-        hull = [name for name in find_hull(points) if name != IN_16_BITS]
-        kept = [
-            name
-            for name, other in pairwise([*hull, IN_16_BITS])
-            if points[name][0] < (1 - _ALIKE) * points[other][0]
-        ]
-        why = f"for all layers it loses no less, for its bytes, than {', '.join(kept)} and 16 bits"
-        return kept, {name: why for name in names[1:] if name not in kept}
+        kept: dict[str, Tried] = {}
+        schemes = {name: tried for name, tried in uniform.items() if "cache" not in name}
+        for name, tried in sorted(schemes.items(), key=lambda item: item[1].kld):
+            alike = [o for o, each in kept.items() if tried.size_bytes > _ALIKE * each.size_bytes]
+            if alike:
+                self.dropped[name] = f"for all layers {alike[0]} loses less in about the same bytes"
+            else:
+                kept[name] = tried
+        return list(kept)
 
     def _choose_groups(self, schemes: Sequence[str]) -> int:
         """Choose the smallest groups that half of the passes can measure alone; give their width.
@@ -182,70 +162,56 @@ class Search:
         widths: list[int] = [0, *(2**power for power in range(last.bit_length() + 1))]
         for width in widths:
             apart = bundle(caches, width if self._can_skip else widths[-1])
-            self._groups = [
+            self.groups = [
                 *(_make_group(units, schemes, of=len(linears)) for units in bundle(linears, width)),
                 *(_make_group(units, (FP8_CACHE,), of=len(caches)) for units in apart),
             ]
-            if self._measure.count(self._list_plans()) <= self._left // 2:
+            if self.measure.count(self._list_plans()) <= self._left // 2:
                 break
         return width
 
     def _list_plans(self) -> list[Plan]:
-        return [choice.plan for group in self._groups for choice in group.choices]
+        return [choice.plan for group in self.groups for choice in group.choices]
 
     def _use_rules(self, rules: Mapping[str, str]) -> None:
         """Give the caches their rules, and note what each choice costs alone.
 
         Where too few passes are left to measure caches with their rules, they cost what amax costs.
         """
-        before = self._groups
-        self._groups = [_use_rules(group, rules) for group in before]
-        if self._measure.count(self._list_plans()) <= self._left // 2:
-            before = self._groups
-        for g, group in enumerate(self._groups):
-            measured = self._measure.summarize([choice.plan for choice in before[g].choices])
+        before = self.groups
+        self.groups = [_use_rules(group, rules) for group in before]
+        if self.measure.count(self._list_plans()) <= self._left // 2:
+            before = self.groups
+        for g, group in enumerate(self.groups):
+            measured = self.measure.summarize([choice.plan for choice in before[g].choices])
             priced = (
                 replace(choice, kld_mean=summary.kld_mean or 0.0, kld_se=summary.kld_se)
                 for choice, summary in zip(group.choices, measured, strict=True)
             )
-            self._groups[g] = replace(group, choices=tuple(priced))
+            self.groups[g] = replace(group, choices=tuple(priced))
 
     # --- whole plans ----------------------------------------------------------------------------
 
     def _try(self, plans: Sequence[Plan]) -> list[Tried]:
         found = [
-            Tried(
-                plan=plan,
-                size_bytes=self._fixed + count_bytes(self._units, plan),
-                summary=summary,
-            )
-            for plan, summary in zip(plans, self._measure.summarize(plans), strict=True)
+            Tried(self._fixed + count_bytes(self._units, plan), plan, summary)
+            for plan, summary in zip(plans, self.measure.summarize(plans), strict=True)
         ]
         self._tried += found
         return found
 
     def _join(self, picks: Picks) -> Plan:
         """Join the choices of all groups."""
-        return join_plans(g.choices[c].plan for g, c in zip(self._groups, picks, strict=True))
+        return join_plans(g.choices[c].plan for g, c in zip(self.groups, picks, strict=True))
 
     def _spend(self, frontier: Sequence[Sum], limit: float) -> None:
-        """Try the best sum of at most `limit` bytes and plans near it, while one is better.
+        """Try the best sums just below `limit` bytes.
 
         Groups add to each other, or make up for each other, which sums do not tell.
         """
-        start = [each for each in frontier if each.size_bytes <= limit] or frontier[:1]
-        best, limit = start[-1].picks, max(limit, start[-1].size_bytes)
-        seen: set[Picks] = set()
-        least = inf
-        while (room := min(AT_ONCE, self._left - 1)) > 0:
-            near = [best, *list_near(self._groups, best, limit)]
-            new = [picks for picks in near if picks not in seen][:room]
-            seen |= set(new)
-            klds = [each.summary.kld_mean or 0.0 for each in self._try(list(map(self._join, new)))]
-            if min(klds, default=inf) >= least:
-                break
-            least = min(klds)
-            best = new[klds.index(least)]
+        fitting = [each for each in frontier if each.size_bytes <= limit] or frontier[:1]
+        room = max(0, min(2 * AT_ONCE, self._left - 2))
+        self._try([self._join(each.picks) for each in fitting[::-1][:room]])
 
     def _save(self, frontier: Sequence[Sum], budget: Budget) -> None:
         """Try plans between the largest that lost too much and the smallest that did not."""
@@ -260,39 +226,21 @@ class Search:
                 elif index < high:
                     low = index
 
-    def _choose(self, budget: Budget, most_bytes: float) -> Tried:
+    def _choose(self, budget: Budget) -> Tried:
         """Choose the best of the plans that were run and keep to the budget."""
         if budget.kind == "bytes":
             least = min(each.size_bytes for each in self._tried)
-            fitting = [each for each in self._tried if each.size_bytes <= max(most_bytes, least)]
-            return min(fitting, key=lambda each: each.summary.kld_mean or 0.0)
+            fitting = [each for each in self._tried if each.size_bytes <= max(budget.limit, least)]
+            return min(fitting, key=lambda each: each.kld)
         fitting = [e for e in self._tried if budget.read_most(e.summary) <= budget.limit]
-        return min(fitting, key=lambda each: (each.size_bytes, each.summary.kld_mean or 0.0))
-
-
-def find_hull(points: Mapping[K, tuple[int, float]]) -> list[K]:
-    """Find the keys of points on the lower convex hull of size and cost, by rising size."""
-    hull: list[K] = []
-
-    def fall(a: K, b: K) -> float:
-        (size, cost), (larger, less) = points[a], points[b]
-        return (cost - less) / (larger - size)
-
-    for name in sorted(points, key=lambda key: points[key]):
-        if hull and points[name][1] >= points[hull[-1]][1]:
-            continue
-        while len(hull) > 1 and fall(hull[-2], hull[-1]) <= fall(hull[-1], name):
-            hull.pop()
-        hull.append(name)
-    return hull
+        return min(fitting, key=lambda each: (each.size_bytes, each.kld))
 
 
 def list_frontier(groups: Sequence[Group]) -> list[Sum]:
     """List the best sums by rising size and falling cost: no other of at most a size costs less.
 
-    It extends the undominated plans of the first groups by each choice of the next one (Nemhauser
-    and Ullmann, Management Science 15, 1969). Of very many, the best in equal steps of the size
-    are kept.
+    The undominated plans of the first groups are extended by each choice of the next one (Nemhauser
+    and Ullmann, Management Science 15, 1969); of many, the best in equal steps of the size stay.
     """
     kept = [Sum(0, 0.0, ())]
     for group in groups:
@@ -311,26 +259,6 @@ def list_frontier(groups: Sequence[Group]) -> list[Sum]:
             step = Fraction(high - low, MOST_STATES)
             kept = list({(each.size_bytes - low) // step: each for each in kept}.values())
     return kept
-
-
-def list_near(groups: Sequence[Group], picks: Picks, limit: float) -> Iterator[Picks]:
-    """List plans that differ in one or two groups and fit in `limit` bytes, the best first."""
-    size = sum(group.choices[c].size_bytes for group, c in zip(groups, picks, strict=True))
-    moves: list[tuple[float, int, dict[int, int]]] = []
-    for g, group in enumerate(groups):
-        own = group.choices[picks[g]]
-        for c, other in enumerate(group.choices):
-            if other is not own:
-                grown = other.size_bytes - own.size_bytes
-                moves.append((other.kld_mean - own.kld_mean, grown, {g: c}))
-    pairs = [
-        (a[0] + b[0], a[1] + b[1], a[2] | b[2])
-        for a, b in combinations(moves, 2)
-        if a[2].keys() != b[2].keys()
-    ]
-    for _, grown, changes in sorted(moves + pairs, key=lambda move: move[:2]):
-        if size + grown <= limit:
-            yield tuple(changes.get(g, c) for g, c in enumerate(picks))
 
 
 def bundle(units: Sequence[Unit], width: int) -> list[tuple[Unit, ...]]:

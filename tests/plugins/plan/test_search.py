@@ -14,9 +14,7 @@ from fp8calib.plugins.plan.search import (
     Group,
     Picks,
     Sum,
-    find_hull,
     list_frontier,
-    list_near,
 )
 
 
@@ -98,24 +96,3 @@ def test_thinned_plans_stay_near_the_best(monkeypatch: pytest.MonkeyPatch) -> No
         assert drawn.size(each.picks) == each.size_bytes
         near = [other for other in exact if other.size_bytes <= each.size_bytes - step]
         assert not near or each.kld <= near[-1].kld + 1e-12
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_plans_near_another_differ_in_one_or_two_groups_and_fit(seed: int) -> None:
-    drawn = draw(seed)
-    limit = sum(map(min, drawn.sizes)) + 40
-    start = find(list_frontier(drawn.groups), limit).picks
-    found = list(list_near(drawn.groups, start, limit))
-
-    def differences(plan: Picks) -> int:
-        return sum(a != b for a, b in zip(plan, start, strict=True))
-
-    expected = [p for p in drawn.plans if differences(p) in (1, 2) and drawn.size(p) <= limit]
-    assert sorted(found) == sorted(expected)
-    costs = list(map(drawn.cost, found))
-    assert costs == sorted(costs)
-
-
-def test_the_hull_leaves_out_what_a_mix_of_others_beats() -> None:
-    points = {"a": (10, 9.0), "b": (20, 8.0), "c": (30, 1.0), "d": (40, 2.0), "plain": (50, 0.0)}
-    assert find_hull(points) == ["a", "c", "plain"]
