@@ -147,7 +147,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert re.findall(r"^## \[(.*?)\]", text, re.M)[0] == fp8calib.__version__
     newest = text.split("\n## ")[1]
     # A minute is some 250 words; a release that renames functions of Python has to list each.
-    assert len(newest.split()) < 1050
+    assert len(newest.split()) < 1250
 
 
 class _Image:
