@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -124,8 +122,7 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     assert any(problem.startswith(note) for problem in found.problems)
     engine = find_emulated(name)[0]
     assert engine.version == version
-    options: Any = SimpleNamespace(engine=engine, scheme=None)
-    (warning,) = warn_of_loading(options, Loading(refused={}, unused={}, doubts={}))
+    (warning,) = warn_of_loading(engine, Loading(refused={}, unused={}, doubts={}))
     assert warning.startswith(f"vLLM: {note}")
 
 
