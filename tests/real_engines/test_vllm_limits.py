@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fp8calib
 from tests.real_engines.exports import Exports, read_scales
 from tests.real_engines.vllm_job import VllmServer
 
 
 def _blocking_reasons(out: Path, format_name: str) -> list[str]:
+    """List why vLLM does not serve what was written, as the check behind it says."""
     report = json.loads((out / "report.json").read_text())
     return [
-        item["why"]
-        for item in report["limitations"]
-        if item["format"] == format_name and item["engine"] == "vLLM" and item["is_blocking"]
+        item["summary"].removeprefix("not ok: ")
+        for item in report["checked"]
+        if item["path"] == format_name
+        and item["engine"].startswith("vLLM")
+        and item["verdict"] == "not ok"
     ]
 
 
 def test_the_bare_tgi_form_is_a_value_error(exports: Exports, vllm: VllmServer) -> None:
     out = exports("llama", "tgi")
-    (why,) = _blocking_reasons(out, "tgi")
-    assert "without a quantization_config no module has a place for it (ValueError)" in why
+    checked = fp8calib.check(out / "tgi", engine="vllm").engines["vllm"]
+    assert not checked.ok
+    assert "without a quantization_config no module has a place for it (ValueError)" in (
+        checked.layers[0].k.why
+    )
 
     answer = vllm(out / "tgi")
 
