@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fp8calib.commands import find_implementation, list_commands
 from fp8calib.errors import (
     CalibrationError,
     DataError,
@@ -21,7 +22,6 @@ from fp8calib.errors import (
     UsageError,
     VerificationError,
 )
-from fp8calib.requests import find_implementation, list_commands
 
 if TYPE_CHECKING:
     from fp8calib.commands.calibrate import calibrate
@@ -94,8 +94,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if hasattr(module, name):
         return getattr(module, name)
+    from fp8calib.commands import find_request  # noqa: PLC0415
     from fp8calib.jobs.function import as_function  # noqa: PLC0415
-    from fp8calib.requests import find_request  # noqa: PLC0415
 
     return as_function(name, find_request(name), module.run)
 

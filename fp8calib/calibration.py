@@ -29,8 +29,9 @@ from fp8calib.run.layer_observer import LayerObserver
 from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.model import Streaming, open_streamed
-from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
+from fp8calib.stats.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
+from fp8calib.stats.header import StatsHeader, StatsShard
 from fp8calib.stats.statistic import COUNTS, SiteStats, group_tensors, merge_sites, name_tensors
 from fp8calib.stats.unquantized_tensors import hash_unquantized
 

@@ -8,9 +8,9 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
+from fp8calib.commands import find_implementation, spell_commands
 from fp8calib.numerics.rules import AMAX
 from fp8calib.recipe import Recipe
-from fp8calib.requests import find_implementation, spell_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
 from fp8calib.results.run_plan import RunPlan

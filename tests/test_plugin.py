@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fp8calib import plugin
+from fp8calib.commands import spell_commands
 from fp8calib.plugin import Plugin, find_plugins
-from fp8calib.requests import spell_commands
 from tests.cli.conftest import write_rows
 from tests.cli.program import run
 from tests.dialects.foreign import FOLDER

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 import fp8calib
-from fp8calib import requests
-from fp8calib.cli import app as commands
+from fp8calib import commands
+from fp8calib.cli import app as program
+from fp8calib.commands import find_request, list_commands
 from fp8calib.errors import UsageError
 from fp8calib.options.option import list_options
-from fp8calib.requests import find_request, list_commands
 from scripts.reference import list_requests, make_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
@@ -63,9 +63,9 @@ def run(request: CountSheepRequest, reporter) -> str:
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Add a command: one file."""
     (tmp_path / "count_sheep.py").write_text(MADE_UP)
-    monkeypatch.setattr(requests, "__path__", [*requests.__path__, str(tmp_path)])
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     yield "count_sheep"
-    sys.modules.pop("fp8calib.requests.count_sheep", None)
+    sys.modules.pop("fp8calib.commands.count_sheep", None)
 
 
 MADE_UP_FIELD = """
@@ -80,7 +80,7 @@ import fp8calib, scripts.json_schemas, scripts.reference
 from fp8calib.cli import main
 from fp8calib.jobs.recipe_options import apply_request, open_recipe
 from fp8calib.options.option import list_options
-from fp8calib.requests import find_request
+from fp8calib.commands import find_request
 
 request = find_request("calibrate")
 shown = {
@@ -130,18 +130,16 @@ def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("made_up")
 def test_a_file_is_a_command() -> None:
     run = CliRunner().invoke
-    assert " count-sheep Count the sheep. " in " ".join(
-        run(commands.app, ["--help"]).output.split()
-    )
-    text = " ".join(run(commands.app, ["count-sheep", "--help"]).output.split())
+    assert " count-sheep Count the sheep. " in " ".join(run(program.app, ["--help"]).output.split())
+    text = " ".join(run(program.app, ["count-sheep", "--help"]).output.split())
     assert "Count the sheep." in text
     assert "--most N Stop after so many. [default: 7; x>=1]" in text
     assert "--no-lambs Skip lambs. --json" in text
     assert "herd" not in text
     place = Path(__file__).name
-    counted = run(commands.app, ["count-sheep", place, "--most", "3", "--no-lambs"])
+    counted = run(program.app, ["count-sheep", place, "--most", "3", "--no-lambs"])
     assert counted.output.splitlines()[-1] == f"{place} 3 False None"
-    assert run(commands.app, ["count-sheep", "x", "--most", "0"]).exit_code == 2
+    assert run(program.app, ["count-sheep", "x", "--most", "0"]).exit_code == 2
 
 
 def test_a_file_is_a_function(made_up: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,16 +26,17 @@ from fp8calib.cli.console import (
     sign_of_life,
     warn,
 )
-from fp8calib.machine.process_rank import ProcessRank, find_process_rank
-from fp8calib.options.option import Declared, list_options
-from fp8calib.plugin import find_plugins
-from fp8calib.requests import (
+from fp8calib.commands import (
     find_implementation,
     find_render,
     find_request,
     spell_commands,
     summarize,
 )
+from fp8calib.machine.imports import slow_imports
+from fp8calib.machine.process_rank import ProcessRank, find_process_rank
+from fp8calib.options.option import Declared, list_options
+from fp8calib.plugin import find_plugins
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result
@@ -61,25 +60,6 @@ class _Command(TyperCommand):
             if is_single and times > 1:
                 warn(f"{option.opts[0]} is given {times} times: only the last one counts")
         return super().parse_args(ctx, args)
-
-
-@contextmanager
-def _heavy_imports() -> Iterator[None]:
-    """Keep the garbage collector from scanning the objects that an import creates.
-
-    There are nearly a million of them, and they live until the end. The collector would scan them
-    many times during the import and once more at exit. Without that, a calibration of one sequence
-    takes 3.5 s instead of 5.0 s. Nothing changes if torch is imported already.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 class _Commands(Mapping[str, Any]):
@@ -179,8 +159,8 @@ def _make_command(name: str, typed: str) -> Any:
 
 
 def _run(name: str, request: Any) -> int:
-    """Run a command, and print its result as its module in `fp8calib.render` describes it."""
-    with _heavy_imports():
+    """Run a command, and print its result as its `describe` describes it."""
+    with slow_imports():
         implementation = find_implementation(name)
     assert implementation is not None  # noqa: S101 -- every command has one
     _quiet_libraries()

@@ -60,7 +60,7 @@ def check_path(
         amend: changes the report of the replay; of checkpoint folders alone.
         compare: compares the finished report of each engine with what runs; of folders alone.
     """
-    from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
+    from fp8calib.model.load import fetch_hub_id
 
     tp, named, stats = request.tp, request.engine, request.stats
     engines = _choose_engines([named] if isinstance(named, str) else named)
@@ -116,7 +116,7 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
     vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
-    from fp8calib.model.config_faults import (  # noqa: PLC0415 -- slow
+    from fp8calib.model.config_faults import (
         find_config_fault,
         list_other_faults,
     )
@@ -156,7 +156,7 @@ def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> 
 
 def _wraps(name: object, config: Mapping[str, object]) -> bool:
     """Check whether a class has other inputs beside the text of the same model type."""
-    import transformers  # noqa: PLC0415 -- slow
+    import transformers
 
     if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
         return False
@@ -269,7 +269,7 @@ def _refuse_unreadable(folder: ScaleFolder) -> None:
 
 
 def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
-    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+    from fp8calib.model.load import find_folder
 
     if model is not None:
         folder = find_folder(model, None, files=("*.json",))

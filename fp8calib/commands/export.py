@@ -165,7 +165,7 @@ def _prepare_weights(
 ) -> RankWeights | None:
     if not task.request.with_weights or source is None:
         return None
-    from fp8calib.jobs.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
+    from fp8calib.jobs.export.rank_weights import prepare_weights
 
     return prepare_weights(stats, source, task.recipe)
 

@@ -1,44 +1,146 @@
-"""Read what a file holds: statistics or scales."""
+"""Show what a file holds: statistics or scales."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import PACKED_BITS
-from fp8calib.checkpoint.json_files import is_result, load_json, parse_unique_keys
+from pydantic import AliasGenerator, ConfigDict, Field
+
+from fp8calib.blocks import Block, Line, Table
 from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.checkpoint.weight_index import GGUF_HINT
-from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
-from fp8calib.dialects.read import refuse_result
-from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
-from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.errors import UsageError, cut_list, shorten
+from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.shown_stats import show_stats
-from fp8calib.numerics.encode import decode_scale
-from fp8calib.requests.show import ShowRequest
-from fp8calib.results.show import (
-    ScalesShown,
-    StatsShown,
-)
-from fp8calib.stats.calibration_stats import (
-    STATS_NAME,
-    is_stats_file,
-    load_stats,
-)
+from fp8calib.machine.imports import slow_imports
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.positions import range_starts
+from fp8calib.options.option import Option
+from fp8calib.overview import Overview
+from fp8calib.render.summary import summarize_layers, summarize_scales
+from fp8calib.results.record import Record, Result
+from fp8calib.stats.header import StatsHeader, StatsShard
+from fp8calib.stats.saturation import PositionSaturation, Saturation
 
-_RANK_FILE_SUFFIXES = (".npz", ".safetensors")
-_INDEX = re.compile(r"[0-9]{1,9}")
-_MOST_VALUES = 1 << 16
-"""A larger tensor is only described: a list of its values takes 30 times the file's size."""
+if TYPE_CHECKING:
+    from fp8calib.stats.calibration_stats import CalibrationStats
+    from fp8calib.stats.statistic import SiteStats
 
-ScaleRow = tuple[str, list[float] | str]
-"""A scale's name, and its values or a description of them."""
+_HINT = "tables: --all, --kv"
+_KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
+
+
+@dataclass(frozen=True, slots=True)
+class ShowRequest:
+    """Print what stands out in a file of statistics or scales, or tables of it.
+
+    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors --kv
+    """
+
+    file: Annotated[
+        str | Path,
+        Option(
+            metavar="STATS|SCALES",
+            reads=Path,
+            check=partial(require_path, hint="name statistics or scales"),
+            help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
+        ),
+    ]
+    _: KW_ONLY
+    everything: Annotated[
+        bool, Option("--all", help="Print every table instead of what stands out.", is_layout=True)
+    ] = False
+    kv: Annotated[bool, Option("--kv", help="Print the table of K, V and q.", is_layout=True)] = (
+        False
+    )
+
+
+class _Row(Record):
+    """A row of a table, whose keys are the titles of its columns."""
+
+    model_config = ConfigDict(
+        alias_generator=AliasGenerator(serialization_alias=lambda name: name.replace("_", " "))
+    )
+
+
+class LayerRow(_Row):
+    """K, V and q of a layer; None where there is none, or nothing was observed."""
+
+    layer: int
+    mixer: str
+    k_amax: float | None = None
+    k_scale: float | None = None
+    v_amax: float | None = None
+    v_scale: float | None = None
+    q_amax: float | None = None
+    q_scale: float | None = None
+    tokens: int | None = None
+
+
+class LinearRow(_Row):
+    """The input and the weight of a linear."""
+
+    linear: str
+    input_amax: float | None
+    input_scale: float | None
+    weight_amax: float | None
+    weight_scale: float | None
+    tokens: int | None
+
+
+class Positions(Record):
+    """The amax of each site by ranges of positions."""
+
+    first: tuple[int, ...]
+    amax: Mapping[str, tuple[float, ...]]
+
+
+class HeaderShown(StatsHeader):
+    """The run that statistics belong to, without the shapes of the model."""
+
+    geometry: ModelGeometry = Field(exclude=True)
+
+
+class StatsShown(Result):
+    """Statistics: every layer and linear, and how early the final amax was reached."""
+
+    header: HeaderShown
+    part: StatsShard | None
+    """Null for the statistics of a whole run."""
+    layers: tuple[LayerRow, ...]
+    linears: tuple[LinearRow, ...]
+    experts: Mapping[str, tuple[int, ...]]
+    """The tokens that reached each expert, by layer."""
+    positions: Positions
+    saturation: Saturation | None
+    position_saturation: PositionSaturation | None
+    unfit_queries: tuple[int, ...]
+    """The layers that need a q scale."""
+
+    def overview(self) -> Overview:
+        """Name the model and the text."""
+        return Overview(
+            f"StatsShown: {self.header.geometry.architecture}, {self.header.num_tokens:,} tokens "
+            f"in {self.header.num_sequences} sequences"
+        )
+
+
+class ScalesShown(Result):
+    """The scales of a file, exactly as stored."""
+
+    path: Path
+    scales: Mapping[str, tuple[float | str, ...] | str]
+    """NaN and infinities are text, because JSON has none; a large tensor is only described."""
+
+    def overview(self) -> Overview:
+        """Count them."""
+        return Overview(f"ScalesShown: {len(self.scales):,} scales of {self.path}")
 
 
 def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  # noqa: ARG001
@@ -48,6 +150,9 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         UsageError: the options contradict each other.
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
+    with slow_imports():
+        from fp8calib.dialects.stored_scales import read_stored_scales
+        from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
     path = Path(request.file)
     if request.everything and request.kv:
         raise UsageError("--all prints every row: leave out --kv")
@@ -56,112 +161,190 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
         return show_stats(load_stats(path, accepts_shard=True))
-    return _show_scales(path)
+    return ScalesShown(path=path, scales=read_stored_scales(path))
 
 
-def _show_scales(path: Path) -> ScalesShown:
-    """Read the scales of a file, exactly as stored.
+def show_stats(stats: CalibrationStats) -> StatsShown:
+    """Make the rows of statistics."""
+    from fp8calib.scales.compute import list_unfit_queries
+    from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
-    Raises:
-        ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
-    """
-    rows = sorted(_list_rows(path), key=_natural_key)
-    if not rows and is_result(path):
-        raise refuse_result(path)
-    if not rows:
-        raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
-    return ScalesShown(path=path, scales={name: _make_json(values) for name, values in rows})
+    positions = {
+        str(site): found.positions.tolist()
+        for site, found in stats.sites.items()
+        if found.positions is not None
+    }
+    return StatsShown(
+        header=HeaderShown(**dict(stats.header)),
+        part=stats.shard,
+        layers=tuple(_make_layer_row(stats, layer) for layer in stats.geometry.layers),
+        linears=tuple(_make_linear_row(stats, linear) for _, linear in stats.geometry.linears()),
+        experts=stats.expert_counts,
+        positions=Positions(first=range_starts(), amax=positions),
+        saturation=compute_saturation(stats),
+        position_saturation=compute_position_saturation(stats),
+        unfit_queries=tuple(list_unfit_queries(stats)),
+    )
 
 
-def _list_rows(path: Path) -> Iterator[ScaleRow]:
-    if path.is_dir() and (ranks := _list_rank_files(path)):
-        for each in ranks:
-            yield from ((f"{each.name}.{name}", values) for name, values in _list_rows(each))
-    elif path.is_dir():
-        with Checkpoint.open(path) as checkpoint:
-            yield from _list_tensor_rows(checkpoint)
-    elif path.suffix == ".safetensors":
-        with TensorFile(path) as file:
-            yield from _list_tensor_rows(file)
-    elif path.suffix == ".json":
-        yield from _list_json_rows(path)
-    elif path.suffix == ".npz":
-        for name in list_npz_arrays(path):
-            if name.endswith(list_scale_suffixes()):
-                yield name, read_npz_number(path, name).flatten().tolist()
+def _make_layer_row(stats: CalibrationStats, layer: Layer) -> LayerRow:
+    attention = layer.attention
+    if attention is None:
+        return LayerRow(layer=layer.index, mixer=layer.mixer)
+    mixer, owner = layer.mixer, stats.geometry.producer_of(attention)
+    if attention.producer is not None:
+        mixer = f"{layer.mixer} (K/V of layer {attention.producer})"
+    seen = stats.sites.get(owner.site(Role.K))
+    k, v = (_find_amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V))
+    both = max((amax for amax in (k, v) if amax is not None), default=None)
+    is_joint = attention.kind == "latent"  # one cache, one scale
+    query = _find_amax(stats.sites.get(attention.site(Role.Q)))
+    query = None if query is None else query / attention.query_divisor
+    return LayerRow(
+        layer=layer.index,
+        mixer=mixer,
+        k_amax=k,
+        k_scale=_compute_scale(both if is_joint else k),
+        v_amax=v,
+        v_scale=_compute_scale(both if is_joint else v),
+        q_amax=query,
+        q_scale=_compute_scale(query),
+        tokens=None if seen is None else seen.count,
+    )
+
+
+def _make_linear_row(stats: CalibrationStats, linear: Linear) -> LinearRow:
+    seen = stats.sites.get(Site(linear.module, Role.INPUT))
+    weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
+    amax = _find_amax(seen)
+    return LinearRow(
+        linear=linear.module,
+        input_amax=amax,
+        input_scale=_compute_scale(amax),
+        weight_amax=weight,
+        weight_scale=_compute_scale(weight),
+        tokens=None if seen is None else seen.count,
+    )
+
+
+def _find_amax(seen: SiteStats | None) -> float | None:
+    return None if seen is None or not len(seen.amax) else float(seen.amax.max())
+
+
+def _compute_scale(amax: float | None) -> float | None:
+    import torch
+
+    from fp8calib.numerics.from_amax import scale_of
+
+    if amax is None or not amax > 0:
+        return None
+    return float(scale_of(torch.tensor(amax), E4M3FN))
+
+
+def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator[Block]:
+    """Describe what stands out; with --all or --kv, give tables."""
+    if isinstance(result, ScalesShown):
+        yield from _describe_scales(result, request)
+    elif request.everything:
+        yield from _list_everything(result)
+    elif request.kv:
+        yield _make_table("K, V and q", LayerRow, result.layers)
     else:
-        kinds = ".safetensors, .npz or .json"
-        hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
-        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder", hint=hint)
+        yield from map(Line, _describe_stats(result))
 
 
-def _list_rank_files(folder: Path) -> list[Path]:
-    """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
-    return [
-        path
-        for path in sorted(folder.glob("*rank[0-9]*"))
-        if path.suffix in _RANK_FILE_SUFFIXES and path.is_file()
-    ]
+def describe_skipped(result: StatsShown) -> Iterator[str]:
+    """Describe what was not observed in one line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for item in result.header.skipped:
+        reasons.setdefault(item.why, []).append(str(item.site))
+    for why, sites in reasons.items():
+        yield f"not observed: {cut_list(sites, 3)}: {why}"
 
 
-def _list_tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
-    for name, entry in file.tensors.items():
-        if not name.endswith(list_scale_suffixes()):
-            continue
-        if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
-            yield name, f"{entry.dtype} of shape {list(entry.shape)}"
-        else:
-            yield name, decode_scale(file.read(name)).flatten().tolist()
+def _describe_stats(result: StatsShown) -> Iterator[str]:
+    """Describe the run, and what stands out, in about ten lines."""
+    yield from _describe_run(result)
+    yield from summarize_layers(result)
+    yield from _describe_saturation(result)
+    unseen = sum(not count for counts in result.experts.values() for count in counts)
+    if result.experts:
+        yield f"{unseen} experts were never reached, in {len(result.experts)} layers"
+    yield from describe_skipped(result)
+    yield _HINT
 
 
-def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
-    try:
-        document = load_json(path, parse=parse_unique_keys)
-    except (OSError, ValueError) as error:
-        fault = shorten(str(error))
-        raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
-    if not isinstance(document, dict):
+def _list_everything(result: StatsShown) -> Iterator[Block]:
+    header = result.header
+    yield from map(Line, _describe_run(result))
+    yield Line(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
+    yield from map(Line, _describe_saturation(result))
+    yield _make_table("K, V and q", LayerRow, result.layers)
+    yield _make_table("linears", LinearRow, result.linears)
+    if result.position_saturation is not None:
+        starts = (0, *result.position_saturation.below)
+        rows = [
+            [site, *map(_format, amax[: len(starts)])]
+            for site, amax in result.positions.amax.items()
+            if site.endswith((".k", ".v", ".q"))
+        ]
+        columns = ["site", *(f"from {start}" for start in starts)]
+        yield Table(title="amax by position", columns=columns, rows=rows)
+    for name, counts in result.experts.items():
+        unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
+        missed = f"; never reached: {', '.join(unseen)}" if unseen else ""
+        yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
+    for item in header.skipped:
+        yield Line(f"not observed: {item.site}: {item.why}")
+
+
+def _describe_run(result: StatsShown) -> Iterator[str]:
+    header, geometry = result.header, result.header.geometry
+    yield (
+        f"{geometry.architecture}, {len(geometry.layers)} layers, {geometry.checkpoint_dtype} "
+        f"weights, computed in {header.compute_dtype}"
+    )
+    yield (
+        f"{header.describe_tokens()} in {header.num_sequences} sequences of "
+        f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
+    )
+    if (shard := result.part) is not None:
+        yield (
+            f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
+            "statistics of all shards, which `fp8calib export` joins"
+        )
+
+
+def _describe_saturation(result: StatsShown) -> Iterator[str]:
+    for found in filter(None, (result.saturation, result.position_saturation)):
+        yield found.describe()
+
+
+def _make_table(title: str, kind: type[_Row], rows: Sequence[_Row]) -> Table:
+    columns = [name.replace("_", " ") for name in kind.model_fields]
+    cells = [[_format(value) for _, value in row] for row in rows]
+    return Table(title=title, columns=columns, rows=cells)
+
+
+def _format(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _describe_scales(result: ScalesShown, request: ShowRequest) -> Iterator[Block]:
+    shown = _KV_SUFFIXES if request.kv else ""
+    rows = [row for row in result.scales.items() if row[0].endswith(shown)]
+    if not (request.everything or request.kv):
+        yield Line(f"{shorten(str(result.path))}: {len(rows):,} scales")
+        yield from map(Line, summarize_scales(rows))
+        yield Line(_HINT)
         return
-    if any(keys[0] in document for keys in list_json_keys()):
-        yield from _list_numbers(document)
-
-
-def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
-    """Sort layer 2 before layer 10."""
-    parts = row[0].split(".")
-    return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
-
-
-def _list_numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
-    """List all numbers of a document; without recursion, as it may be deeply nested."""
-    has_tables = "scales_shape" in document
-    waiting = list(_list_tables(document) if has_tables else document.items())
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, dict) and "scales_shape" in value:
-            waiting += _list_tables(value, f"{name}.")
-        elif isinstance(value, dict):
-            waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
-        elif isinstance(value, list):
-            waiting += ((f"{name}.{index}", inner) for index, inner in enumerate(value))
-        elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
-            yield name, [float(value)]
-        elif type(value) is int:
-            yield name, shorten(str(value))
-
-
-def _list_tables(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
-    """List the tables of a file with `scales_shape`, whose other numbers are no scales."""
-    for name, value in document.items():
-        if name == "scales" or isinstance(value, dict):
-            yield f"{before}{name}", value
-
-
-def _make_json(values: list[float] | str) -> tuple[float | str, ...] | str:
-    """Write NaN and infinities, which JSON does not have, as text."""
-    if isinstance(values, str):
-        return values
-    return tuple(value if math.isfinite(value) else str(value) for value in values)
+    cells = [
+        [shorten(name), x if isinstance(x, str) else cut_list([f"{float(y):.6g}" for y in x])]
+        for name, x in rows
+    ]
+    yield Table(title=shorten(str(result.path)), columns=["scale", "value"], rows=cells)
 
 
 show = as_function("show", ShowRequest, run)

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -17,19 +16,9 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
+from fp8calib.data.modality import Modality
 from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line, shorten
 
-
-class Modality(StrEnum):
-    """What a token of the text decoder stands for."""
-
-    TEXT = "text"
-    IMAGE = "image"
-    AUDIO = "audio"
-
-
-MODALITIES = tuple(Modality)
-"""In the order of their codes in tensors."""
 MEDIA = (Modality.IMAGE, Modality.AUDIO)
 MEDIA_COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
 """The columns beside a conversation or text that hold media, by their names."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.data.media import MODALITIES, Modality
+from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales

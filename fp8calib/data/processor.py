@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.media import MEDIA, MODALITIES, Medium, Modality, load_audio, load_image
+from fp8calib.data.media import MEDIA, Medium, load_audio, load_image
+from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.rows import Message, Part, Row, has_chat_template
 from fp8calib.errors import DataError, UsageError, first_line
 

@@ -15,10 +15,10 @@ from fp8calib.data.media import (
     MEDIA_COLUMNS,
     VIDEO_COLUMNS,
     Medium,
-    Modality,
     parse_media_part,
     refuse_video,
 )
+from fp8calib.data.modality import Modality
 from fp8calib.errors import DataError, shorten
 
 Message = dict[str, Any]

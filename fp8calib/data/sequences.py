@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.media import MODALITIES, Modality
+from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaRow
 from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.errors import DataError

@@ -23,7 +23,7 @@ from fp8calib.model.topology.linears import is_experts
 from fp8calib.model.topology.search import is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
-from fp8calib.stats.calibration_stats import Skipped
+from fp8calib.stats.header import Skipped
 
 _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
 _LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from fp8calib.blocks import Answer, Block
-from fp8calib.jobs.shown_stats import show_stats
-from fp8calib.render.show import describe_skipped
+from fp8calib.commands.show import describe_skipped, show_stats
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.calibrate import CalibrateRequest

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median_low
+from typing import TYPE_CHECKING
 
 from fp8calib.errors import cut_list, format_ranges, shorten
-from fp8calib.results.show import StatsShown
+
+if TYPE_CHECKING:
+    from fp8calib.commands.show import StatsShown
 
 FAR = 8.0
 """A value this many times larger or smaller than the median of its kind is an outlier."""

@@ -16,7 +16,7 @@ from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
 from fp8calib.results.run_plan import MeasuredMemory, TextRows
 from fp8calib.results.written import WrittenCheck
 from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.stats.calibration_stats import Skipped
+from fp8calib.stats.header import Skipped
 from fp8calib.stats.saturation import PositionSaturation, Saturation
 
 if TYPE_CHECKING:

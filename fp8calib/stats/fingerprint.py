@@ -10,7 +10,7 @@ from importlib import metadata
 
 from fp8calib import __version__
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.media import Modality
+from fp8calib.data.modality import Modality
 
 SAMPLE_BYTES = 4096
 _DECODERS = {Modality.IMAGE: ("pillow", "torchvision"), Modality.AUDIO: ("soundfile", "soxr")}

@@ -8,12 +8,8 @@ from itertools import pairwise
 
 from fp8calib.errors import ModelError
 from fp8calib.stats.calibration_origin import explain_difference
-from fp8calib.stats.calibration_stats import (
-    CalibrationStats,
-    StatsHeader,
-    StatsShard,
-    join_ranges,
-)
+from fp8calib.stats.calibration_stats import CalibrationStats, join_ranges
+from fp8calib.stats.header import StatsHeader, StatsShard
 from fp8calib.stats.statistic import merge_sites
 
 

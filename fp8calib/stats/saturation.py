@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.numerics.positions import range_starts
-from fp8calib.stats.calibration_stats import CalibrationStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp8calib.stats.calibration_stats import CalibrationStats
 
 NUM_QUARTERS = 4
 
@@ -67,9 +70,11 @@ class PositionSaturation(Saturation):
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None for a shard."""
+    import torch  # noqa: PLC0415 -- slow, and results of commands have the records above
+
     if stats.shard is not None:
         return None
-    by_quarter: dict[Site, torch.Tensor | None] = {}
+    by_quarter: dict[Site, Tensor | None] = {}
     for site, seen in stats.sites.items():
         by_quarter[site] = seen.progress
         if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
@@ -82,6 +87,8 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
     """Compare the amax of early positions with the final one; None if all sequences are short."""
+    import torch  # noqa: PLC0415 -- slow
+
     positions = {site: seen.positions for site, seen in stats.sites.items()}
     reached = [found for found in positions.values() if found is not None]
     if not reached:
@@ -92,7 +99,7 @@ def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation |
 
 
 def _compute_shares(
-    values: dict[Site, torch.Tensor | None], num_points: int, *, decisive: int
+    values: dict[Site, Tensor | None], num_points: int, *, decisive: int
 ) -> dict[str, Any] | None:
     """Compute the shares at the first points; point `decisive` determines the slowest site."""
     shares: dict[Site, list[float]] = {}

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fp8calib.data.media import Medium, Modality, load_audio, load_image
+from fp8calib.data.media import Medium, load_audio, load_image
+from fp8calib.data.modality import Modality
 from fp8calib.data.rows import Row, parse_row
 from fp8calib.data.sources import iter_rows, split_data
 from fp8calib.data.specs import parse_spec

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedConfig
 
-from fp8calib.data.media import Modality
+from fp8calib.data.modality import Modality
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import parse_row

@@ -17,7 +17,8 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.header import StatsHeader
 from fp8calib.stats.statistic import SiteStats
 
 Sites = dict[Site, SiteStats]

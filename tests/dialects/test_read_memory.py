@@ -16,8 +16,8 @@ import io, json, sys, zipfile
 from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # what its loader imports late
+from fp8calib.commands.show import ShowRequest
 from fp8calib.commands.show import run as show
-from fp8calib.requests.show import ShowRequest
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder

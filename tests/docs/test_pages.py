@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8calib.requests import spell_commands
+from fp8calib.commands import spell_commands
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 TOP = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]

@@ -19,7 +19,8 @@ from fp8calib.observe import recorder
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal as journal_module
 from fp8calib.run.resume.journal import Journal
-from fp8calib.stats.calibration_stats import StatsHeader, load_stats
+from fp8calib.stats.calibration_stats import load_stats
+from fp8calib.stats.header import StatsHeader
 from tests import zoo
 from tests.doors import Silent
 from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of

@@ -12,17 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fp8calib.data.media import Modality
+from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats.calibration_stats import (
-    CalibrationStats,
-    Skipped,
-    StatsHeader,
-    is_stats_file,
-    load_stats,
-    save_stats,
-)
+from fp8calib.stats.calibration_stats import CalibrationStats, is_stats_file, load_stats, save_stats
+from fp8calib.stats.header import Skipped, StatsHeader
 from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import make_attention, make_geometry
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.media import Modality
+from fp8calib.data.modality import Modality
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}

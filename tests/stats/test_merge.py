@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.stats.calibration_stats import (
-    CalibrationStats,
-    StatsShard,
-    join_ranges,
-    load_stats,
-    save_stats,
-)
+from fp8calib.stats.calibration_stats import CalibrationStats, join_ranges, load_stats, save_stats
+from fp8calib.stats.header import StatsShard
 from fp8calib.stats.merge import merge_shards
 from fp8calib.stats.statistic import SiteStats, merge_sites
 from tests.stats.test_calibration_stats import UP, WEIGHT, K, make_stats

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fp8calib.calibration import WorkShare, make_header
-from fp8calib.data.media import MODALITIES
+from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.geometry.sites import Role, Site

@@ -24,12 +24,8 @@ from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.run.processes import RankLostError
 from fp8calib.run.resume.journal import Journal, is_checkpoint
-from fp8calib.stats.calibration_stats import (
-    REPORT_NAME,
-    STATS_NAME,
-    StatsHeader,
-    load_stats,
-)
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats
+from fp8calib.stats.header import StatsHeader
 from fp8calib.stats.merge import explain_other_run
 
 

@@ -31,12 +31,11 @@ from fp8calib.run.streaming.layer_steps import LayerState
 from fp8calib.stats.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
-    StatsHeader,
-    StatsShard,
     join_ranges,
     load_stats,
     save_stats,
 )
+from fp8calib.stats.header import StatsHeader, StatsShard
 from fp8calib.stats.merge import explain_other_run
 from fp8calib.stats.statistic import SiteStats, merge_sites
 
