@@ -22,13 +22,13 @@ from fp8calib.errors import UsageError
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.jobs.card import CardJob, write_card
-from fp8calib.jobs.export.attachment import (
+from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,
     relate_to_quantized,
     require_server,
 )
+from fp8calib.jobs.card import CardJob, write_card
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Block, Line
-from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.results.extract_kv_scales import ExtractResult
+from fp8calib.results.written import describe_checks, list_top_level
 
 
 def describe(result: ExtractResult, request: ExtractRequest) -> Iterator[Block]:  # noqa: ARG001

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
-from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
+from fp8calib.results.written import describe_checks, list_top_level
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "

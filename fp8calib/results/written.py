@@ -1,6 +1,8 @@
-"""What `check` says of a checkpoint that a command wrote."""
+"""What a command wrote, and what `check` says of it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from fp8calib.results.record import Record
 
@@ -21,3 +23,17 @@ class WrittenCheck(Record):
 
     def __str__(self) -> str:
         return f"{self.engine}: {self.command or self.summary}"
+
+
+def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:
+    """Give a line for each checkpoint and engine, with the command that serves it."""
+    for each in checks:
+        where = "" if each.path == "." else f"{each.path}, "
+        command = f":\n    {each.command}" if each.command else ""
+        yield f"{where}{each.engine}: {each.summary}{command}"
+
+
+def list_top_level(files: Sequence[str]) -> str:
+    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
+    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
+    return ", ".join(dict.fromkeys(names))

@@ -17,8 +17,6 @@ from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
-from fp8calib.requests.export import ExportRequest
-from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.unquantized_tensors import (
@@ -28,7 +26,9 @@ from fp8calib.stats.unquantized_tensors import (
 )
 
 if TYPE_CHECKING:
+    from fp8calib.commands.export import ExportRequest
     from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.requests.extract_kv_scales import ExtractRequest
 
 
 def refuse_options(request: ExportRequest | ExtractRequest) -> None:
