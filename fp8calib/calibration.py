@@ -20,7 +20,6 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
-from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.observe.recorder import LayerWork, Recorder
 from fp8calib.recipe import Recipe
@@ -29,9 +28,10 @@ from fp8calib.run.layer_observer import LayerObserver
 from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.model import Streaming, open_streamed
+from fp8calib.run.weight_stats import check_other_weights, observe_weights
 from fp8calib.stats.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
-from fp8calib.stats.header import StatsHeader, StatsShard
+from fp8calib.stats.header import Skipped, StatsHeader, StatsShard
 from fp8calib.stats.statistic import COUNTS, SiteStats, group_tensors, merge_sites, name_tensors
 from fp8calib.stats.unquantized_tensors import hash_unquantized
 
@@ -165,7 +165,13 @@ def calibrate(
         header = make_header(prepared, plan, source, checkpoint, recipe, engine=engine)
     else:
         header = share.journal.header
-    skipped = tuple(list_skipped(prepared, recipe, sites, unseen))
+    observe = recipe.observe
+    skipped = tuple(
+        Skipped(site=site, why=why)
+        for site, why in list_skipped(
+            prepared, sites, unseen, query=observe.query, inputs=observe.inputs
+        )
+    )
     kept = hash_unquantized(checkpoint.stored) if share.group.is_first else {}
     shard = None
     if share.shard is not None and plan is not None:

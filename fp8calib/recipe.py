@@ -28,7 +28,6 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.numerics.rules import Fallback, Rule, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
 from fp8calib.options import recipe_keys as keys
@@ -407,28 +406,3 @@ def find_section(annotation: Any) -> type[_Section] | None:
     """Find the section that a field of a recipe holds; None for a plain value."""
     kinds = (annotation, *get_args(annotation))  # of `Section | None`
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, _Section)), None)
-
-
-def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[str]:
-    """Find the modules that match any of the patterns.
-
-    Raises:
-        RecipeError: a pattern matches nothing, or is not a valid regular expression.
-    """
-    matched: set[str] = set()
-    for pattern in patterns:
-        found = [module for module in modules if _matches(pattern, module)]
-        if not found:
-            raise RecipeError(
-                f"observe.ignore: {pattern!r} matches no module of the model",
-                hint=f"modules look like {modules[0]}",
-            )
-        matched.update(found)
-    return frozenset(matched)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    try:
-        return matches_pattern(pattern, module)
-    except ValueError as error:
-        raise RecipeError(f"observe.ignore: {pattern!r} is {error}") from error

@@ -105,7 +105,7 @@ def run_calibration(
         model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     part = None if shard is None else Share(index=shard[0], count=shard[1])
     with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, recipe)
+        prepared = prepare(model, checkpoint, recipe.observe.ignore)
         stats = calibrate(
             prepared,
             plan,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+
+from fp8calib.errors import RecipeError
 
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _LONGEST = 1000
@@ -39,6 +41,27 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
     if not pattern.startswith("re:"):
         return any(fnmatchcase(path, pattern) for path in paths)
     return matches_expression(pattern.removeprefix("re:"), *paths, is_whole=True)
+
+
+def match_modules(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[str]:
+    """Find the modules that match any of the patterns of `observe.ignore`.
+
+    Raises:
+        RecipeError: a pattern matches nothing, or is not a valid regular expression.
+    """
+    matched: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = [module for module in modules if matches_pattern(pattern, module)]
+        except ValueError as error:
+            raise RecipeError(f"observe.ignore: {pattern!r} is {error}") from error
+        if not found:
+            raise RecipeError(
+                f"observe.ignore: {pattern!r} matches no module of the model",
+                hint=f"modules look like {modules[0]}",
+            )
+        matched.update(found)
+    return frozenset(matched)
 
 
 def refuse_costly(expression: str) -> None:

@@ -229,7 +229,8 @@ def prepare_run_model(
         RecipeError: a pattern of the recipe matches no module.
     """
     dtype, why = choose_dtype(request.dtype, device=device, checkpoint=checkpoint)
-    prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, recipe)
+    ignore = () if recipe is None else recipe.observe.ignore
+    prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, ignore)
     if recipe is None or recipe.observe.needs_forward:
         check_runnable(prepared.model)
     return RunModel(
@@ -257,7 +258,7 @@ def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunMod
                 trust_remote_code=False,
             ),
             checkpoint=checkpoint,
-            prepared=prepare(model, checkpoint, recipe),
+            prepared=prepare(model, checkpoint, () if recipe is None else recipe.observe.ignore),
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             dtype_why="the model's",

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import group_by_pattern, list_paths
+from fp8calib.geometry.module_paths import group_by_pattern, list_paths, match_modules
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.stored_parameters import (
@@ -22,13 +22,6 @@ from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.linears import is_experts
 from fp8calib.model.topology.search import is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.recipe import Recipe, match_modules
-from fp8calib.stats.header import Skipped
-
-_UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
-_LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
-_UNCALLED = "the model does not call this linear: its input is not observed"
-_ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +33,7 @@ class PreparedModel:
     """The modules whose weights no hook can observe, with the reason."""
     weights: WeightSource
     ignored: frozenset[str]
-    """The modules that the recipe excludes from calibration."""
+    """The modules that are excluded from calibration."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -49,9 +42,9 @@ class PreparedModel:
 
 
 def prepare(
-    model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe | None = None
+    model: PreTrainedModel, checkpoint: Checkpoint, ignore: Collection[str] = ()
 ) -> PreparedModel:
-    """Find the geometry of `model` and match the recipe's patterns with its modules.
+    """Find the geometry of `model`, and the modules that the patterns of `ignore` match.
 
     Raises:
         ModelError: the architecture is not understood, or the checkpoint does not hold the model
@@ -63,121 +56,69 @@ def prepare(
     geometry, unobserved = find_geometry(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
-    patterns = recipe.observe.ignore if recipe else ()
+    names = [attention.module for _, attention in geometry.attentions()]
+    names += dict.fromkeys(linear.runner for _, linear in geometry.linears())
     return PreparedModel(
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,
-        ignored=match_modules(patterns, _module_names(geometry)),
+        ignored=match_modules(ignore, names),
     )
 
 
 def list_skipped(
     prepared: PreparedModel,
-    recipe: Recipe,
     observed: Collection[Site],
-    unseen: Mapping[Site, str] | None = None,
-) -> list[Skipped]:
+    unseen: Mapping[Site, str],
+    *,
+    query: bool,
+    inputs: bool,
+) -> Iterator[tuple[str, str]]:
     """List the sites and weights that were not observed, each with the reason.
 
-    `unseen` has the reasons of an engine that ran the model.
+    `unseen` has the reasons of an engine that ran the model. Sites of q and of inputs are listed
+    only if they were to be observed.
     """
-    skipped = [
-        Skipped(site=f"{module}.weight", why=why) for module, why in prepared.unobserved.items()
-    ]
-    for layer, attention in prepared.geometry.attentions():
+    geometry, ignored = prepared.geometry, prepared.ignored
+    for module, why in prepared.unobserved.items():
+        yield f"{module}.weight", why
+    for layer, attention in geometry.attentions() if query else ():
         site = attention.site(Role.Q)
-        if (
-            recipe.observe.query
-            and site not in observed
-            and attention.module not in prepared.ignored
-        ):
-            why = f"{layer.mixer} does not use transformers' attention interface"
-            skipped.append(Skipped(site=str(site), why=why))
-    if recipe.observe.inputs:
-        skipped += _uncalled(prepared, observed, unseen or {})
-    skipped += _without_own_cache(prepared.geometry)
-    skipped += [
-        Skipped(site=module, why="excluded by the recipe (observe.ignore)")
-        for module in sorted(prepared.ignored)
-    ]
-    skipped += _outside(prepared)
-    skipped += _between_layers(prepared)
-    skipped += _applied_by_modules(prepared)
-    weights = prepared.weights
-    drafters = {path for site in observed for path in list_paths(site.module)}
-    differences = {
-        _UNUSED: [name for name in weights.unused if name not in drafters],
-        _LEFTOVER: list_leftovers(weights),
-        _ABSENT: list_absent(weights),
-    }
-    skipped += [Skipped(site=name, why=why) for why, names in differences.items() for name in names]
-    return skipped
-
-
-def _module_names(geometry: ModelGeometry) -> list[str]:
-    attentions = (attention.module for _, attention in geometry.attentions())
-    return list(dict.fromkeys([*attentions, *(linear.runner for _, linear in geometry.linears())]))
-
-
-def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
-    for layer in geometry.layers:
-        attention = layer.attention
-        if attention is None:
-            yield Skipped(site=layer.module, why=f"{layer.mixer} caches no K and V")
-        elif attention.producer is not None:
-            why = f"reads the K and V of layer {attention.producer}, and carries its scale"
-            yield Skipped(site=f"{attention.module}.k/v", why=why)
-
-
-def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
-    """List the linears of the text decoder that are outside the decoder layers."""
-    path, decoder = find_text_decoder(prepared.model)
-    layers = prepared.geometry.layers[0].module.rpartition(".")[0]
-    for name, module in decoder.named_modules(prefix=path):
-        if is_linear(module) and not name.startswith(f"{layers}."):
-            why = "a linear outside the decoder layers, which engines do not quantize"
-            yield Skipped(site=name, why=why)
-
-
-def _uncalled(
-    prepared: PreparedModel, observed: Collection[Site], unseen: Mapping[Site, str]
-) -> Iterator[Skipped]:
-    """List the linears that the model does not call, or an engine does not show."""
-    for _, linear in prepared.geometry.linears():
+        if site not in observed and attention.module not in ignored:
+            yield str(site), f"{layer.mixer} does not use transformers' attention interface"
+    for _, linear in geometry.linears() if inputs else ():
         site = Site(linear.module, Role.INPUT)
-        if linear.runner not in prepared.ignored and site not in observed:
-            yield Skipped(site=str(site), why=unseen.get(site, _UNCALLED))
+        if site not in observed and linear.runner not in ignored:
+            why = "the model does not call this linear: its input is not observed"
+            yield str(site), unseen.get(site, why)
+    for layer in geometry.layers:
+        if layer.attention is None:
+            yield layer.module, f"{layer.mixer} caches no K and V"
+        elif (producer := layer.attention.producer) is not None:
+            why = f"reads the K and V of layer {producer}, and carries its scale"
+            yield f"{layer.attention.module}.k/v", why
+    for module in sorted(ignored):
+        yield module, "excluded by the recipe (observe.ignore)"
+    yield from _list_outside(prepared.model)
+    yield from _list_inside(prepared)
+    drafters = {path for site in observed for path in list_paths(site.module)}
+    unused = [name for name in prepared.weights.unused if name not in drafters]
+    for why, names in (
+        ("in the checkpoint, but not part of the text decoder: neither loaded nor run", unused),
+        (
+            "in the checkpoint, but not a parameter of the model: neither loaded nor run",
+            list_leftovers(prepared.weights),
+        ),
+        (
+            "not in the checkpoint, and not part of the text decoder: not run",
+            list_absent(prepared.weights),
+        ),
+    ):
+        yield from ((name, why) for name in names)
 
 
-def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
-    """List the matrices of the text decoder that belong to no linear, embedding or norm.
-
-    They belong to routers, hyper-connections and the like; experts are observed or in `unobserved`.
-    """
-    path, decoder = find_text_decoder(prepared.model)
-    found: dict[str, str] = {}
-    for name, module in decoder.named_modules(prefix=path):
-        if name in prepared.unobserved or is_experts(module) or not _applies_matrices(module):
-            continue
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if is_matrix(parameter) and not leaf.endswith("bias"):
-                found[f"{name}.{leaf}"] = type(module).__name__
-    for name, paths in group_by_pattern(found).items():
-        why = f"{found[paths[0]]} applies it itself, outside any linear: not observed"
-        yield Skipped(site=name, why=why)
-
-
-def _applies_matrices(module: nn.Module) -> bool:
-    """Tell whether a module other than a linear or norm may multiply by its own parameters."""
-    is_depthwise = getattr(module, "groups", 1) > 1
-    known = is_linear(module) or isinstance(module, nn.Embedding) or is_depthwise
-    return not known and "norm" not in type(module).__name__.lower()
-
-
-def _outside(prepared: PreparedModel) -> Iterator[Skipped]:
+def _list_outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """List the modules outside the text decoder that have weights, and are not observed."""
-    model = prepared.model
     path, _ = find_text_decoder(model)
     node: nn.Module = model
     above = ""
@@ -186,9 +127,33 @@ def _outside(prepared: PreparedModel) -> Iterator[Skipped]:
             if name == step or next(child.parameters(), None) is None:
                 continue
             if child is model.get_output_embeddings():
-                why = "not run: calibration needs no logits, engines leave it as it is"
-                yield Skipped(site=name, why=why)
+                yield name, "not run: calibration needs no logits, engines leave it as it is"
             else:
-                why = f"{type(child).__name__}: not part of the text decoder"
-                yield Skipped(site=f"{above}{name}", why=why)
+                yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
         node, above = node.get_submodule(step), f"{above}{step}."
+
+
+def _list_inside(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
+    """List what multiplies in the text decoder, and is neither a linear of a layer nor an expert.
+
+    These are linears outside the layers, and matrices that other modules (routers,
+    hyper-connections) apply themselves. Experts are observed or in `unobserved`.
+    """
+    path, decoder = find_text_decoder(prepared.model)
+    layers = prepared.geometry.layers[0].module.rpartition(".")[0]
+    applied: dict[str, str] = {}
+    for name, module in decoder.named_modules(prefix=path):
+        kind = type(module).__name__
+        if is_linear(module):
+            if not name.startswith(f"{layers}."):
+                yield name, "a linear outside the decoder layers, which engines do not quantize"
+            continue
+        is_depthwise = getattr(module, "groups", 1) > 1
+        is_other = isinstance(module, nn.Embedding) or is_depthwise or "norm" in kind.lower()
+        if is_other or is_experts(module) or name in prepared.unobserved:
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if is_matrix(parameter) and not leaf.endswith("bias"):
+                applied[f"{name}.{leaf}"] = kind
+    for name, paths in group_by_pattern(applied).items():
+        yield name, f"{applied[paths[0]]} applies it itself, outside any linear: not observed"

@@ -15,7 +15,6 @@ from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.machine.progress import Progress
-from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.recorder import LayerWork
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
 from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_into
@@ -23,6 +22,7 @@ from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerSteps
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
+from fp8calib.run.weight_stats import check_other_weights, observe_weights
 from fp8calib.stats.statistic import SiteStats, merge_sites
 
 

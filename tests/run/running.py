@@ -75,7 +75,7 @@ def opened(folder: Path, *, streamed: bool = False, device: str = "cpu") -> Iter
     else:
         model = load_model(source, dtype=torch.float32, device=device, device_map=None)
     with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, RECIPE)
+        prepared = prepare(model, checkpoint, RECIPE.observe.ignore)
         yield Subject(prepared, source, checkpoint, streaming)
 
 

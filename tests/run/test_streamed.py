@@ -57,7 +57,7 @@ def stats_bytes(
         streaming = None
     with Checkpoint.open(folder) as checkpoint:
         stats = calibrate(
-            prepare(model, checkpoint, recipe),
+            prepare(model, checkpoint, recipe.observe.ignore),
             plan,
             source,
             checkpoint,

@@ -118,7 +118,7 @@ def _measure(
         return _measured[folder]
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    prepared = prepare(model, checkpoint, RECIPE)
+    prepared = prepare(model, checkpoint, RECIPE.observe.ignore)
     stats = calibrate(prepared, plan, source, checkpoint, recipe=RECIPE, progress=Silent())
     _measured[folder] = stats, prepared.geometry
     return _measured[folder]

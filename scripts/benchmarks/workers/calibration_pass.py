@@ -66,7 +66,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     batches = load_batches(tokens, device)
     plan = _plan_tokens(tokens, batches, model)
     with Checkpoint.open(Path(folder)) as checkpoint:
-        ready = prepare(model, checkpoint, recipe)
+        ready = prepare(model, checkpoint, recipe.observe.ignore)
         run = partial(calibrate, ready, plan, source, checkpoint, recipe=recipe)
         yield Setup(
             model=model,
