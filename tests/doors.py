@@ -218,7 +218,7 @@ def ask_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "report_transformers", ask_transformers)
-        patch.setattr(geometry_from_config, "_build", build_skeleton)
+        patch.setattr(geometry_from_config, "build_skeleton", build_skeleton)
         yield
 
 

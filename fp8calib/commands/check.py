@@ -125,8 +125,7 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
         return report
     engines = dict(report.engines)
     refused = find_config_fault(model.config)
-    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
-    faults = [*filter(None, found)]
+    faults = [*list_other_faults(model.path, model.config, is_refused=bool(refused))]
     for key, engine in ((key, find_replayed(key)) for key in report.engines):
         if engine.name not in _BY_CLASS:
             continue

@@ -1,15 +1,22 @@
-"""Find what the libraries that engines use refuse in the JSON files of a checkpoint."""
+"""Find what the libraries that engines use refuse in the JSON files of a checkpoint.
+
+And what transformers accepts, and engines may not: it validates the fields that a model's class
+declares, but not those of the base class, whether a size is above zero, nor what the class has no
+use for.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import fields
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
@@ -21,7 +28,6 @@ from transformers import (
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import ModelError, shorten
-from fp8calib.model.config_values import list_odd_values
 from fp8calib.model.geometry_from_config import complete_heads, is_known, restore_floats
 
 _GENERATION = "generation_config.json"
@@ -35,12 +41,20 @@ _SAMPLING = {
 """What vLLM 0.32.0 accepts (`SamplingParams`, run); transformers takes any number."""
 _OFF = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "rope_scaling")
 """Keys whose null switches something off in every class that has them, and in engines."""
-_WINDOW = "sliding_window"
 _GENERAL = (
     *("cross_attention_hidden_size", "finetuning_task", "prefix", "task_specific_params"),
     *("tokenizer_class", "torch_dtype", "n_inner"),
 )
 """Keys of null in the configs of published models (n_inner in Bloom's), which no class reads."""
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings"),
+)
+_STRUCTURE = ("layer_types", "layers_block_type", "attn_type_list", "sliding_window")
+"""What vLLM 0.32.0 reads of any class (`config/model.py`, read): its cache and its attention follow
+it, also where the class has no use for it."""
+_PLAIN_LAYERS = {"attention", "full_attention"}
+_BASE = PretrainedConfig()
 
 
 def find_config_fault(config: Mapping[str, object]) -> str:
@@ -52,18 +66,9 @@ def find_config_fault(config: Mapping[str, object]) -> str:
     if not is_known(config):
         return ""
     plain = restore_floats(without_quantization(config))
-    if why := _try(partial(_parse_config, plain)):
+    if why := _try(partial(_parse, plain)):
         return why
     return _try(partial(_build, plain)) if complete_heads(plain) != plain else ""
-
-
-def _parse_config(config: Mapping[str, Any]) -> Any:
-    return CONFIG_MAPPING[config["model_type"]].from_dict(config)
-
-
-def _build(config: Mapping[str, Any]) -> None:
-    with torch.device("meta"):
-        AutoModel.from_config(_parse_config(config))
 
 
 def list_other_faults(
@@ -71,98 +76,57 @@ def list_other_faults(
 ) -> Iterator[str]:
     """List what transformers and compressed-tensors, as installed, refuse beside that.
 
-    Also what they accept and engines may not: a null that the model's class does not replace, and
-    the values of `list_odd_values`.
+    Also what they accept and engines may not: a null that the model's class does not replace,
+    sampling that vLLM refuses, and odd values.
 
     Args:
         folder: of the checkpoint.
         config: its config.json.
         is_refused: whether transformers refuses that, so that no class has read its values.
     """
-    is_read = is_known(config) and not is_refused
-    parts = list(_list_parts(restore_floats(without_quantization(config)))) if is_read else []
+    parts: list[tuple[Any, Mapping[str, Any]]] = []
+    """The configs that the class reads, each with what the file has for it."""
+    if is_known(config) and not is_refused:
+        plain = restore_floats(without_quantization(config))
+        parsed = _parse(plain)
+        parts.append((parsed, plain))
+        inner, text = plain.get("text_config"), parsed.get_text_config()
+        if isinstance(inner, dict) and text is not parsed:
+            parts.append((text, inner))
     for parsed, own in parts:
         yield from _list_nulls(parsed, own)
     if (folder / _GENERATION).is_file():
-        yield _prefix(f"transformers refuses {_GENERATION}", _try(partial(_generate, folder)))
+        if why := _try(partial(_read_generation, folder)):
+            yield f"transformers refuses {_GENERATION}: {why}"
         yield from _list_odd_sampling(folder)
     for key, section in islice(find_quantization_configs(config), 1):
-        if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
-            yield _prefix(f"compressed-tensors refuses {key}", _try(partial(_parse, section)))
+        if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors" and (
+            why := _try(partial(_read_quantization, section))
+        ):
+            yield f"compressed-tensors refuses {key}: {why}"
     for parsed, own in parts:
-        yield from list_odd_values(parsed, own)
+        yield from _list_odd_values(parsed, own)
 
 
-def _list_parts(config: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """List the configs that the class reads, each with what the file has for it."""
-    parsed = _parse_config(config)
-    yield parsed, config
-    inner, text = config.get("text_config"), parsed.get_text_config()
-    if isinstance(inner, dict) and text is not parsed:
-        yield text, inner
+def _parse(config: Mapping[str, Any]) -> Any:
+    return CONFIG_MAPPING[config["model_type"]].from_dict(config)
 
 
-def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    """List the nulls that stay null, where the class has a value without them, or no such key.
-
-    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
-    first_k_dense_replace of glm4_moe_lite: TypeError, run).
-    """
-    has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
-    is_off = (*_OFF, *(() if has_windows else (_WINDOW,)))
-    for key in (each for each, value in config.items() if value is None and each not in is_off):
-        others = {name: value for name, value in config.items() if name != key}
-        plain = type(parsed).from_dict(others)
-        if getattr(parsed, key, None) is not None:
-            continue
-        if not hasattr(plain, key):
-            is_read = not _is_unread(key)
-        else:
-            is_read = getattr(plain, key) is not None or _fails_with_none(plain, key)
-        if is_read:
-            yield f"config.json says {key}: null, and an engine may compute with it"
-
-
-def _fails_with_none(parsed: Any, key: str) -> bool:
-    """Check whether the class fails in a forward pass because a field of its own is None."""
-    return not _is_unread(key) and "NoneType" in _try(partial(_run, parsed))
+def _build(config: Mapping[str, Any]) -> None:
+    with torch.device("meta"):
+        AutoModel.from_config(_parse(config))
 
 
 def _run(parsed: Any) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(parsed)
-        model(torch.zeros(1, 2, dtype=torch.long))
+        AutoModelForCausalLM.from_config(parsed)(torch.zeros(1, 2, dtype=torch.long))
 
 
-_BASE = PretrainedConfig()
-
-
-def _is_unread(key: str) -> bool:
-    """Check whether a key is one that every config had in earlier releases of transformers."""
-    is_general = key in _GENERAL or hasattr(GenerationConfig(), key) or hasattr(_BASE, key)
-    return is_general or key.endswith("_token_id") or key.startswith("_")
-
-
-def _prefix(what: str, why: str) -> str:
-    return f"{what}: {why}" if why else ""
-
-
-def _generate(folder: Path) -> None:
+def _read_generation(folder: Path) -> None:
     GenerationConfig.from_pretrained(folder, local_files_only=True).validate()
 
 
-def _list_odd_sampling(folder: Path) -> Iterator[str]:
-    try:
-        document = load_json_object(folder / _GENERATION)
-    except ModelError:
-        return  # which transformers refuses too
-    for key, (least, most) in _SAMPLING.items():
-        value = document.get(key)
-        if isinstance(value, int | float) and not least <= value <= most:
-            yield f"{_GENERATION} says {key}: {value}, outside {least:g} to {most:g}"
-
-
-def _parse(section: Mapping[str, object]) -> None:
+def _read_quantization(section: Mapping[str, object]) -> None:
     from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
         QuantizationConfig,
     )
@@ -177,3 +141,71 @@ def _try(act: Callable[[], object]) -> str:
     except Exception as error:  # noqa: BLE001 -- whatever the library raises is its answer
         return f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
     return ""
+
+
+def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """List the nulls that stay null, where the class has a value without them, or no such key.
+
+    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
+    first_k_dense_replace of glm4_moe_lite: TypeError, run).
+    """
+    has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
+    is_off = (*_OFF, *(() if has_windows else ("sliding_window",)))
+    for key in (each for each, value in config.items() if value is None and each not in is_off):
+        if getattr(parsed, key, None) is not None:
+            continue
+        plain = type(parsed).from_dict({k: value for k, value in config.items() if k != key})
+        if getattr(plain, key, None) is None:
+            # every config had these keys in earlier releases of transformers
+            is_general = key in _GENERAL or hasattr(GenerationConfig(), key) or hasattr(_BASE, key)
+            if is_general or key.endswith("_token_id") or key.startswith("_"):
+                continue
+            # a field of the class that is None by itself counts if a forward pass fails by it
+            if hasattr(plain, key) and "NoneType" not in _try(partial(_run, plain)):
+                continue
+        yield f"config.json says {key}: null, and an engine may compute with it"
+
+
+def _list_odd_sampling(folder: Path) -> Iterator[str]:
+    try:
+        document = load_json_object(folder / _GENERATION)
+    except ModelError:
+        return  # which transformers refuses too
+    for key, (least, most) in _SAMPLING.items():
+        value = document.get(key)
+        if isinstance(value, int | float) and not least <= value <= most:
+            yield f"{_GENERATION} says {key}: {value}, outside {least:g} to {most:g}"
+
+
+def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """List the values that an engine may refuse, or take for another structure.
+
+    vLLM stopped at `architectures` that is a text, at `max_position_embeddings: 0`, and at a llama
+    with two kinds of `layer_types`. `parsed` is the config as transformers reads it.
+    """
+    default = type(parsed)()
+    types = _base_types()
+    for key, value in config.items():
+        if value is None:
+            continue
+        try:
+            type_validator(key, value, types.get({"torch_dtype": "dtype"}.get(key, key), Any))
+        except TypeError:
+            yield f"config.json says {key}: {shorten(str(value))}, which is of another type"
+        if isinstance(value, int | float) and value < 0 and not key.endswith("_token_id"):
+            usual = getattr(default, key, None)
+            if isinstance(usual, int | float) and not isinstance(usual, bool) and usual >= 0:
+                yield f"config.json says {key}: {value}, where the class has {usual}"
+        is_plain = isinstance(value, list) and _PLAIN_LAYERS.issuperset(map(str, value))
+        if key in _STRUCTURE and not hasattr(default, key) and value and not is_plain:
+            yield f"config.json says {key}, for which {type(parsed).__name__} has no use"
+    for key in _SIZES:
+        if getattr(parsed, key, None) == 0 and getattr(default, key, None) != 0:
+            yield f"config.json says {key}: 0"
+
+
+@cache
+def _base_types() -> Mapping[str, Any]:
+    """Give the types of the fields that every config has."""
+    hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
+    return {field.name: hints[field.name] for field in fields(PretrainedConfig)}

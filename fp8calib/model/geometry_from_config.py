@@ -5,9 +5,8 @@ The checkpoint may be quantized or damaged: `check` still needs to know the laye
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,13 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         ModelError: its type is unknown, or the model is not decoder-only.
     """
     source = _make_source(folder, config)
-    skeleton = _build(source)
+    try:
+        skeleton = build_skeleton(source)
+    except ModelError as error:
+        # no cause: the model is not decoder-only; ImportError: its class needs another package
+        if error.__cause__ is None or isinstance(error.__cause__, ImportError):
+            raise
+        raise UnusableConfigError(error.message, hint=error.hint) from error
     checkpoint = _open_leniently(folder)
     dtype = find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
@@ -61,64 +66,23 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         names = {name: weights.spell(name) for name in find_absent(weights)}
         names |= weights.single_tensors
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        shapes: dict[str, object] = {
-            "matrices": _list_matrices(skeleton, names),
-            "tied": _list_tied(skeleton, names),
-            "parameters": _list_parameters(skeleton, names),
-        }
+        found = _name_shapes(skeleton, names)
         # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
         is_wrapped = source.config.get_text_config() is not source.config
         if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
-            shapes["leftovers"] = tuple(find_leftovers(weights))
-            shapes["renamed"] = tuple(weights.find_renamed())
-        return geometry.model_copy(update=shapes)
+            found["leftovers"] = tuple(find_leftovers(weights))
+            found["renamed"] = tuple(weights.find_renamed())
+        return geometry.model_copy(update=found)
     except Fp8CalibError:
         raise
     except Exception as error:
         raise _unusable(folder, error, kind=ModelError) from error
 
 
-def _build(source: ModelSource) -> LoadedModel:
-    try:
-        return build_skeleton(source)
-    except ModelError as error:
-        # no cause: the model is not decoder-only; ImportError: its class needs another package
-        if error.__cause__ is None or isinstance(error.__cause__, ImportError):
-            raise
-        raise UnusableConfigError(error.message, hint=error.hint) from error
-
-
 def is_known(config: Mapping[str, object]) -> bool:
     """Tell whether transformers knows the model type, and so its layers."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
-
-
-def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
-    try:
-        plain = restore_floats(without_quantization(config))
-    except RecursionError as error:
-        raise _unusable(folder, ValueError("it is nested too deeply")) from error
-    if not is_known(plain):
-        unknown = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
-        fault = unknown if config else "there is no config.json"
-        raise ModelError(
-            f"{folder}: {fault}, so the model's layers are not known",
-            hint="update transformers, or name the model that the scales belong to with --model",
-        )
-    for section in _sections(plain):
-        _check_sizes(folder, section)
-    if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
-        raise _unusable(folder, ValueError(f"{key} is 0"))
-    plain = complete_heads(plain)
-    for section, key in itertools.product(_sections(plain), ("dtype", "torch_dtype")):
-        if "float8" in str(section.get(key)):
-            section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
-    try:
-        parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
-    except Exception as error:
-        raise _unusable(folder, error) from error
-    return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
 
 
 def complete_heads(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,28 +111,49 @@ def restore_floats(value: object) -> Any:
     return {key: restore_floats(item) for key, item in value.items()}
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Any]:
-    yield config
-    yield from (value for value in config.values() if isinstance(value, Mapping))
-
-
-def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
-    """Refuse absurd sizes, before transformers builds a model of that size."""
-    for key, value in section.items():
+def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
+    try:
+        plain = restore_floats(without_quantization(config))
+    except RecursionError as error:
+        raise _unusable(folder, "it is nested too deeply") from error
+    if not is_known(plain):
+        unknown = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
+        fault = unknown if config else "there is no config.json"
+        raise ModelError(
+            f"{folder}: {fault}, so the model's layers are not known",
+            hint="update transformers, or name the model that the scales belong to with --model",
+        )
+    sections = [plain, *(value for value in plain.values() if isinstance(value, Mapping))]
+    for key, value in ((key, value) for section in sections for key, value in section.items()):
+        # absurd sizes are refused before transformers builds a model of that size
         most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
         if type(value) is int and abs(value) > most:
-            hint = "use the config.json that the model was published with"
-            text = f"{folder}/config.json: {key!a:.60} is too large"
-            raise UnusableConfigError(text, hint=hint)
+            raise UnusableConfigError(
+                f"{folder}/config.json: {key!a:.60} is too large",
+                hint="use the config.json that the model was published with",
+            )
+    if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
+        raise _unusable(folder, f"{key} is 0")
+    plain = complete_heads(plain)
+    for section in (plain, *(value for value in plain.values() if isinstance(value, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if "float8" in str(section.get(key)):
+                section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
+    try:
+        parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
+    except Exception as error:
+        raise _unusable(folder, error) from error
+    return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
 
 
 def _unusable(
-    folder: Path, error: Exception, *, kind: type[ModelError] = UnusableConfigError
+    folder: Path, error: Exception | str, *, kind: type[ModelError] = UnusableConfigError
 ) -> ModelError:
-    text = shorten(" ".join(str(error).split()) or type(error).__name__)
-    hint = "use the config.json that the model was published with, or pass --model"
-    text = f"{folder}/config.json: transformers cannot use it: {text}"
-    return kind(text, hint=hint)
+    why = shorten(" ".join(str(error).split()) or type(error).__name__)
+    return kind(
+        f"{folder}/config.json: transformers cannot use it: {why}",
+        hint="use the config.json that the model was published with, or pass --model",
+    )
 
 
 def _open_leniently(folder: Path) -> Checkpoint:
@@ -183,29 +168,28 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files)
 
 
-def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """List the weights of linears with their shapes, by the names in the checkpoint."""
-    return {
-        names[f"{path}.weight"]: (module.out_features, module.in_features)
+def _name_shapes(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, object]:
+    """Give the fields of a geometry with the shapes of parameters, by names in the checkpoint."""
+    weights = {
+        f"{path}.weight": module
         for path, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear) and f"{path}.weight" in names
+        if isinstance(module, nn.Linear)
     }
-
-
-def _list_tied(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, str]:
-    """List the linears that share another parameter, by path, with its name in the checkpoint."""
     return {
-        path: names[shared]
-        for name, others in tied_names(skeleton).items()
-        if isinstance(skeleton.get_submodule(path := name.removesuffix(".weight")), nn.Linear)
-        if name not in names and (shared := next(filter(names.__contains__, others), ""))
-    }
-
-
-def _list_parameters(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """List the parameters, and the buffers of numbers, with their shapes, by the same names."""
-    return {
-        names[name]: tuple(value.shape)
-        for name, value in skeleton.state_dict().items()
-        if name in names and value.is_floating_point()
+        "matrices": {
+            names[name]: (module.out_features, module.in_features)
+            for name, module in weights.items()
+            if name in names
+        },
+        "tied": {
+            name.removesuffix(".weight"): names[shared]
+            for name, others in tied_names(skeleton).items()
+            if name in weights and name not in names
+            if (shared := next(filter(names.__contains__, others), ""))
+        },
+        "parameters": {
+            names[name]: tuple(value.shape)
+            for name, value in skeleton.state_dict().items()
+            if name in names and value.is_floating_point()
+        },
     }

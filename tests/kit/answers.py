@@ -20,7 +20,7 @@ from fp8calib.model import geometry_from_config
 from fp8calib.model.load import LoadedModel, ModelSource
 
 _ask = report.report_transformers
-_build = geometry_from_config._build
+_build = geometry_from_config.build_skeleton
 _ANSWERS: dict[tuple[object, ...], Any] = {}
 _SKELETONS: dict[str, LoadedModel] = {}
 _MOST_SKELETONS = 16
