@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from fp8calib.commands.calibrate import calibrate
     from fp8calib.commands.check import check
     from fp8calib.commands.export import ExportResult, export
-    from fp8calib.commands.extract_kv_scales import extract_kv_scales
+    from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import quantize
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.calibrate import CalibrateResult
     from fp8calib.results.check import CheckResult
-    from fp8calib.results.extract_kv_scales import ExtractResult
     from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
@@ -48,7 +47,7 @@ _PLACES = {
     "CalibrateResult": "results.calibrate",
     "emulate": "verification.emulated_model",
     "ExportResult": "commands.export",
-    "ExtractResult": "results.extract_kv_scales",
+    "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "jobs.stats",
     "QuantizeResult": "results.quantize",
     "RunPlan": "results.run_plan",
