@@ -82,21 +82,18 @@ class ModelSource:
         padding included (transformers 5.23 `dynamic_rope_update`).
         """
         config = self.text_config
-        found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-        sections = [found, *found.values()] if isinstance(found, dict) else []
-        limits = [
-            section.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or self.max_positions
-            for section in sections
-            if isinstance(section, dict) and _depends_on_length(section)
-        ]
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        sections = [rope, *rope.values()] if isinstance(rope, dict) else []
+        limits = []
+        for section in (section for section in sections if isinstance(section, dict)):
+            kind = str(section.get("rope_type", section.get("type")))
+            if "dynamic" in kind or kind in {"longrope", "su"}:
+                limits.append(
+                    section.get("original_max_position_embeddings")
+                    or getattr(config, "original_max_position_embeddings", None)
+                    or self.max_positions
+                )
         return min((int(limit) for limit in limits if limit), default=None)
-
-
-def _depends_on_length(rope: Mapping[str, object]) -> bool:
-    kind = str(rope.get("rope_type", rope.get("type")))
-    return "dynamic" in kind or kind in {"longrope", "su"}
 
 
 def open_source(
@@ -141,7 +138,21 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
     Raises:
         ModelError: there is no such folder, or the download failed.
     """
-    return find_local_model(model) or _fetch(model, revision, files)
+    if folder := find_local_model(model):
+        return folder
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(files), tqdm_class=_DownloadBar
+            )
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        why = _explain_load_error(error)
+        near = suggest_path(Path(model))
+        raise ModelError(
+            f"{model} is not a local folder; fetching it from the hub failed: {why}",
+            hint=f"{near}check the name and the network, or pass a local folder",
+        ) from error
 
 
 def fetch_hub_id(path: Path) -> Path:
@@ -160,22 +171,6 @@ class _DownloadBar(tqdm):  # type: ignore[misc]
         super().__init__(*args, **{**kwargs, "disable": None, "leave": False})
 
 
-def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=list(files), tqdm_class=_DownloadBar
-            )
-        )
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        why = _explain_load_error(error)
-        near = suggest_path(Path(model))
-        raise ModelError(
-            f"{model} is not a local folder; fetching it from the hub failed: {why}",
-            hint=f"{near}check the name and the network, or pass a local folder",
-        ) from error
-
-
 def _explain_load_error(error: BaseException) -> str:
     """Explain an error of transformers or of the hub in one line."""
     if isinstance(error, KeyError):
@@ -189,49 +184,44 @@ def _explain_load_error(error: BaseException) -> str:
 def _load_config(
     folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    _check_model_type(folder, raw, trust_remote_code=trust_remote_code)
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
+    name, version = raw.get("model_type"), f"transformers {transformers.__version__}"
+    is_known = isinstance(name, str) and name in transformers.CONFIG_MAPPING
+    if not is_known and "auto_map" not in raw and isinstance(name, str):
         raise ModelError(
-            f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
-            f"{_explain_load_error(error)}"
-        ) from error
-
-
-def _check_model_type(folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool) -> None:
-    name = raw.get("model_type")
-    if isinstance(name, str) and name in transformers.CONFIG_MAPPING:
-        return
-    if "auto_map" in raw and trust_remote_code:
-        return
-    if "auto_map" in raw:
-        raise ModelError(
-            f"{folder}: model_type {name} needs the Python code of the checkpoint",
-            hint=_TRUST,
+            f"{folder}/config.json: {version} does not know model_type {name}",
+            hint="a newer version may know it: pip install --upgrade transformers",
         )
-    if not isinstance(name, str):
+    if not is_known and "auto_map" not in raw:
         raise ModelError(
             f"{folder}/config.json has no model_type",
             hint="use the config.json that the model was published with",
         )
-    raise ModelError(
-        f"{folder}/config.json: transformers {transformers.__version__} does not know "
-        f"model_type {name}",
-        hint="a newer version may know it: pip install --upgrade transformers",
-    )
+    if not is_known and not trust_remote_code:
+        raise ModelError(
+            f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"{folder}/config.json: {version} cannot use it: {_explain_load_error(error)}"
+        ) from error
 
 
 def _model_class(source: ModelSource) -> Any:
-    config = source.config
-    architectures = source.raw_config.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else "?"
-    auto_map = source.raw_config.get("auto_map")
-    if source.trust_remote_code and isinstance(auto_map, dict):
+    """Choose the class of transformers; ModelError if the model is not decoder-only."""
+    config, raw = source.config, source.raw_config
+    if source.trust_remote_code and isinstance(raw.get("auto_map"), dict):
         return transformers.AutoModelForCausalLM
+    architectures = raw.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else "?"
+    is_generative = named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    is_encoder = getattr(config, "is_encoder_decoder", False) or (
+        not is_generative and getattr(config, "is_decoder", None) is False
+    )
     mapped = (mapping[type(config)] for mapping in _MODEL_CLASSES if type(config) in mapping)
     classes = [found[0] if isinstance(found, tuple) else found for found in mapped]
-    if classes and not _is_encoder(config, str(named)):
+    if classes and not is_encoder:
         # Some types have a class for text alone beside the one that sees: the config names one.
         return next((each for each in classes if each.__name__ == named), classes[0])
     raise ModelError(
@@ -246,15 +236,6 @@ def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(model_class, "config_class", None) is text
     return config.get_text_config(decoder=True) if is_text_only else config
-
-
-def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
-    if getattr(config, "is_encoder_decoder", False):
-        return True
-    is_generative = architecture.endswith(
-        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    )
-    return not is_generative and getattr(config, "is_decoder", None) is False
 
 
 def as_unquantized(source: ModelSource) -> ModelSource:
@@ -318,6 +299,10 @@ def load_processor(source: ModelSource) -> Any:
         ModelError: it is missing, or cannot be loaded.
         UsageError: it needs a package that is not installed.
     """
+    missing = ModelError(
+        f"{source.folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
+        hint="copy the files that the model was published with",
+    )
     try:
         processor = AutoProcessor.from_pretrained(
             source.folder, trust_remote_code=source.trust_remote_code
@@ -330,7 +315,7 @@ def load_processor(source: ModelSource) -> Any:
         ) from error
     except Exception as error:
         if not any((source.folder / name).is_file() for name in _PROCESSOR_FILES):
-            raise _no_processor(source.folder) from error
+            raise missing from error
         raise ModelError(
             f"{source.folder}: the processor of its media cannot be loaded: "
             f"{_explain_load_error(error)}",
@@ -339,15 +324,8 @@ def load_processor(source: ModelSource) -> Any:
             else "copy the files again that the model was published with",
         ) from error
     if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
-        raise _no_processor(source.folder)
+        raise missing
     return processor
-
-
-def _no_processor(folder: Path) -> ModelError:
-    return ModelError(
-        f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
-        hint="copy the files that the model was published with",
-    )
 
 
 def load_model(
@@ -402,21 +380,15 @@ def load_model(
             f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"
         ) from error
     loaded: PreTrainedModel = model.eval()
-    _check_loading(source.folder, loaded, info, checkpoint)
+    missing = sorted(filter(is_run(loaded), info.get("missing_keys") or ()))
+    if missing and checkpoint is not None:
+        missing = _join_experts(missing, WeightSource(loaded, checkpoint))
+    if missing:
+        raise missing_error(source.folder, missing)
+    for name, found, expected in sorted(info.get("mismatched_keys") or ()):
+        raise mismatch_error(source.folder, name, found, expected)
     attend_causally(loaded)
     return loaded
-
-
-def _check_loading(
-    folder: Path, model: PreTrainedModel, info: Mapping[str, Any], checkpoint: Checkpoint | None
-) -> None:
-    missing = sorted(filter(is_run(model), info.get("missing_keys") or ()))
-    if missing and checkpoint is not None:
-        missing = _join_experts(missing, WeightSource(model, checkpoint))
-    if missing:
-        raise missing_error(folder, missing)
-    for name, found, expected in sorted(info.get("mismatched_keys") or ()):
-        raise mismatch_error(folder, name, found, expected)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
-from fp8calib.model.topology.layouts import gate_up_parts, rows_part
+from fp8calib.model.topology.layouts import gate_up_parts
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource
 
@@ -61,18 +61,14 @@ def read_linears(linears: Sequence[Linear], source: WeightSource) -> Iterator[Li
 def _read_experts(
     experts: nn.Module, linears: Sequence[Linear], source: WeightSource
 ) -> Iterator[LinearWeight]:
-    parts = {part.name: part for part in _expert_parts(experts, linears[0])}
-    for expert, stored in enumerate(source.read_experts(linears[0].weight_name)):
+    parts: dict[str, Part] = {}
+    if (name := linears[0].weight_name).endswith("gate_up_proj"):
+        is_interleaved = not getattr(experts, "is_concatenated", True)
+        fused = gate_up_parts(2 * linears[0].out_features, interleaved=is_interleaved)
+        parts = {part.name: part for part in fused}
+    for expert, stored in enumerate(source.read_experts(name)):
         weight = stored.T if getattr(experts, "is_transposed", False) else stored
         for linear in linears:
-            part = parts[linear.module.rpartition(".")[2]]
-            rows = weight[part.rows(range(part.count))] if len(parts) > 1 else weight
+            part = parts.get(linear.module.rpartition(".")[2])
+            rows = weight if part is None else weight[part.rows(range(part.count))]
             yield LinearWeight(linear=linear, expert=expert, values=rows)
-
-
-def _expert_parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
-    """Describe the projections in one expert's part of the parameter of `linear`, [out, in]."""
-    if linear.weight_name.endswith("gate_up_proj"):
-        is_interleaved = not getattr(experts, "is_concatenated", True)
-        return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)
-    return (rows_part(linear.module.rpartition(".")[2], linear.out_features),)

@@ -156,23 +156,21 @@ def _filter(
 
 
 def _find_switched_off(weights: WeightSource) -> Iterator[str]:
-    """Find tensors for parameters that the config switches off, if their values have an effect."""
+    """Find tensors for parameters that the config switches off, if their values have an effect.
+
+    Their modules are built without a parameter, such as a bias, that they could have.
+    """
     model = weights.model
     runs = is_run(model)
     for name in _find_unexpected(weights):
         leaf = name.rpartition(".")[2]
-        neutral = 1.0 if leaf == "weight" else 0.0
-        owners = [_find_module(model, each) for each in _spellings(model, name) if runs(each)]
-        if not any(owner is not None and _is_switched_off(owner, leaf) for owner in owners):
-            continue
-        for stored in weights.unmatched[name]:
-            if bool((weights.source.read(stored) != neutral).any()):
-                yield stored
-
-
-def _is_switched_off(owner: nn.Module, leaf: str) -> bool:
-    """Tell whether a module is built without a parameter, such as a bias, that it could have."""
-    return leaf in owner._parameters and owner._parameters[leaf] is None
+        owners = (_find_module(model, each) for each in _spellings(model, name) if runs(each))
+        parameters = [owner._parameters for owner in owners if owner is not None]
+        if any(leaf in own and own[leaf] is None for own in parameters):
+            neutral = 1.0 if leaf == "weight" else 0.0
+            for stored in weights.unmatched[name]:
+                if bool((weights.source.read(stored) != neutral).any()):
+                    yield stored
 
 
 def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str]:

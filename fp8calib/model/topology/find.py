@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,18 +25,15 @@ def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
     Raises:
         ModelError: the model's `get_decoder()` is not one of its modules.
     """
-    decoder = _without_head(model.get_decoder())
+    decoder = model.get_decoder()
+    if isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None:
+        # Llama4ForCausalLM names itself, lm_head included, as its decoder
+        inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
+        decoder = inner[0] if len(inner) == 1 else decoder
     for name, module in model.named_modules():
         if module is decoder:
             return name, module
     raise ModelError(f"{type(model).__name__}: get_decoder() gives none of its modules")
-
-
-def _without_head(decoder: nn.Module) -> nn.Module:
-    """Find the model inside one with an lm_head; Llama4ForCausalLM names itself as its decoder."""
-    inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
-    has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
-    return inner[0] if has_head and len(inner) == 1 else decoder
 
 
 def name_cache_argument(decoder: nn.Module) -> str:
@@ -88,19 +84,15 @@ def find_geometry(
             f"{type(model).__name__}: none of its {len(layers)} layers has a KV cache",
             hint="this architecture has no KV cache to calibrate",
         )
+    drafters = getattr(config, "num_nextn_predict_layers", None)
     geometry = ModelGeometry(
         architecture=name_class(model),
         model_type=type(config).model_type,
         checkpoint_dtype=checkpoint_dtype,
         layers=tuple(layers),
-        num_draft_layers=_count_draft_layers(config),
+        num_draft_layers=max(drafters, 0) if isinstance(drafters, int) else 0,
     )
     return geometry, search.unobserved
-
-
-def _count_draft_layers(config: Any) -> int:
-    count = getattr(config, "num_nextn_predict_layers", None)
-    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _find_layers(search: GeometrySearch, prefix: str, decoder: nn.Module) -> list[Layer]:

@@ -29,7 +29,7 @@ from fp8calib.model.topology.search import (
     linear_features,
 )
 
-MAX_EXPERT_BLOCKS = 256
+_MOST_BLOCKS = 256
 
 
 def find_linears(
@@ -40,84 +40,66 @@ def find_linears(
     Raises:
         ModelError: the order of rows in a fused q/k/v is not known.
     """
-    experts = {name for name, module in block.named_modules() if is_experts(module)}
     for name, module in block.named_modules():
         full = f"{path}.{name}"
-        if name in experts:
+        if is_experts(module):
             yield from _expert_linears(path, name, module)
         elif is_linear(module):
-            yield _linear(search, attention, path, name, module)
-        elif why := _explain_unobservable(module, search.config.hidden_size):
-            search.unobserved[full] = why
+            in_features, out_features = linear_features(module)
+            section, root, shard, parts = _classify(search, attention, path, name, out_features)
+            yield Linear(
+                module=full,
+                section=section,
+                root=root,
+                in_features=in_features,
+                out_features=out_features,
+                shard=shard,
+                parts=parts,
+                weight_name=f"{full}.weight",
+                checkpoint_name=search.checkpoint_names.get(f"{full}.weight"),
+            )
+        elif heavy := _list_heavy(module, search.config.hidden_size):
+            search.unobserved[full] = (
+                f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, and uses "
+                "neither a linear module nor transformers' experts interface"
+            )
 
 
-def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
-    """Tell whether it may hold stacked experts (3-D, or 2-D with all rows), unlike a router."""
-    return is_matrix(parameter) and (parameter.dim() >= 3 or min(parameter.shape) >= hidden_size)
-
-
-def _explain_unobservable(module: nn.Module, hidden_size: int) -> str:
-    """Explain why a module's own weights cannot be observed; empty if it has none."""
+def _list_heavy(module: nn.Module, hidden_size: int) -> list[str]:
+    """List a module's own parameters that may be stacked experts: 3-D, or 2-D with all rows."""
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
-        return ""
-    heavy = [n for n, p in module.named_parameters(recurse=False) if _is_heavy(p, hidden_size)]
-    if not heavy:
-        return ""
-    return (
-        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, and uses neither a "
-        "linear module nor transformers' experts interface"
-    )
-
-
-def _linear(
-    search: GeometrySearch, attention: Attention | None, path: str, name: str, module: nn.Module
-) -> Linear:
-    full = f"{path}.{name}"
-    in_features, out_features = linear_features(module)
-    section, root, shard, parts = _classify(search, attention, path, name, out_features)
-    return Linear(
-        module=full,
-        section=section,
-        root=root,
-        in_features=in_features,
-        out_features=out_features,
-        shard=shard,
-        parts=parts,
-        weight_name=f"{full}.weight",
-        checkpoint_name=search.checkpoint_names.get(f"{full}.weight"),
-    )
-
-
-_Classified = tuple[Section, str, Shard, tuple[Part, ...]]
+        return []
+    return [
+        name
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_matrix(parameter)
+        and (parameter.dim() >= 3 or min(parameter.shape) >= hidden_size)  # a router has fewer rows
+    ]
 
 
 def _classify(
     search: GeometrySearch, attention: Attention | None, path: str, name: str, out_features: int
-) -> _Classified:
+) -> tuple[Section, str, Shard, tuple[Part, ...]]:
+    """Give a linear's section, the path that its keys are relative to, its shard and parts."""
     suffix = name.rpartition(".")[2]
+    rows = (rows_part(suffix, out_features),)
     if attention is not None and f"{path}.{name}".startswith(f"{attention.module}."):
-        return _classify_attention(search, attention, suffix, out_features)
+        root = attention.module
+        if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
+            return "attention", root, "column", _fused_qkv(search, attention, suffix)
+        if suffix not in ATTENTION_SHARDS:
+            return "other", root, "replicated", rows
+        shard = ATTENTION_SHARDS[suffix]
+        if shard == "column":
+            is_kv = suffix in {"k_proj", "v_proj"}
+            num_heads = attention.num_kv_heads if is_kv else attention.num_heads
+            rows = (heads_part(suffix, num_heads, out_features),)
+        return "attention", root, shard, rows
     head, _, rest = name.partition(".")
     if suffix in MLP_SHARDS and "attn" not in head and "attention" not in head:
-        is_fused = suffix in FUSED_GATE_UP
-        parts = gate_up_parts(out_features) if is_fused else (rows_part(suffix, out_features),)
+        parts = gate_up_parts(out_features) if suffix in FUSED_GATE_UP else rows
         return "mlp", f"{path}.{head}" if rest else path, MLP_SHARDS[suffix], parts
-    return "other", path, "replicated", (rows_part(suffix, out_features),)
-
-
-def _classify_attention(
-    search: GeometrySearch, attention: Attention, suffix: str, out_features: int
-) -> _Classified:
-    if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
-        return "attention", attention.module, "column", _fused_qkv(search, attention, suffix)
-    if suffix not in ATTENTION_SHARDS:
-        return "other", attention.module, "replicated", (rows_part(suffix, out_features),)
-    shard = ATTENTION_SHARDS[suffix]
-    if shard != "column":
-        return "attention", attention.module, shard, (rows_part(suffix, out_features),)
-    is_kv = suffix in {"k_proj", "v_proj"}
-    num_heads = attention.num_kv_heads if is_kv else attention.num_heads
-    return "attention", attention.module, shard, (heads_part(suffix, num_heads, out_features),)
+    return "other", path, "replicated", rows
 
 
 def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tuple[Part, ...]:
@@ -144,40 +126,35 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]:
-    full = f"{path}.{name}"
     owner: Any = module
     head, _, rest = name.partition(".")
-    fused = "gate_up_proj" if owner.has_gate else "up_proj"
-    _, rows, columns = owner.down_proj.shape
+    num_experts, rows, columns = owner.down_proj.shape
     hidden, intermediate = (columns, rows) if owner.is_transposed else (rows, columns)
+    fused = "gate_up_proj" if owner.has_gate else "up_proj"
     names = ("gate_proj", "up_proj", "down_proj") if owner.has_gate else ("up_proj", "down_proj")
-    block = expert_block(intermediate)
     for suffix in names:
         is_down = suffix == "down_proj"
-        weight_name = f"{full}.{'down_proj' if is_down else fused}"
+        out_features = hidden if is_down else intermediate
         yield Linear(
-            module=f"{full}.{suffix}",
+            module=f"{path}.{name}.{suffix}",
             section="mlp",
             root=f"{path}.{head}" if rest else path,
             in_features=intermediate if is_down else hidden,
-            out_features=hidden if is_down else intermediate,
+            out_features=out_features,
             shard="row" if is_down else "column",
-            parts=(rows_part(suffix, hidden if is_down else intermediate),),
-            num_experts=int(owner.down_proj.shape[0]),
-            expert_block=block,
-            weight_name=weight_name,
-            checkpoint_name=None,
+            parts=(rows_part(suffix, out_features),),
+            num_experts=int(num_experts),
+            expert_block=_expert_block(intermediate),
+            weight_name=f"{path}.{name}.{'down_proj' if is_down else fused}",
         )
 
 
-def expert_block(intermediate: int) -> int:
+def _expert_block(intermediate: int) -> int:
     """Choose how many channels share one stored amax per expert.
 
     The number of blocks divides the intermediate size and is at most 256. Of these numbers, the one
     that most tensor-parallel degrees divide is chosen; of several such, the largest.
     """
-    counts = [
-        n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0
-    ]
+    counts = [n for n in range(1, min(intermediate, _MOST_BLOCKS) + 1) if intermediate % n == 0]
     best = max(counts, key=lambda n: (sum(n % tp == 0 for tp in range(1, n + 1)), n))
     return intermediate // best

@@ -23,6 +23,11 @@ class GeometrySearch:
     unobserved: dict[str, str] = field(default_factory=dict)
     """Paths of modules whose weights no hook can observe, with the reason."""
 
+    def layer_type(self, index: int) -> str | None:
+        """Give the type of a layer by the config; None if it has no list of them."""
+        layer_types = getattr(self.config, "layer_types", None)
+        return layer_types[index] if layer_types else None
+
     def class_name(self, module: nn.Module) -> str:
         """Give the name of a module's class without the name of its family."""
         return name_class(module).removeprefix(self.family)
