@@ -44,7 +44,7 @@ REMOVED: dict[str, str] = {
     "export --kv-cache-dtype": "the scales of a kv-overlay are those of an NVFP4 cache too",
     "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
     "verify --decode": "it is an option of `fp8calib server`",
-    "verify --gpu": "`plan --gpu` plans for a GPU; `kv-types --gpu` compares what it serves",
+    "verify --gpu": "`plan --gpu` plans for a GPU; the table of `kv-types` names GPUs",
     "verify --kv-cache-dtype": _KV_TYPES,
     "verify --kv-memory": _KV_TYPES,
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",

@@ -176,7 +176,7 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 
 
 def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
-    found = {name for name, each in CACHE_TYPES.items() if each.prompt_in_16_bits}
+    found = {name for name, each in CACHE_TYPES.items() if each.is_packed or each.is_of_sequence}
     assert found == {
         name for name in CACHE_TYPES if name.startswith(("turbo", "ultra", "fp8_quantized"))
     }

@@ -11,27 +11,22 @@ from typing import Any
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.verify import run as verify
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.numerics.formats import E5M2
-from fp8calib.plugins.kv_types.recommend import recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
-from fp8calib.plugins.kv_types.result import CacheResult, KvTypesResult
+from fp8calib.plugins.kv_types.result import FP8_TYPES, CacheResult, KvTypesResult, recommend
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import Verification
 
-_FP8 = ("fp8", "fp8_e4m3")
-"""Engines' names of the type with a scale for each layer, which every comparison has."""
 _E5M2 = "fp8_e5m2"
 _NOT_EMULATED = {
     "fp8_inc": "it is FP8 on Gaudi, where no scale of a file is used",
@@ -40,7 +35,6 @@ _NOT_EMULATED = {
     "": "its kernels were not compared with an emulation yet",
 }
 """By the beginning of a type's name: why it is not compared."""
-_WITH = " with "
 
 
 def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
@@ -56,64 +50,6 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     if request.kv_memory is not None and not 0 < request.kv_memory * 2**30 < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     engine = find_emulated(request.engine)[0]
-    _check_offered(request, engine)
-    facts: dict[str, dict[str, Any]] = {}
-    warnings: list[str] = []
-
-    def make_candidates(asked: Verification) -> list[Candidate]:
-        geometry = asked.geometry
-        left_out = _find_left_out(request, engine, geometry)
-        for name, why in left_out.items():
-            warnings.append(f"the cache type {name} is left out: {why}")
-            reporter.warn(warnings[-1])
-        offered = dict.fromkeys(request.kv_cache_dtype or engine.cache_types)
-        names = [name for name in offered if name not in {*_FP8, *left_out}]
-        facts.update({name: _find_facts(name, request, engine, geometry) for name in names})
-        facts[_FP8[0]] = _find_facts(_FP8[0], request, engine, geometry)
-        return list(_make_candidates(names, asked, engine))
-
-    names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
-    asked = {name: getattr(request, name) for name in names}
-    asked["scales"] = () if request.scales is None else request.scales
-    found = verify(VerifyRequest(**asked), reporter, make_candidates=make_candidates)
-    if isinstance(found, RunPlan):
-        return found
-    rows = [
-        CacheResult(**dict(each), **facts.get(each.name.partition(_WITH)[0], facts[_FP8[0]]))
-        for each in found.candidates
-    ]
-    chosen, why = recommend(rows, found.comparisons)
-    return KvTypesResult(
-        model=found.model,
-        engine=engine.release,
-        data=found.data,
-        tokens=found.tokens,
-        sequences=found.sequences,
-        dtype=found.dtype,
-        device=found.device,
-        types=tuple(sorted(rows, key=lambda row: row.bytes_per_token)),
-        comparisons=found.comparisons,
-        recommended="" if chosen is None else chosen.name,
-        why=why,
-        next=_spell_next(chosen, found.model, engine),
-        warnings=(*warnings, *found.warnings),
-    )
-
-
-def _check_offered(request: KvTypesRequest, engine: Engine) -> None:
-    """Refuse what an engine does not offer.
-
-    Raises:
-        UsageError: naming an engine that does.
-    """
-    if not engine.cache_types:
-        raise UsageError(
-            f"--kv-cache-dtype: which types {engine.release} offers is not known",
-            hint="use --engine vllm, or reference for any type",
-        )
-    if request.gpu is not None and not engine.storage:
-        why = f"--gpu {request.gpu}: what {engine.release} serves on it is not known"
-        raise UsageError(why, hint="use --engine vllm, or leave out --gpu")
     if str(request.scales) in engine.cache_types:
         why = f"--scales {request.scales}: this name is reserved"
         raise UsageError(why, hint=f"write ./{request.scales}")
@@ -123,35 +59,78 @@ def _check_offered(request: KvTypesRequest, engine: Engine) -> None:
             hint = f"use {join_or(others)}" if others else suggest(name, list(engine.cache_types))
             why = f"--kv-cache-dtype {name}: {engine.release} has no such type"
             raise UsageError(why, hint=hint)
+    facts: dict[str, dict[str, Any]] = {}
+    warnings: list[str] = []
+
+    def make_candidates(asked: Verification) -> list[Candidate]:
+        if others := set(asked.droppable) - asked.tables.keys():
+            raise ModelError(f"{others.pop()}: holds weights, or no KV scales", hint="name scales")
+        made = [(FP8_TYPES[0], candidate) for candidate in asked.candidates]
+        for name in dict.fromkeys(request.kv_cache_dtype or engine.cache_types):
+            if why := _explain_misfit(name, asked.geometry):
+                if request.kv_cache_dtype:
+                    raise ModelError(f"--kv-cache-dtype {name}: {why}", hint="leave it out")
+                warnings.append(f"the cache type {name} is left out: {why}")
+                reporter.warn(warnings[-1])
+            elif name not in FP8_TYPES:
+                made += [(name, each) for each in _make_candidates(name, asked, engine)]
+        for name, candidate in made:
+            facts[candidate.name] = _find_facts(name, request.kv_memory, engine, asked.geometry)
+        return [candidate for name, candidate in made if name not in FP8_TYPES]
+
+    names = {field.name for field in fields(request)} & {f.name for f in fields(VerifyRequest)}
+    options = {name: getattr(request, name) for name in names}
+    options["scales"] = () if request.scales is None else request.scales
+    verified = verify(VerifyRequest(**options), reporter, make_candidates=make_candidates)
+    if isinstance(verified, RunPlan):
+        return verified
+    rows = [CacheResult(**dict(each), **facts[each.name]) for each in verified.candidates]
+    chosen, why = recommend(rows, verified.comparisons)
+    return KvTypesResult(
+        model=verified.model,
+        engine=engine.release,
+        data=verified.data,
+        tokens=verified.tokens,
+        sequences=verified.sequences,
+        dtype=verified.dtype,
+        device=verified.device,
+        types=tuple(sorted(rows, key=lambda row: row.bytes_per_token)),
+        comparisons=verified.comparisons,
+        recommended="" if chosen is None else chosen.name,
+        why=why,
+        next="" if chosen is None else _spell_next(chosen, verified.model, engine),
+        warnings=(*warnings, *verified.warnings),
+    )
 
 
-def _find_left_out(
-    request: KvTypesRequest, engine: Engine, geometry: ModelGeometry
-) -> dict[str, str]:
-    """Find the types that cannot be compared, and why.
+def _explain_misfit(name: str, geometry: ModelGeometry) -> str:
+    """Say why a type cannot be compared; empty if it can."""
+    if name in CACHE_TYPES:
+        return CACHE_TYPES[name].explain_misfit(geometry)
+    if name in {*FP8_TYPES, _E5M2}:
+        return ""
+    return next(why for start, why in _NOT_EMULATED.items() if name.startswith(start))
 
-    Raises:
-        ModelError: one was named.
-    """
-    sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
-    found = {}
-    for name in request.kv_cache_dtype or engine.cache_types:
-        why = ""
-        if name in CACHE_TYPES:
-            why = CACHE_TYPES[name].explain_misfit(geometry)
-        elif name not in {*_FP8, _E5M2}:
-            why = next(why for start, why in _NOT_EMULATED.items() if name.startswith(start))
-        if request.gpu is not None and not why:
-            why = engine.explain_unserved(name, find_gpu(request.gpu), sizes)
-        if why and request.kv_cache_dtype:
-            raise ModelError(f"--kv-cache-dtype {name}: {why}", hint="leave it out")
-        if why:
-            found[name] = why
-    return found
+
+def _make_candidates(name: str, asked: Verification, engine: Engine) -> Iterator[Candidate]:
+    """Emulate a type, and again with the scales of --scales if it uses any."""
+    geometry, numerics = asked.geometry, asked.numerics
+    if name == _E5M2:
+        yield build_unscaled(name, geometry, E5M2, numerics)
+        for scales, table in asked.tables.items() if numerics.kv_scales_e5m2 else ():
+            of_e5m2 = replace(table, fmt=E5M2)
+            scaled = f"{name} with {scales}"
+            yield build_kv_candidate(scaled, of_e5m2, numerics, origin="of e4m3fn")
+        return
+    cache_type = CACHE_TYPES[name]
+    yield Candidate(name=name, quantizers=cache_type.quantize(geometry))
+    for scales, table in asked.tables.items() if cache_type.has_global_scales else ():
+        quantizers = cache_type.quantize(geometry, table.times(engine.scale_factor))
+        yield Candidate(name=f"{name} with {scales}", quantizers=quantizers)
 
 
 def _find_facts(
-    name: str, request: KvTypesRequest, engine: Engine, geometry: ModelGeometry
+    name: str, kv_memory: float | None, engine: Engine, geometry: ModelGeometry
 ) -> dict[str, Any]:
     """Find the fields of a `CacheResult` that do not depend on the text."""
     size = float(geometry.kv_elements_per_token)
@@ -161,55 +140,25 @@ def _find_facts(
     is_known = not geometry.has_latent_attention  # the backends of latents were not read
     flag = "" if engine.launch is None else engine.launch.kv_flag
     return {
-        "dtype": flag.rpartition(" ")[2] if flag and name == _FP8[0] else name,
+        "dtype": flag.rpartition(" ")[2] if flag and name == FP8_TYPES[0] else name,
         "bytes_per_token": size,
-        "tokens": None if request.kv_memory is None else int(request.kv_memory * 2**30 / size),
+        "tokens": None if kv_memory is None else int(kv_memory * 2**30 / size),
         "backends": engine.list_backends(name, None, heads) if is_known else (),
         "gpus": engine.list_generations(name, heads) if is_known else (),
     }
 
 
-def _make_candidates(names: list[str], asked: Verification, engine: Engine) -> Iterator[Candidate]:
-    """Make the types, and those that use scales again with the ones of --scales.
-
-    Raises:
-        ModelError: --scales has none for e4m3fn.
-    """
-    geometry, numerics = asked.geometry, asked.numerics
-    table: ScaleTable | None = None
-    scaled = ""
-    for name in asked.droppable:
-        if name not in asked.tables:
-            raise ModelError(f"{name}: holds weights, or no KV scales", hint="name scales")
-        scaled, table = f"{_WITH}{name}", asked.tables[name]
-    for name in names:
-        if name == _E5M2:
-            yield build_unscaled(name, geometry, E5M2, numerics)
-            if table is not None and numerics.kv_scales_e5m2:
-                of_e5m2 = replace(table, fmt=E5M2)
-                yield build_kv_candidate(name + scaled, of_e5m2, numerics, origin="of e4m3fn")
-            continue
-        cache_type = CACHE_TYPES[name]
-        one = Candidate(name=name, quantizers=cache_type.quantize(geometry))
-        yield one
-        if table is not None and cache_type.has_global_scales:
-            quantizers = cache_type.quantize(geometry, table.times(engine.scale_factor))
-            yield replace(one, name=name + scaled, quantizers=quantizers)
-
-
-def _spell_next(chosen: CacheResult | None, model: str, engine: Engine) -> str:
+def _spell_next(chosen: CacheResult, model: str, engine: Engine) -> str:
     """Spell the command that serves the model; empty where scales are in no checkpoint."""
-    if chosen is None or engine.launch is None:
-        return ""
-    folder: str | Path | None = model
+    folders: list[str | Path] = [model]
     if chosen.name not in {SCALE_ONE, chosen.dtype}:  # it has the scales that are named in it
-        scales = Path(chosen.name.removeprefix(f"{chosen.dtype}{_WITH}"))
+        scales = Path(chosen.name.removeprefix(f"{chosen.dtype} with "))
         places = (scales / "kv-overlay", scales)
-        folder = next((path for path in places if (path / CONFIG_NAME).is_file()), None)
-    if folder is None:
+        folders = [folder for folder in places if (folder / CONFIG_NAME).is_file()]
+    if engine.launch is None or not folders:
         return ""
-    flag = engine.launch.kv_flag.partition(" ")[0]
-    return replace(engine.launch, kv_flag=f"{flag} {chosen.dtype}").spell(str(folder))
+    flag = f"{engine.launch.kv_flag.partition(' ')[0]} {chosen.dtype}"
+    return replace(engine.launch, kv_flag=flag).spell(str(folders[0]))
 
 
 kv_types = as_function("kv_types", KvTypesRequest, run)

@@ -9,9 +9,8 @@ from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import KvTypesResult
 
 
-def describe(result: KvTypesResult, request: KvTypesRequest) -> Iterator[Block]:
+def describe(result: KvTypesResult, _: KvTypesRequest) -> Iterator[Block]:
     """Give the table and the recommendation."""
-    del request
     yield result.make_table()
     yield Line()
     yield Answer("\n".join(filter(None, (result.why, result.next and f"next: {result.next}"))))

@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated
 
-from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
@@ -53,15 +52,6 @@ class KvTypesRequest:
             parser=partial(shared.read_gib, option="--kv-memory"),
             help="Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB), to show how many tokens "
             "fit.",
-        ),
-    ] = None
-    gpu: Annotated[
-        str | None,
-        Option(
-            "--gpu",
-            metavar="NAME",
-            check=find_gpu,
-            help="Leave out what the engine does not serve on this GPU, such as h100.",
         ),
     ] = None
     engine: shared.EngineOption = "vllm"

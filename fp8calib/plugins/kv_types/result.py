@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from fp8calib.blocks import Table
@@ -9,7 +10,18 @@ from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.overview import Overview
 from fp8calib.results.record import Result
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
-from fp8calib.verification.report import CandidateResult, PairedResult
+from fp8calib.verification.report import (
+    CandidateResult,
+    PairedAnswer,
+    PairedResult,
+    Verdict,
+    describe_pair,
+)
+
+FP8_TYPES = ("fp8", "fp8_e4m3")
+"""Engines' names of the type with a scale for a tensor or a head, which is always compared."""
+_SMALLER = 1.1
+"""What needs less by a smaller factor is not called smaller: a scale for a token adds 6 %."""
 
 
 class CacheResult(CandidateResult):
@@ -22,14 +34,13 @@ class CacheResult(CandidateResult):
     tokens: int | None
     """How many fit into `--kv-memory`; None where that is not given."""
     backends: tuple[str, ...]
-    """The engine's backends that store it, what it tries first, first; empty where not known."""
+    """The engine's backends that store it, in its order of preference; empty where not known."""
     gpus: tuple[str, ...]
     """The generations of GPUs with such a backend, as compilers name them."""
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether it is FP8 with a scale for a tensor or a head."""
-        return self.dtype in {"fp8", "fp8_e4m3"}
+    def __str__(self) -> str:
+        kld = format_mean_kld(self.kld_mean, self.kld_se)
+        return f"{self.name} ({self.bytes_per_token:,.0f} bytes a token, KLD {kld})"
 
 
 class KvTypesResult(Result):
@@ -81,3 +92,68 @@ class KvTypesResult(Result):
         table = self.make_table()
         notes = [self.why, *(f"warning: {text}" for text in self.warnings)]
         return Overview(table.title, table.columns, table.texts, notes)
+
+
+def recommend(
+    rows: Sequence[CacheResult], pairs: Sequence[PairedResult]
+) -> tuple[CacheResult | None, str]:
+    """Recommend the type that loses least; of equal losses, the one that needs least memory.
+
+    None if the text cannot tell whether a type that needs no more memory loses less; and why.
+
+    Args:
+        rows: the types, FP8 among them.
+        pairs: the comparisons of all with all.
+    """
+    usable = [row for row in rows if row.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}]
+    if not usable:
+        return None, "No type of the KV cache passes."
+    exact = min(usable, key=_get_kld)
+    rivals = [
+        (row, _find_pair(row, exact, pairs))
+        for row in usable
+        if row is not exact and row.bytes_per_token <= exact.bytes_per_token
+    ]
+    same = [row for row, pair in rivals if pair.answer is PairedAnswer.NO_DIFFERENCE]
+    chosen = min((exact, *same), key=_rank)
+    unclear = [
+        f"{row.name} {describe_pair(pair)}"
+        for row, pair in rivals
+        if pair.answer is PairedAnswer.CANNOT_TELL and row.bytes_per_token <= chosen.bytes_per_token
+    ]
+    if unclear:
+        against = f"against {exact}, {'; '.join(unclear)}"
+        return None, f"Which type of the KV cache loses least cannot be told: {against}."
+    text = f"Of the types of the KV cache use {chosen}"
+    if chosen.dtype in FP8_TYPES:
+        text += "; no other that passes loses less"
+    else:
+        fp8 = min((row for row in rows if row.dtype in FP8_TYPES), key=_get_kld)
+        text += f", which {describe_pair(_find_pair(chosen, fp8, pairs))} against {fp8}"
+    if chosen.backends:
+        text += f"; it is served with {' or '.join(chosen.backends)}"
+    smallest = min(usable, key=_rank)
+    if smallest.bytes_per_token * _SMALLER < chosen.bytes_per_token:
+        text += f". The smallest that passes is {smallest}"
+    return chosen, f"{text}."
+
+
+def _get_kld(row: CacheResult) -> float:
+    assert row.kld_mean is not None  # noqa: S101 -- of an emulated candidate
+    return row.kld_mean
+
+
+def _rank(row: CacheResult) -> tuple[float, float]:
+    return row.bytes_per_token, _get_kld(row)
+
+
+def _find_pair(
+    candidate: CacheResult, base: CacheResult, pairs: Sequence[PairedResult]
+) -> PairedResult:
+    """Find the comparison of two types."""
+    named = {(pair.candidate, pair.base): pair for pair in pairs}
+    if pair := named.get((candidate.name, base.name)):
+        return pair
+    # Scale 1.0 is the base of its comparisons only. It is turned where the text tells nothing.
+    pair = named[base.name, candidate.name]
+    return pair.model_copy(update={"difference": -pair.difference})

@@ -11,9 +11,6 @@ from fp8calib.numerics.amax import row_amax
 from fp8calib.numerics.cast import round_to_format
 from fp8calib.numerics.formats import E4M3FN
 
-NVFP4_BLOCK = 16
-MX_BLOCK = 32
-TILE = 128
 _E2M1_MAX = 6.0
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of E2M1
 _FP32 = torch.finfo(torch.float32)
@@ -40,7 +37,7 @@ def mxfp8(x: torch.Tensor) -> torch.Tensor:
     Read in SGLang 0.5.23: kernels/ops/kvcache/mxfp8_quant_store_kv.py
     _mxfp8_quant_store_qkv_kernel.
     """
-    blocks = _split(x, MX_BLOCK)
+    blocks = _split(x, 32)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     scale = (amax / E4M3FN.max).log2().ceil().clamp(-127, 127).exp2()
     return (round_to_format(blocks / scale, E4M3FN) * scale).flatten(-2)
@@ -53,7 +50,7 @@ def latent_tiles(x: torch.Tensor) -> torch.Tensor:
     kernels/ops/quantization/dsa_quant_k_cache.py stores the same layout by a kernel in Triton,
     which multiplies by the reciprocal of the scale: few codes differ.
     """
-    tiles = _split(x, TILE)
+    tiles = _split(x, 128)
     scale = (tiles.abs().amax(-1, keepdim=True) / E4M3FN.max).clamp(min=_FP32.tiny)
     return (round_to_format(tiles / scale, E4M3FN) * scale).flatten(-2)
 
@@ -66,11 +63,8 @@ def rotary(x: torch.Tensor) -> torch.Tensor:
 def first_update(x: torch.Tensor, is_prompt: torch.Tensor | None = None) -> torch.Tensor:
     """Store [B, H, S, D] in E4M3 by the amax of each sequence's prompt; later tokens clip.
 
-    Read and run in transformers 5.23.0: cache_utils.py Fp8QuantizedLayer.
-
-    Args:
-        x: K or V of a batch.
-        is_prompt: which tokens are the first update: bool [B, S]; None: all.
+    `is_prompt`, bool [B, S], tells which tokens are the first update; None: all. Read and run in
+    transformers 5.23.0: cache_utils.py Fp8QuantizedLayer.
     """
     prompt = x if is_prompt is None else x.where(is_prompt[:, None, :, None], 0)
     amax = row_amax(prompt.flatten(-3))[..., None, None, None]
@@ -154,13 +148,11 @@ def find_gaussian_levels(size: int, bits: int) -> torch.Tensor:
     levels = (2 * places - 1) * half_width
     outer = torch.tensor([3 * half_width], dtype=torch.float64)
     shares = torch.linspace(0, 1, 201, dtype=torch.float64)
-    weights = torch.ones_like(shares)
-    weights[0] = weights[-1] = 0.5
     for _ in range(200):
         edges = torch.cat([-outer, (levels[1:] + levels[:-1]) / 2, outer])
         x = edges[:-1, None] + (edges[1:] - edges[:-1])[:, None] * shares
-        density = torch.exp(-x.square() / (2 * sigma**2)) / math.sqrt(2 * math.pi * sigma**2)
-        means = (weights * x * density).sum(1) / (weights * density).sum(1)
+        density = torch.exp(-x.square() / (2 * sigma**2))
+        means = torch.trapezoid(x * density, x) / torch.trapezoid(density, x)
         if bool((means - levels).abs().max() < 1e-10):
             break
         levels = means
@@ -173,7 +165,7 @@ def nvfp4(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Read in FlashInfer 0.7.2 include/flashinfer/page.cuh nvfp4_append_quantize_block.
     """
-    blocks = _split(x, NVFP4_BLOCK)
+    blocks = _split(x, 16)
     amax = blocks.abs().amax(-1, keepdim=True)
     of_block = round_to_format(amax * (_E2M1_MAX * scale).reciprocal(), E4M3FN)
     return _store_e2m1(blocks, of_block * scale).flatten(-2)
@@ -186,7 +178,7 @@ def nvfp4_four_over_six(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh cvt_warp_fp16_to_fp4, with exact
     quotients where the kernel has approximate ones.
     """
-    blocks = _split(x, NVFP4_BLOCK)
+    blocks = _split(x, 16)
     by_six = blocks.abs().amax(-1, keepdim=True) / _E2M1_MAX * scale.reciprocal()
     six, four = (
         _store_e2m1(blocks, round_to_format(by_six * factor, E4M3FN) * scale)
@@ -211,12 +203,11 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     Read in vLLM 0.32.0 v1/attention/ops/ultraquant/reference.py ultraquant_encode; the factor of
     the largest magnitude of a block is that of format.py there.
     """
-    blocks = _split(x, MX_BLOCK)
+    blocks = _split(x, 32)
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = (amax * 0.156).log2().add(0.5).floor().clamp(-126, 127)
     scale = torch.where(amax > 0, exponent.exp2(), 1.0)
-    levels = torch.tensor(_LEVELS, device=x.device)
-    levels = torch.cat([-levels[1:].flip(0), levels])
+    levels = torch.tensor([*(-level for level in _LEVELS[:0:-1]), *_LEVELS], device=x.device)
     return (_take_nearest(blocks / scale, levels, halves_up=False) * scale).flatten(-2)
 
 
@@ -235,7 +226,7 @@ def mx_block16(x: torch.Tensor) -> torch.Tensor:
 
     Read in SGLang 0.5.23 srt/layers/quantization/kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil.
     """
-    blocks = _split(x, NVFP4_BLOCK)
+    blocks = _split(x, 16)
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = (amax / _E2M1_MAX).clamp(min=1e-10).log2().ceil().exp2()
     codes = blocks / scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,8 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 Store = Callable[..., torch.Tensor]
 """A round trip; of a type with global scales that of the layer is its argument `scale`, of one with
 a scale for a sequence `is_prompt` says where its prompt is."""
+Size = tuple[float, int]
+"""The bits of a value, blocks' scales included, and the bytes that a vector has besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,10 @@ class CacheType:
     name: str
     """The value of `--kv-cache-dtype`."""
     key: Store
-    key_size: tuple[float, int]
-    """The bits of a value, blocks' scales included, and the bytes that a vector has besides."""
+    key_size: Size
     value: Store | None = None
     """None: that of K, with its size."""
-    value_size: tuple[float, int] = (0, 0)
+    value_size: Size = (0, 0)
     query: Store | None = None
     """What happens to q; None: nothing."""
     multiple: int = 1
@@ -51,27 +52,27 @@ class CacheType:
 
     def explain_misfit(self, geometry: ModelGeometry) -> str:
         """Say why it cannot store the cache of a model; empty where it can."""
-        why = ""
-        if self.latent_types and geometry.model_type not in self.latent_types:
-            why = f"it stores the latents of {', '.join(self.latent_types)} alone"
-        elif geometry.has_latent_attention and not self.latent_types:
-            why = "the model caches latents, which it does not store"
-        elif self.is_packed and geometry.model_type == "falcon_h1":
+        return next(self._list_misfits(geometry), "")
+
+    def _list_misfits(self, geometry: ModelGeometry) -> Iterator[str]:
+        model_type = geometry.model_type
+        if self.latent_types and model_type not in self.latent_types:
+            yield f"it stores the latents of {', '.join(self.latent_types)} alone"
+        if geometry.has_latent_attention and not self.latent_types:
+            yield "the model caches latents, which it does not store"
+        if self.is_packed and model_type == "falcon_h1":
             # Without a layer of attention alone get_boundary_skip_layers of vLLM 0.32.0
             # quantization/turboquant/config.py stops (NotImplementedError), run.
-            why = f"the engine does not start with it and {geometry.model_type}"
-        elif not geometry.kv_elements_per_token:
-            why = "the model has no KV cache"
-        elif not self.list_stored(geometry):
-            why = "it leaves all layers in 16 bits"
-        for _, attention in () if why else geometry.attentions():
+            yield f"the engine does not start with it and {model_type}"
+        if not self.list_stored(geometry):
+            yield "it leaves all layers in 16 bits"
+        for _, attention in geometry.attentions():
             sizes = (attention.k_head_dim, attention.v_head_dim)
             for size in sizes[:1] if self.latent_types else sizes:
                 if size % self.multiple:
-                    why = f"its heads have {size} values, no multiple of {self.multiple}"
-                elif self.is_packed and size & (size - 1):
-                    why = f"its heads have {size} values, no power of two"
-        return why
+                    yield f"its heads have {size} values, no multiple of {self.multiple}"
+                if self.is_packed and size & (size - 1):
+                    yield f"its heads have {size} values, no power of two"
 
     def list_stored(self, geometry: ModelGeometry) -> list[Attention]:
         """List the attention layers whose K and V it stores: not the ends that it leaves."""
@@ -83,58 +84,45 @@ class CacheType:
     def count_bytes(self, geometry: ModelGeometry) -> float:
         """Count the bytes of a token in all layers and on all ranks."""
         stored = self.list_stored(geometry)
-        value_size = self.key_size if self.value is None else self.value_size
         total = 0.0
         for _, attention in geometry.attentions():
             if attention not in stored:
                 total += 2 * attention.kv_elements_per_token
             elif attention.producer is None:
-                one = _count_vector(self.key_size, attention.k_head_dim)
-                one += _count_vector(value_size, attention.v_head_dim)
-                total += attention.num_kv_heads * one
+                sizes = (self.key_size, self.value_size if self.value else self.key_size)
+                lengths = (attention.k_head_dim, attention.v_head_dim)
+                for (bits, more), length in zip(sizes, lengths, strict=True):
+                    total += attention.num_kv_heads * (bits * length / 8 + more)
         return total
 
     def quantize(
         self, geometry: ModelGeometry, table: ScaleTable | None = None
     ) -> dict[Site, Quantizer]:
         """Give the quantizers of K, V and, where it changes, q; global scales are the table's."""
-        found: dict[Site, Store] = {}
+        stores: dict[Site, Store] = {}
         for attention in self.list_stored(geometry):
             if attention.producer is None:
-                for role, store in ((Role.K, self.key), (Role.V, self.value or self.key)):
-                    site = attention.site(role)
-                    found[site] = store
-                    if self.has_global_scales:
-                        scale = table.scales[site].values.max() if table else torch.tensor(1.0)
-                        found[site] = partial(store, scale=scale)
+                stores[attention.site(Role.K)] = self.key
+                stores[attention.site(Role.V)] = self.value or self.key
             if self.query is not None:
-                found[attention.site(Role.Q)] = self.query
+                stores[attention.site(Role.Q)] = self.query
+        for site in stores if self.has_global_scales else ():
+            scale = table.scales[site].values.max() if table else torch.tensor(1.0)
+            stores[site] = partial(stores[site], scale=scale)
         per = Granularity.TENSOR if self.is_of_sequence else Granularity.TOKEN
         return {
             site: Quantizer(fmt=E4M3FN, scale=per, round_trip=store)
-            for site, store in found.items()
+            for site, store in stores.items()
         }
 
 
-def _count_vector(size: tuple[float, int], length: int) -> float:
-    bits, more = size
-    return bits * length / 8 + more
+def _make_turboquant(name: str, key: Store, key_size: Size, value_bits: int) -> CacheType:
+    value = partial(round_trips.uniform_value, bits=value_bits)
+    made = CacheType(f"turboquant_{name}", key, key_size, value, (value_bits, 4), multiple=8)
+    return replace(made, is_packed=True)
 
 
-def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
-    is_e4m3 = key_bits == 8
-    gaussian = partial(round_trips.gaussian_key, bits=key_bits)
-    return CacheType(
-        f"turboquant_{name}",
-        round_trips.e4m3_unscaled if is_e4m3 else gaussian,
-        (key_bits, 0 if is_e4m3 else 2),
-        partial(round_trips.uniform_value, bits=value_bits),
-        (value_bits, 4),
-        multiple=8,
-        is_packed=True,
-    )
-
-
+_GAUSSIAN_3, _GAUSSIAN_4 = (partial(round_trips.gaussian_key, bits=bits) for bits in (3, 4))
 _NVFP4 = CacheType("nvfp4", round_trips.nvfp4, (4.5, 0), multiple=16, has_global_scales=True)
 CACHE_TYPES = {
     cache_type.name: cache_type
@@ -144,10 +132,10 @@ CACHE_TYPES = {
         CacheType("int4_per_token_head", round_trips.int4_vectors, (4, 4), multiple=2),
         _NVFP4,
         replace(_NVFP4, name="nvfp4_4over6", key=round_trips.nvfp4_four_over_six),
-        _make_turboquant("k8v4", 8, 4),
-        _make_turboquant("4bit_nc", 4, 4),
-        _make_turboquant("k3v4_nc", 3, 4),
-        _make_turboquant("3bit_nc", 3, 3),
+        _make_turboquant("k8v4", round_trips.e4m3_unscaled, (8, 0), 4),
+        _make_turboquant("4bit_nc", _GAUSSIAN_4, (4, 2), 4),
+        _make_turboquant("k3v4_nc", _GAUSSIAN_3, (3, 2), 4),
+        _make_turboquant("3bit_nc", _GAUSSIAN_3, (3, 2), 3),
         CacheType(
             "ultraquant_4bit",
             round_trips.ultraquant_key,

@@ -15,8 +15,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
 from fp8calib.plugins.kv_types.command import _spell_next
-from fp8calib.plugins.kv_types.recommend import recommend
-from fp8calib.plugins.kv_types.result import CacheResult
+from fp8calib.plugins.kv_types.result import CacheResult, recommend
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
 from tests import zoo
@@ -229,19 +228,6 @@ def test_no_backend_is_named_for_latents_or_for_heads_that_were_not_asked_about(
         result = kv_types(model, kv_memory=1.0, **ASKED)
         assert not any(row.backends for row in result.types)
     assert len(result.types) > 3
-
-
-def test_gpu_leaves_what_it_serves(model: PreTrainedModel) -> None:
-    result = kv_types(model, gpu="mi355x", engine="vllm==0.33", **ASKED)
-    names = {row.name for row in result.types}
-    assert "ultraquant_4bit" not in names  # it leaves all of two layers in 16 bits
-    assert names >= {"int8_per_token_head", "fp8_e5m2"}
-    why = "the cache type nvfp4 is left out: vLLM 0.33.0 does not store it on MI355X (gfx950)"
-    assert any(text.startswith(why) for text in result.warnings)
-    with pytest.raises(ModelError, match=r"nvfp4_4over6: .* does not store it on H100 \(sm_90\)"):
-        kv_types(model, kv_cache_dtype=["nvfp4_4over6"], gpu="h100", engine="vllm==0.33", **ASKED)
-    with pytest.raises(UsageError, match=r"what SGLang .* serves on it is not known"):
-        kv_types(model, gpu="h100", engine="sglang", **ASKED)
 
 
 def test_scales_without_kv_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
