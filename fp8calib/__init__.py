@@ -25,7 +25,7 @@ from fp8calib.errors import (
 
 if TYPE_CHECKING:
     from fp8calib.commands.calibrate import calibrate
-    from fp8calib.commands.check import check
+    from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import quantize
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.calibrate import CalibrateResult
-    from fp8calib.results.check import CheckResult
     from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _PLACES = {
-    "CheckResult": "results.check",
+    "CheckResult": "commands.check",
     "CalibrationStats": "jobs.stats",
     "CalibrateResult": "results.calibrate",
     "emulate": "verification.emulated_model",

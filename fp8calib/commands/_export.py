@@ -63,7 +63,7 @@ def export_scales(request: ExportRequest) -> ExportResult:
         if place is None:
             refuse_options(request)
         else:
-            from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+            from fp8calib.model.load import find_folder  # imports transformers
 
             source = stack.enter_context(Checkpoint.open(find_folder(place, None)))
             target = _relate(request, recipe, given, source)
@@ -147,7 +147,7 @@ def _adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> Calibration
     Raises:
         ModelError: its config cannot be used, or it has another shape.
     """
-    from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
+    from fp8calib.model.geometry_from_config import read_geometry  # transformers
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
     recorded = describe_attention(stats.geometry)
@@ -184,7 +184,7 @@ def _write(
         if joined:
             save_stats(given.stats, folder / STATS_NAME)
         if request.with_weights and source is not None:
-            from fp8calib.quantization.rfc.prepare import (  # noqa: PLC0415 -- imports transformers
+            from fp8calib.quantization.rfc.prepare import (  # imports transformers
                 prepare_weights,
             )
 

@@ -1,39 +1,223 @@
-"""What each engine will do with scales and FP8 weights, without running it."""
+"""Report what each engine will do with scales and FP8 weights, without running it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.json_files import is_result
-from fp8calib.checkpoint.locations import require_path
-from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.weight_index import GGUF_HINT
-from fp8calib.dialects.metadata import read_file_origin
-from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
-from fp8calib.engines.check import check_file, check_folder, withdraw_used
-from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.engines.replay.fingerprint import add_fingerprints
-from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, report_unknown
-from fp8calib.engines.vllm.native_classes import names_base
-from fp8calib.engines.weights.missing_tensors import list_opened_files
-from fp8calib.engines.weights.weight_rule import Opened
-from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from pydantic import computed_field
+
+from fp8calib.blocks import Block, Line, Table, Warn
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
+from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import read_stats
-from fp8calib.requests.check import CheckRequest
-from fp8calib.results.check import CheckResult
-from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.machine.imports import slow_imports
+from fp8calib.options.option import Option
+from fp8calib.overview import Overview
+from fp8calib.requests import shared
+from fp8calib.results.record import Result
 
-_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
+_NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
+"""The number of a layer in the name of its tensor, or of a file."""
+_UNREAD = "values of weights are not read, except scales, norms and biases"
+
+
+def _check_engines(names: str) -> None:
+    for name in names.split(","):
+        find_replayed(name.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """Report what each engine will do with KV scales and FP8 weights, without running it.
+
+    Exit code 0 only if every layer gets the scales that the file means; 8 if one does not, 9 if
+    nothing is wrong but something is unknown. A checkpoint without KV scales that asks for none is
+    ok, unless --require-kv is given.
+
+    Example: fp8calib check out/kv-overlay --engine vllm
+    """
+
+    path: Annotated[
+        str | Path,
+        Option(
+            metavar="PATH",
+            reads=Path,
+            check=shared.require_input("name a checkpoint folder or a JSON file"),
+            help="A checkpoint folder or hub id, or a JSON file of any tool.",
+        ),
+    ]
+    _: KW_ONLY
+    engine: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "--engine",
+            metavar="NAME[==VERSION]",
+            reads=list[str],
+            check=_check_engines,
+            help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
+        ),
+    ] = None
+    tp: Annotated[
+        int, Option("--tp", metavar="N", least=1, help="Tensor-parallel degree; default 1.")
+    ] = 1
+    model: Annotated[
+        str | Path | None,
+        Option(
+            "--model",
+            metavar="MODEL",
+            reads=str,
+            check=find_local_model,
+            help="The model the scales are for; for files.",
+        ),
+    ] = None
+    require_kv: Annotated[
+        bool,
+        Option("--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."),
+    ] = False
+    allow_suspicious: Annotated[
+        bool,
+        Option(
+            "--allow-suspicious",
+            help="Accept scales that are most likely wrong, such as one 1000 times the median.",
+        ),
+    ] = False
+    stats: Annotated[
+        shared.Stats | None,
+        Option(
+            "--stats",
+            metavar="FILE",
+            reads=Path,
+            check=shared.check_stats,
+            help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
+        ),
+    ] = None
+
+
+class EngineResult(EngineReport):
+    """What one engine does with the scales of every layer and with FP8 weights."""
+
+    engine: str
+    version: str
+    """The release whose rules were replayed."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether scales and weights are used as the file means, and no scale is suspicious."""
+        return super().ok
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def status(self) -> Status | None:
+        """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
+        return super().status
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
+        return "ok" if self.ok else self.status or "not ok"
+
+    @property
+    def summary(self) -> str:
+        """The verdict, with the number of layers whose KV scales are used."""
+        if self.loads_without_kv:
+            loads = "ok, loads" if self.ok else self.verdict
+            return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
+        used = sum(layer.ok for layer in self.layers)
+        served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
+        if self.status is not Status.UNKNOWN:
+            return served
+        return f"{served} if the engine loads it" if used else self.verdict
+
+    @property
+    def reason(self) -> str:
+        """The first reason for which it is not ok; empty where it is."""
+        if self.ok:
+            return ""
+        faults = (each.why for each in self.verdicts if each.status is not Status.USED)
+        weights = [self.weights.why] if self.weights is not None else []
+        return next(iter((*weights, *self.unknown, *faults, *self.suspicious)), "")
+
+
+class CheckResult(Result):
+    """One report for each engine that was asked for."""
+
+    first_keys: ClassVar = ("ok",)
+    engines: Mapping[str, EngineResult]
+
+    @classmethod
+    def of(cls, report: CheckReport) -> CheckResult:
+        """Name the engine and the release in each report."""
+        return cls(
+            engines={
+                key: EngineResult(
+                    engine=key.partition("==")[0], version=report.versions[key], **dict(found)
+                )
+                for key, found in report.engines.items()
+            }
+        )
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether the report of every engine is ok."""
+        return bool(self.engines) and all(report.ok for report in self.engines.values())
+
+    @property
+    def passed(self) -> bool:
+        """The same as `ok`."""
+        return self.ok
+
+    @property
+    def cannot_judge(self) -> bool:
+        """Whether the report is not ok only because of what cannot be judged."""
+        faults = [each for each in self.engines.values() if not each.ok]
+        return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
+        if self.cannot_judge:
+            return Status.UNKNOWN
+        return "ok" if self.ok else "not ok"
+
+    @property
+    def exit_code(self) -> int:
+        """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
+        if self.cannot_judge:
+            return CANNOT_TELL
+        return 0 if self.ok else VerificationError.exit_code
+
+    def overview(self) -> Overview:
+        """Give the verdict of each engine, and the problems."""
+        problems: list[str] = []
+        for name, report in self.engines.items():
+            found = [f"weights: {report.weights.why}"] if report.weights else []
+            found += [*report.suspicious, *report.unknown, *report.problems]
+            problems += [f"{name}: {text}" for text in found]
+        return Overview(
+            f"CheckResult: {self.verdict}",
+            ("engine", "release", "verdict", "layers with their KV scales"),
+            [
+                [
+                    report.engine,
+                    report.version,
+                    report.verdict,
+                    f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
+                ]
+                for report in self.engines.values()
+            ],
+            problems,
+        )
 
 
 def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
@@ -60,225 +244,75 @@ def check_path(
         amend: changes the report of the replay; of checkpoint folders alone.
         compare: compares the finished report of each engine with what runs; of folders alone.
     """
-    from fp8calib.model.load import fetch_hub_id
-
-    tp, named, stats = request.tp, request.engine, request.stats
-    engines = _choose_engines([named] if isinstance(named, str) else named)
-    path = fetch_hub_id(Path(request.path))
-    is_folder = _is_folder(path)
-    if is_folder:
-        _refuse_outer_folder(path)
-    found = _open_model(None if request.model is None else str(request.model), path, is_folder)
-    geometry, is_foreign = read_replayed_geometry(found)
-    measured = None if stats is None else read_stats(stats)[0]
-    if measured is not None:
-        _refuse_other_stats(
-            str(stats) if isinstance(stats, str | Path) else "statistics",
-            measured,
-            found,
-            geometry,
-        )
-    if is_folder:
-        folder = found if request.model is None else open_folder(path)
-        _refuse_unreadable(folder)
-        report = check_folder(
-            folder,
-            geometry,
-            engines,
-            tp,
-            requires_kv=request.require_kv,
-            model=found,
-            stats=measured,
-        )
-    else:
-        if amend is not None or compare is not None:
-            raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
-        require_kv_scales(path)
-        if (origin := read_file_origin(path)) is not None:
-            _refuse_other_origin(str(path), origin, found)
-        report = check_file(path, geometry, engines, tp, model=found, stats=measured)
-    report = _doubt_configs(report, found, geometry)
-    if amend is not None:
-        report = amend(report, path, geometry)
-    report = add_fingerprints(report, tp)
-    if compare is not None:
-        compared = {key: compare(each) for key, each in report.engines.items()}
-        report = report.model_copy(update={"engines": compared})
-    report = report.allow_suspicious() if request.allow_suspicious else report
-    if is_foreign:
-        report = withdraw_used(report, shorten(geometry.model_type))
-    return CheckResult.of(report)
+    with slow_imports():
+        from fp8calib.commands._check import replay
+    return CheckResult.of(replay(request, amend, compare))
 
 
-def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
-    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
-
-    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
-    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
-    """
-    from fp8calib.model.config_faults import (
-        find_config_fault,
-        list_other_faults,
-    )
-
-    if "auto_map" in model.config:
-        return report
-    engines = dict(report.engines)
-    refused = find_config_fault(model.config)
-    faults = [*list_other_faults(model.path, model.config, is_refused=bool(refused))]
-    for key, engine in ((key, find_replayed(key)) for key in report.engines):
-        if engine.name not in _BY_CLASS:
-            continue
-        hint = engine.run_hint
-        why = f"transformers refuses config.json: {refused}" if refused else ""
-        if engine.name == "sglang" or not names_base(model.config, geometry):
-            why = why or _find_other_class(model.config, geometry)
-        if why:
-            asks_for_kv = engines[key].asks_for_kv
-            unknown = report_unknown(geometry, f"{why}{hint}")
-            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
-        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
-    return report.model_copy(update={"engines": engines})
+def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
+    """Give the verdict first and last, and a table for each engine."""
+    verdict = f"{request.path}: {result.verdict}"
+    yield Line(verdict)
+    for name, engine in result.engines.items():
+        title = f"{engine.engine} {engine.version}: {engine.summary}"
+        if engine.loads_without_kv:
+            yield Line(title)
+        else:
+            columns = ["layers", "", "what", "value", "why"]
+            yield Table(title=title, columns=columns, rows=_rows(engine))
+        if engine.fingerprint and not engine.loads_without_kv:
+            yield Line(f"  KV scales as loaded: fingerprint {engine.fingerprint}")
+        if engine.weights is not None:
+            yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
+        for fix in _list_fixes(engine):
+            yield Line(f"  fix: {fix}")
+        for reason in engine.unknown:
+            yield Warn(f"{name}: unknown: {reason}")
+        for suspicion in engine.suspicious:
+            yield Warn(f"{name}: suspicious: {suspicion}")
+        for problem in engine.problems:
+            yield Warn(f"{name}: {problem}")
+    if not Path(request.path).is_file():
+        yield Line(_UNREAD)
+    yield Line(verdict)
 
 
-def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
-    """Say why a config may not be of the class that was compared; empty where it is."""
-    found = config.get("architectures")
-    names = found if isinstance(found, list) and found else [found]
-    # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
-    first = next((each for each in names if _CLASS.search(str(each))), names[0])
-    if first == geometry.architecture or _wraps(first, config):
-        return ""
-    named = shorten(str(first)) if first else "none"
-    return f"config.json names the class {named}, not {geometry.architecture}"
+def _rows(engine: EngineReport) -> list[list[str]]:
+    rows = []
+    for role in ("k", "v"):
+        for layers in _group(engine, role).values():
+            first: LoadVerdict = getattr(layers[0], role)
+            values = [getattr(layer, role).value for layer in layers]
+            indices = [layer.layer for layer in layers]
+            rows.append(
+                [format_ranges(indices), role, first.status, _format_values(values), first.why]
+            )
+    return rows
 
 
-def _wraps(name: object, config: Mapping[str, object]) -> bool:
-    """Check whether a class has other inputs beside the text of the same model type."""
-    import transformers
-
-    if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
-        return False
-    own = getattr(getattr(transformers, name, None), "config_class", None)
-    return own is not None and own.model_type == config.get("model_type")
-
-
-_CLASS = re.compile("Model$|For[A-Z]")
-_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
-"""Engines that choose the class of a model by its name in config.json."""
+def _group(engine: EngineReport, role: str) -> Mapping[tuple[str, str], list[LayerVerdict]]:
+    """Group layers by what happens to their scale; reasons that differ stay apart."""
+    groups: dict[tuple[str, str], list[LayerVerdict]] = {}
+    for layer in engine.layers:
+        verdict: LoadVerdict = getattr(layer, role)
+        why = "" if verdict.status is Status.USED else _NUMBER_IN_NAME.sub("#", verdict.why)
+        groups.setdefault((verdict.status, why), []).append(layer)
+    return groups
 
 
-def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
-    """List each engine and release once; without any names, the default engines."""
-    asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
-    chosen: dict[str, str] = {}
-    for name in asked:
-        chosen.setdefault(find_replayed(name).key, name)
-    return tuple(chosen.values())
+def _format_values(values: list[float | None]) -> str:
+    numbers = sorted({value for value in values if value is not None})
+    if not numbers:
+        return "-"
+    low, high = f"{numbers[0]:.6g}", f"{numbers[-1]:.6g}"
+    return low if low == high else f"{low} to {high}"
 
 
-def _refuse_other_stats(
-    name: str, stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
-) -> None:
-    """Refuse the statistics of another model, as far as the folder shows it.
-
-    Raises:
-        ModelError: naming the difference.
-    """
-    shapes = [list(each.attentions()) for each in (stats.geometry, geometry)]
-    measured, here = ([attention for _, attention in each] for each in shapes)
-    if [each.checkpoint_module for each in measured] != [each.checkpoint_module for each in here]:
-        raise ModelError(
-            f"{name}: these are statistics of another model: {len(measured)} layers with attention "
-            f"({_name_first(measured)}), here {len(here)} ({_name_first(here)})",
-            hint="pass the statistics of this model",
-        )
-    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
-    _refuse_other_origin(name, origin, model)
-
-
-def _name_first(attentions: Sequence[Attention]) -> str:
-    return shorten(attentions[0].checkpoint_module) if attentions else "none"
-
-
-def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
-    """Refuse scales or statistics that record another model, as `verify` does.
-
-    Of a folder without weights the config alone is compared. A quantized model is not compared:
-    the record is of the unquantized one.
-
-    Raises:
-        ModelError: naming the difference.
-    """
-    if model.config.get("quantization_config") is not None or model.modelopt:
-        return
-    try:
-        opened = Checkpoint.open(model.path)
-    except ModelError:
-        half = len(origin.model) // 2
-        bare = Checkpoint(model.path)
-        known = fingerprint_model(model.config, bare)[:half]
-        check_origin(name, origin, known + origin.model[half:])
-        return
-    with opened as checkpoint:
-        check_origin(name, origin, fingerprint_model(model.config, checkpoint))
-
-
-def _is_folder(path: Path) -> bool:
-    require_path(path, hint="name a checkpoint folder or a JSON file")
-    if path.is_dir():
-        return True
-    if is_result(path):
-        raise refuse_result(path)
-    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
-        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
-        if path.suffix == ".gguf":
-            hint = GGUF_HINT
-        raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
-    return False
-
-
-def _refuse_outer_folder(path: Path) -> None:
-    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
-    inner = list_inner_checkpoints(path)
-    if inner:
-        raise UsageError(
-            f"{path}: a folder with checkpoints in it, not a checkpoint",
-            hint=f"name what an engine loads, such as {inner[0]}",
-        )
-    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
-    if is_written and not (path / CONFIG_NAME).exists():
-        raise UsageError(
-            f"{path}: the output folder of calibrate, not a checkpoint",
-            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
-        )
-
-
-def _refuse_unreadable(folder: ScaleFolder) -> None:
-    """Refuse a checkpoint with a damaged weight file, as every command does.
-
-    Engines differ in which other files they open.
-
-    Raises:
-        ModelError: naming the file.
-    """
-    for file in list_opened_files(folder, Opened.SINGLE):
-        if (fault := folder.faults.get(file)) is not None:
-            raise ModelError(fault, hint="download or copy the file again")
-
-
-def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
-    from fp8calib.model.load import find_folder
-
-    if model is not None:
-        folder = find_folder(model, None, files=("*.json",))
-        if not folder.is_dir():
-            raise UsageError(f"--model {model}: this is a file, not a model folder")
-        return open_folder(folder)
-    if not is_folder:
-        hint = "the file does not name the layers that have attention"
-        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
-    return open_folder(path)
+def _list_fixes(engine: EngineReport) -> list[str]:
+    if engine.loads_without_kv:
+        return [engine.weights.fix] if engine.weights is not None and engine.weights.fix else []
+    verdicts = [*engine.verdicts, *([engine.weights] if engine.weights is not None else [])]
+    return list(dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix))
 
 
 check = as_function("check", CheckRequest, run)

@@ -10,6 +10,11 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32, so that 1 / scale is finite."""
+SMALLEST_EXPONENT = 2.0**-127
+"""The smallest scale that is stored as an exponent (E8M0)."""
+
 
 class Specials(StrEnum):
     """Which codes of a format are infinities and NaNs."""

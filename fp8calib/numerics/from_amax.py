@@ -6,12 +6,7 @@ import math
 
 import torch
 
-from fp8calib.numerics.formats import Fp8Format
-
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal fp32, so that 1 / scale is finite."""
-SMALLEST_EXPONENT = 2.0**-127
-"""The smallest scale that is stored as an exponent (E8M0)."""
+from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 
 
 def scale_of(

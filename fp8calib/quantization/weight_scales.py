@@ -10,13 +10,8 @@ import torch
 
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.numerics.amax import block_amax, row_amax
-from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.from_amax import (
-    SMALLEST_EXPONENT,
-    SMALLEST_SCALE,
-    power_of_two_scale_of,
-    scale_of,
-)
+from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader

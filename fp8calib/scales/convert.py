@@ -16,8 +16,7 @@ from fp8calib.errors import ExportError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads
-from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.scales.ranks import convert_ranks, fits_heads
 from fp8calib.scales.scale_table import ScaleTable
 

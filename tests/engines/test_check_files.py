@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.json_files import load_json
+from fp8calib.commands.check import CheckResult
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ModelError
-from fp8calib.results.check import CheckResult
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
     INDEX,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
+from fp8calib.commands.check import CheckResult
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import make_releases
@@ -21,7 +22,6 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
-from fp8calib.results.check import CheckResult
 from tests import zoo
 from tests.engines.check_handmade import (
     FP8,

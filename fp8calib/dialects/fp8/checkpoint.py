@@ -28,7 +28,7 @@ from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import refusal
 from fp8calib.numerics.encode import decode_scale
-from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.schemes import Granularity
 
 

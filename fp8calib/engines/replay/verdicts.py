@@ -11,7 +11,7 @@ from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.geometry.tensor_parallel import rank_range
-from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_SCALE
 
 
 class _Frozen(BaseModel):

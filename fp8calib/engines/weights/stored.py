@@ -18,7 +18,7 @@ from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinea
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.numerics.encode import decode_scale
-from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 HEADS = ("lm_head", "embed_out")
 """The last part of the path of an output layer."""

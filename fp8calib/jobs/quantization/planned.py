@@ -25,7 +25,7 @@ from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
 from fp8calib.numerics.encode import decode_rows, encode_rows
-from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_SCALE
 from fp8calib.numerics.schemes import (
     Scheme,
     list_without_calibration,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.commands.check import CheckResult
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
@@ -22,7 +23,6 @@ from fp8calib.plugins.vllm.http import ask
 from fp8calib.plugins.vllm.rank_answer import RankAnswer
 from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
 from fp8calib.requests.shared import Stats
-from fp8calib.results.check import CheckResult
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 

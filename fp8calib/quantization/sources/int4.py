@@ -12,7 +12,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import ModelError, shorten
-from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_SCALE
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, StoredWeight
 from fp8calib.quantization.sources.integers import IntegerWeight
 

@@ -11,8 +11,7 @@ from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.from_amax import SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer

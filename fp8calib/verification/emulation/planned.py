@@ -14,8 +14,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.matrices import Matrix

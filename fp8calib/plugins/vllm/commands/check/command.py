@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8calib.commands.check import check_path
+from fp8calib.commands.check import CheckRequest, CheckResult, check_path
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.plugins.vllm.commands.check.request import VllmCheckRequest
 from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader
-from fp8calib.requests.check import CheckRequest
-from fp8calib.results.check import CheckResult
 
 
 def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001

