@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
-    from fp8calib.commands.quantize import quantize
+    from fp8calib.commands.quantize import QuantizeResult, quantize
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.calibrate import CalibrateResult
-    from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
     from fp8calib.verification.emulated_model import emulate
@@ -48,7 +47,7 @@ _PLACES = {
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "jobs.stats",
-    "QuantizeResult": "results.quantize",
+    "QuantizeResult": "commands.quantize",
     "RunPlan": "results.run_plan",
     "VerifyResult": "results.verify",
 }

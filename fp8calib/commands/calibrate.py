@@ -13,6 +13,7 @@ from fp8calib.checkpoint.atomic import measure_folder, output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.checkpoint.overlay import CARD_NAME
+from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.written import check_formats, check_written
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
@@ -71,7 +72,6 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.hashes import RunHashes
-from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
 from fp8calib.run.processes import ProcessGroup, open_process_group

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
 from fp8calib.dialects.registry import (
@@ -30,7 +31,6 @@ from fp8calib.options.recipe_keys import (
     TP,
 )
 from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
-from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.requests.shared import TextData
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats

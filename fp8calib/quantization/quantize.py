@@ -24,12 +24,13 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
 from fp8calib.machine.threads import one_thread
+from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import CHUNK_BYTES, WeightReader
-from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
+from fp8calib.quantization.weight_scales import WeightScales
 
 _MAX_THREADS = 16
 

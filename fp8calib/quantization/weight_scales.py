@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 
@@ -13,19 +12,10 @@ from fp8calib.numerics.amax import block_amax, row_amax
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
+from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.selection.matrices import Matrix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllZeroWeight:
-    """A weight that is all zeros, whole or in some rows or blocks."""
-
-    tensor: str
-    count: int
-    """How many of its scales cover only zeros."""
-    total: int
 
 
 class WeightScales:

@@ -14,6 +14,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
+from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.dialects.kv.parse_names import find_spelling
@@ -45,7 +46,6 @@ from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.recipe import Quantize, ScaleOptions
-from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix

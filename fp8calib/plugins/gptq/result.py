@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.plugins.gptq.core import DAMPING
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedLinear
-from fp8calib.results.quantize import QuantizeResult
 
 
 class GptqResult(QuantizeResult):
