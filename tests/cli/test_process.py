@@ -66,7 +66,7 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * 128}] * 2000)
     before = snapshot(tmp_path)
     options = ("--samples", 2000, "--seq-len", 128, "--dump", tmp_path / "out", "--json")
-    process = start_fork("fp8calib", "verify", model, "--data", rows, *options)
+    process = start(*PROGRAM, "verify", model, "--data", rows, *options)
     assert process.stderr is not None
     talk = next((line for line in process.stderr if "computing in" in line), "")
     assert talk, "ended before it began to compute"
