@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import fp8calib
+from fp8calib.plugins.vllm import load_kv_scales
 from fp8calib.stats.calibration_stats import save_stats
 from tests.kit.minutes import takes_minutes
 from tests.plugins.vllm.live_cases import CLEAN, Recorded, write_model
@@ -54,7 +55,7 @@ def test_every_process_has_the_statistics_of_the_whole_model(tmp_path: Path) -> 
 
     for rank in range(2):
         assert (tmp_path / f"sharded-{rank}").read_bytes() == own.read_bytes()
-    assert fp8calib.load_kv_scales(Recorded(CLEAN), tmp_path / "sharded-0").ok
+    assert load_kv_scales(Recorded(CLEAN), tmp_path / "sharded-0").ok
 
 
 if __name__ == "__main__":
