@@ -26,7 +26,6 @@ from fp8calib.jobs.verification.opened import (
     check_request,
     if_quantized,
     list_scales,
-    open_target,
     open_verification,
     plan_verified,
 )
@@ -42,7 +41,7 @@ from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.histograms import list_histograms
-from fp8calib.verification.judge.gates import GATES, load_gate
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.page.page import is_page, write_page
 from fp8calib.verification.report import RunProvenance, VerifyReport
 from fp8calib.verification.verify import Verification, Verified
@@ -93,14 +92,14 @@ def run(
         if request.dry_run:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
-        hashes = hash_files(asked, model, specs)
+        hashes = hash_inputs(asked, request, model, specs)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             verified = compare(asked, scored, reporter, measures_noise=True)
-    report = complete_report(verified, request, model, mode, peak)
+    report = complete_report(verified, request, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
-    return finish(request, report, verified.logprobs, asked.plan.fingerprint, reporter, hashes)
+    return finish(request, asked, report, verified.logprobs, reporter, hashes)
 
 
 def find_scratch(request: VerifyRequest) -> Path:
@@ -116,15 +115,17 @@ def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
     reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
 
 
-def hash_files(asked: Verification, model: RunModel, specs: Sequence[str]) -> RunHashes:
+def hash_inputs(
+    asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
+) -> RunHashes:
     """Hash the files of the model, of the text and of what is compared with it.
 
     Raises:
         ModelError: one cannot be read.
     """
-    scales = {name: Path(name) for name in asked.droppable}
-    places = {name: find_candidate(name) for name, path in scales.items() if path.exists()}
+    scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
     try:
+        places = {name: find_candidate(name) for name in scales if name in asked.droppable}
         return hash_run(None if model.is_live else model.source.folder, specs, places)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -152,14 +153,14 @@ def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> Run
 
 
 def complete_report(
-    verified: Verified, request: VerifyRequest, model: RunModel, mode: MemoryPlan, peak: PeakMemory
+    verified: Verified, request: VerifyRequest, mode: MemoryPlan, peak: PeakMemory
 ) -> VerifyReport:
     """Add to a report what it was made from, and what the page alone shows."""
     asked = verified.verification
     provenance = RunProvenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=spell_command(),
-        model_hash=open_target(model).fingerprint,
+        model_hash=asked.fingerprint,
         data_hash=asked.plan.fingerprint,
         versions={**versions(asked.plan.tokens_by_modality), "python": python_version()},
         settings={name: getattr(request, name) for name in _SETTINGS},
@@ -176,34 +177,31 @@ def complete_report(
 
 def finish(
     request: VerifyRequest,
+    asked: Verification,
     report: VerifyReport,
     logprobs: Mapping[str, torch.Tensor],
-    data: str,
     reporter: Reporter,
     hashes: RunHashes | None = None,
 ) -> VerifyResult:
     """Write the output files; an error carries the result, which may have cost hours.
 
-    `logprobs` are what --dump writes, `data` is the fingerprint of their text.
+    `logprobs` are what --dump writes.
 
     Raises:
         ExportError: a file cannot be written.
     """
-    gates = GATES
-    if request.gate is not None:
-        gate = load_gate(request.gate)
-        gates = {gate.name: gate}
+    gates = GATES if asked.gate is None else {asked.gate.name: asked.gate}
     used = dict.fromkeys(each.gate for each in report.candidates)
     result = VerifyResult(
         **dict(report),
         gates=tuple(gates[name] for name in used),
         hashes=hashes,
-        next=suggest_command(report, request),
+        next=suggest_command(report, request, gates),
         has_gate=request.gate is not None,
     )
     try:
         if request.dump is not None:
-            metadata = {"format": "pt", "data": data}
+            metadata = {"format": "pt", "data": asked.plan.fingerprint}
             save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
             reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
         if request.report is not None:

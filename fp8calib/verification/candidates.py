@@ -235,13 +235,13 @@ def build_opened(
     model: LoadedModel,
     target: Target,
     numerics: Numerics,
-    fmt: Fp8Format,
+    table: ScaleTable | None,
 ) -> Candidate:
-    """Build a candidate from what was read: a whole checkpoint, or the KV cache alone."""
-    if opened.checkpoint is not None:
+    """Build a candidate from what was read: the KV cache by `table`, or else a whole checkpoint."""
+    if table is None:
         return build_checkpoint(opened, model, target, numerics)
     origin = opened.found.dialect if opened.found else "statistics, amax"
-    return build_kv_candidate(opened.name, opened.make_table(fmt), numerics, origin=origin)
+    return build_kv_candidate(opened.name, table, numerics, origin=origin)
 
 
 def build_kv_candidate(

@@ -147,4 +147,5 @@ def _make_candidate(
         opened = open_candidate(str(given), target, numerics)
     else:
         raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
-    return build_opened(opened, model, target, numerics, fmt)
+    table = opened.make_table(fmt) if opened.checkpoint is None else None
+    return build_opened(opened, model, target, numerics, table)

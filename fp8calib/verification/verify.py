@@ -69,6 +69,8 @@ class Verification:
 
     model: str
     """Its name."""
+    fingerprint: str = ""
+    """Of its config and weights (`fingerprint_model`)."""
     geometry: ModelGeometry
     numerics: Numerics
     """How the engine computes."""

@@ -198,19 +198,18 @@ def open_verification(
     plan = read_text()
     refused = tuple(RefusedCandidate(name=n, why=e.message) for n, e in faults.items())
     if request.scheme is not None and not opened:
-        candidates.append(maker.make_scheme(request.scheme, None))
+        candidates.append(maker.finish(maker.make_scheme(request.scheme, None)))
     # A model without a KV cache has nothing that scale 1.0 could change.
     if geometry.kv_elements_per_token or not candidates:
         unscaled = build_unscaled(SCALE_ONE, geometry, fmt, numerics)
-        candidates.append(maker.leave_caches(unscaled))
-    for candidate in candidates:
-        check_sites(candidate, geometry)
+        candidates.append(maker.finish(unscaled))
     first = next((one for one in opened if one.stats is not None), None)
     scaled = (one for one in opened if one.stats is not None or one.found is not None)
     diagnosed = None if request.scheme is not None else next(scaled, None)
     loading = judge_loading(request, engine, model, opened)
     return Verification(
         model=model.name,
+        fingerprint=maker.target.fingerprint,
         geometry=geometry,
         numerics=numerics,
         candidates=tuple(candidates),
@@ -223,11 +222,7 @@ def open_verification(
         rules=maker.make_rules(first),
         stats=None if first is None else first.stats,
         stats_of="" if first is None else first.name,
-        tables={
-            one.name: maker.read_table(one)
-            for one in opened
-            if request.scheme is None and one.checkpoint is None
-        },
+        tables={one.name: maker.tables[one.name] for one in opened if one.name in maker.tables},
         fmt=fmt,
         per_head={} if diagnosed is None else maker.quantize_heads(diagnosed),
         diagnosis_of="" if diagnosed is None else diagnosed.name,
@@ -275,9 +270,11 @@ class _CandidateMaker:
     ) -> None:
         self._request = request
         self._model = model.prepared.model
-        self._target = open_target(model)
+        self.target = open_target(model)
         self._numerics = numerics
         self._fmt = fmt
+        self.tables: dict[str, ScaleTable] = {}
+        """The KV scales of the candidates that have these alone, by name."""
 
     def make_all(
         self,
@@ -295,12 +292,11 @@ class _CandidateMaker:
             name = (f"statistics-{index}" if index else "statistics") if is_stats else str(item)
             try:
                 found = (
-                    open_stats(name, item, self._target)
+                    open_stats(name, item, self.target)
                     if isinstance(item, CalibrationStats)
-                    else open_candidate(name, self._target, self._numerics)
+                    else open_candidate(name, self.target, self._numerics)
                 )
-                candidate = self.leave_caches(self._make(found))
-                check_sites(candidate, self._target.geometry)
+                candidate = self.finish(self._make(found))
             except (ModelError, VerificationError) as error:
                 faults[name] = error
             else:
@@ -319,16 +315,18 @@ class _CandidateMaker:
                     hint="leave out --scheme to verify the scales of the file",
                 )
             return self.make_scheme(self._request.scheme, opened.stats, opened.name)
-        if opened.checkpoint is None:
-            self.read_table(opened)
-        return build_opened(opened, self._model, self._target, self._numerics, self._fmt)
+        table = self.read_table(opened) if opened.checkpoint is None else None
+        candidate = build_opened(opened, self._model, self.target, self._numerics, table)
+        if table is not None:
+            self.tables[opened.name] = table
+        return candidate
 
     def make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str = "") -> Candidate:
         """Make the candidate that `quantize` would write."""
         return build_scheme(
             name or scheme,
             find_scheme(scheme),
-            self._target,
+            self.target,
             self._model,
             self._numerics,
             fmt=self._fmt,
@@ -348,7 +346,7 @@ class _CandidateMaker:
             assert first is not None  # noqa: S101 -- checked above
             table, name = self.read_table(first, rule=rule), str(rule)
             made = build_kv_candidate(name, table, self._numerics, origin=name)
-            found[name] = self.leave_caches(made)
+            found[name] = self._leave_caches(made)
         return found
 
     def quantize_heads(self, opened: OpenedCandidate) -> Mapping[Site, Quantizer]:
@@ -359,12 +357,18 @@ class _CandidateMaker:
         if not table.per_head:
             return {}
         layers = self._request.kv_cache_dtype_skip_layers or ()
-        return drop_layers(emulate_kv(table, self._numerics), layers, self._target.geometry)
+        return drop_layers(emulate_kv(table, self._numerics), layers, self.target.geometry)
 
-    def leave_caches(self, candidate: Candidate) -> Candidate:
+    def finish(self, candidate: Candidate) -> Candidate:
+        """Leave the caches that are named, and refuse what does not fit the model."""
+        found = self._leave_caches(candidate)
+        check_sites(found, self.target.geometry)
+        return found
+
+    def _leave_caches(self, candidate: Candidate) -> Candidate:
         """Leave the caches of the layers that are named in 16 bits."""
         layers = self._request.kv_cache_dtype_skip_layers or ()
-        return leave_cache(candidate, layers, self._target.geometry)
+        return leave_cache(candidate, layers, self.target.geometry)
 
     def read_table(
         self, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.judge.decide import has_kv_only
-from fp8calib.verification.judge.gates import GATES, load_gate
+from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import Remedy, VerifyReport
 
 
-def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
-    """Spell the command that helps most; empty where none does."""
+def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
+    """Spell the command that helps most; empty where none does. `gates` are by name."""
     model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
     stats = _find_stats(candidate)
@@ -34,7 +35,7 @@ def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
         case Remedy.FIND_LAYERS:
-            command = _plan(report, request)
+            command = _plan(report, request, gates)
         case Remedy.USE if request.scheme is not None:
             command = _quantize(report, request.scheme, stats)
         case Remedy.SERVE | Remedy.USE:
@@ -53,10 +54,10 @@ def _find_folder(candidate: Path) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
 
 
-def _plan(report: VerifyReport, request: VerifyRequest) -> str:
+def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
     """Spell the plan that leaves as much in 16 bits as the gate asks for."""
     failed = next(each for each in report.candidates if each.name == report.decision.candidate)
-    gate = GATES[failed.gate] if request.gate is None else load_gate(request.gate)
+    gate = gates[failed.gate]
     parts = "--scheme none" if has_kv_only(failed.name, report.layers) else ""
     if request.scheme is not None:
         parts = f"--scheme {request.scheme} --kv-tokens 0"

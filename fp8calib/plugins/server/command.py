@@ -14,7 +14,7 @@ from fp8calib.commands.verify import (
     describe_plan,
     find_scratch,
     finish,
-    hash_files,
+    hash_inputs,
 )
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
@@ -111,7 +111,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         if servers is None:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
-        hashes = hash_files(asked, model, specs)
+        hashes = hash_inputs(asked, request, model, specs)
         told = asked.warnings
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model
@@ -124,14 +124,14 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
                 measures_noise=True,
             )
             assessment = _explain(verified, scored, answers, faults, reporter)
-    report = complete_report(verified, request, model, mode, peak)
+    report = complete_report(verified, request, mode, peak)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)
     asked = verified.verification
     report = add_server(report, assessment, _find_gate(asked), text)
     logprobs = {**verified.logprobs, SERVER: assessment.logprobs}
-    result = finish(request, report, logprobs, text.fingerprint, reporter, hashes)
+    result = finish(request, asked, report, logprobs, reporter, hashes)
     served: tuple[ServedResult, ...] = ()
     if request.decode:
         served = compare_served(asked.candidates, verified.scores, text.lengths)
@@ -188,7 +188,7 @@ def _compare_alone(
         text,
         time.monotonic() - started,
     )
-    result = finish(request, report, logprobs, text.fingerprint, reporter)
+    result = finish(request, replace(asked, plan=text), report, logprobs, reporter)
     return ServerVerifyResult(**dict(result), server=assessment.result)
 
 
