@@ -108,7 +108,6 @@ def choose_mode(
     )
     return plan_memory(
         Workload(
-            source=model.source,
             prepared=model.prepared,
             checkpoint=model.checkpoint,
             dtype=DTYPES[model.dtype],

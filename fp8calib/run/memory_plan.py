@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.memory import anonymous_bytes, available_bytes
 from fp8calib.machine.units import GIB, format_gib
-from fp8calib.model.load import ModelSource, build_skeleton
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.model import Streaming
@@ -40,9 +39,8 @@ GIVEN = "given by --memory"
 class Workload:
     """A run, as far as its memory depends on it."""
 
-    source: ModelSource
     prepared: PreparedModel
-    """The model, without weights."""
+    """The model, without weights, in the dtype that it computes in."""
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: str
@@ -75,7 +73,7 @@ class MemoryPlan:
     """How a model is held in memory while it runs, and what that needs."""
 
     prepared: PreparedModel
-    """A model that is streamed is in the dtype that it computes in."""
+    """As in `Workload`."""
     streaming: Streaming | None = None
     """None: the model is whole."""
     why: str = ""
@@ -192,7 +190,7 @@ def plan_memory(
 
 
 def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
-    weights = WeightSource(build_skeleton(work.source, dtype=work.dtype), work.checkpoint)
+    weights = work.prepared.weights
     geometry, itemsize = work.prepared.geometry, work.dtype.itemsize
     loader = PartLoader(weights, work.checkpoint, geometry, dtype=work.dtype, device=work.device)
     layers = [loader.measure(part) for part in loader.layers()]
@@ -231,7 +229,7 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
         )
     read = work.walks * (sum(size.stored for size in layers) + head) + embedding + around
     return MemoryPlan(
-        prepared=replace(work.prepared, weights=weights),
+        prepared=work.prepared,
         streaming=Streaming(
             dtype=work.dtype, device=work.device, hidden_ram_bytes=in_ram, scratch=work.scratch
         ),

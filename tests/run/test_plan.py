@@ -65,8 +65,7 @@ def workload(folder: Path, scratch: Path, **changes: Any) -> Iterator[Workload]:
     source = open_source(str(folder))
     with Checkpoint.open(folder) as checkpoint:
         yield Workload(
-            source=source,
-            prepared=prepare(build_skeleton(source), checkpoint),
+            prepared=prepare(build_skeleton(source, dtype=torch.float32), checkpoint),
             checkpoint=checkpoint,
             dtype=torch.float32,
             **{"device": "cpu", "batches": BATCHES, "scratch": scratch, **changes},

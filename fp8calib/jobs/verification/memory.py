@@ -67,7 +67,6 @@ def plan_verification(
         extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
     return plan_memory(
         Workload(
-            source=model.source,
             prepared=model.prepared,
             checkpoint=model.checkpoint,
             dtype=DTYPES[model.dtype],
