@@ -52,19 +52,31 @@ def check_linears(geometry: ModelGeometry, tp: int) -> None:
     check_cuts(geometry, tp)
     for _, linear in geometry.linears():
         if linear.num_experts and linear.section != "other" and linear.shard != "replicated":
-            _check_blocks(linear, tp)
+            num_blocks = _count_blocks(linear)
+            if num_blocks % tp:
+                raise UsageError(
+                    f"--tp {tp}: the stats keep {num_blocks} blocks of {linear.expert_block} "
+                    f"channels per expert of {linear.module}, which cannot be split evenly over "
+                    f"{tp} ranks",
+                    hint=f"use a divisor of {num_blocks}",
+                )
 
 
 def check_cuts(geometry: ModelGeometry, tp: int) -> None:
     """Refuse a degree that does not split every attention and MLP weight into equal parts."""
     for layer, linear in geometry.linears():
-        if linear.section == "other" or linear.shard == "replicated":
-            continue
-        if linear.shard == "row":
-            _check_divides(tp, linear.in_features, f"{linear.module} (layer {layer.index})")
-        elif linear.section == "mlp":
-            for part in linear.parts:
-                _check_divides(tp, part.count, f"{linear.module} (layer {layer.index})")
+        counts: list[int] = []
+        if linear.section != "other" and linear.shard == "row":
+            counts = [linear.in_features]
+        elif linear.section == "mlp" and linear.shard == "column":
+            counts = [part.count for part in linear.parts]
+        for count in counts:
+            if count % tp:
+                raise UsageError(
+                    f"--tp {tp} does not divide the {count} channels of {linear.module} (layer "
+                    f"{layer.index})",
+                    hint=f"use a divisor of {count}",
+                )
 
 
 def owned_rows(linear: Linear, part: Part, tp: int, rank: int) -> list[int]:
@@ -83,24 +95,9 @@ def owned_channels(linear: Linear, tp: int, rank: int) -> range:
 
 def owned_blocks(linear: Linear, tp: int, rank: int) -> range:
     """List the blocks that `rank` owns on the split axis of an expert's projection."""
+    return rank_range(_count_blocks(linear), tp, rank)
+
+
+def _count_blocks(linear: Linear) -> int:
     num_channels = linear.in_features if linear.shard == "row" else linear.out_features
-    return rank_range(num_channels // linear.expert_block, tp, rank)
-
-
-def _check_divides(tp: int, count: int, where: str) -> None:
-    if count % tp:
-        raise UsageError(
-            f"--tp {tp} does not divide the {count} channels of {where}",
-            hint=f"use a divisor of {count}",
-        )
-
-
-def _check_blocks(linear: Linear, tp: int) -> None:
-    num_channels = linear.in_features if linear.shard == "row" else linear.out_features
-    num_blocks = num_channels // linear.expert_block
-    if num_blocks % tp:
-        raise UsageError(
-            f"--tp {tp}: the stats keep {num_blocks} blocks of {linear.expert_block} channels per "
-            f"expert of {linear.module}, which cannot be split evenly over {tp} ranks",
-            hint=f"use a divisor of {num_blocks}",
-        )
+    return num_channels // linear.expert_block

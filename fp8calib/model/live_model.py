@@ -39,7 +39,10 @@ class LiveCheckpoint(Checkpoint):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(Path(model.name_or_path or name_class(model)))
-        self._config = _make_config(model)
+        config = deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [name_class(model)]
+        self._config: dict[str, object] = json.loads(config.to_json_string())
         state = model.state_dict()
         for name in set(model._keys_to_ignore_on_save or ()) & state.keys():
             del state[name]
@@ -47,7 +50,10 @@ class LiveCheckpoint(Checkpoint):
         self._live: dict[str, torch.Tensor] = {
             name: tensor.detach() for name, tensor in revert_weight_conversion(model, state).items()
         }
-        self.tensors = {name: _describe(tensor) for name, tensor in sorted(self._live.items())}
+        self.tensors = {
+            name: TensorEntry(_NAMES[x.dtype], tuple(x.shape), 0, x.numel() * x.element_size())
+            for name, x in sorted(self._live.items())
+        }
 
     def hold(self) -> None:
         """Copy every tensor to memory of its own."""
@@ -113,19 +119,6 @@ class ConfigCheckpoint(LiveCheckpoint):
         )
 
 
-def _describe(tensor: torch.Tensor) -> TensorEntry:
-    size = tensor.numel() * tensor.element_size()
-    return TensorEntry(_NAMES[tensor.dtype], tuple(tensor.shape), 0, size)
-
-
-def _make_config(model: PreTrainedModel) -> dict[str, object]:
-    config = deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [name_class(model)]
-    made: dict[str, object] = json.loads(config.to_json_string())
-    return made
-
-
 def check_live_model(model: PreTrainedModel, *, can_be_sharded: bool = False) -> None:
     """Refuse a loaded model that is quantized, sharded, offloaded or has adapters.
 
@@ -184,7 +177,11 @@ def _refuse_changed_linears(model: PreTrainedModel) -> None:
             raise ModelError(f"{path}: {type(module).__name__} is an adapter", hint=_MERGE)
         if not is_linear(module):
             continue
-        extra = [name for name in (*module._parameters, *module._modules) if name not in _OWN]
+        extra = [
+            name
+            for name in (*module._parameters, *module._modules)
+            if name not in ("weight", "bias")
+        ]
         if "weight" not in module._parameters:  # parametrized, weight norm, pruned
             raise ModelError(
                 f"{path}: its weight is computed from {', '.join(extra) or 'other tensors'}",
@@ -192,9 +189,6 @@ def _refuse_changed_linears(model: PreTrainedModel) -> None:
             )
         if extra:
             raise ModelError(f"{path}: beside weight and bias it has {extra[0]}", hint=_MERGE)
-
-
-_OWN = ("weight", "bias")
 
 
 @contextmanager
@@ -206,7 +200,8 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in [*model.modules()]:
-            stack.callback(_restore, module, _take_buffers(module), _take_attributes(module))
+            attributes, copies = _take_state(module)
+            stack.callback(_restore, module, {**module._buffers}, copies, attributes)
             if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
                 module._compiled_call_impl = None
             for name, child in [*module._modules.items()]:
@@ -229,30 +224,32 @@ _SHARED = ("_parameters", "_buffers", "_modules")
 """Parameters stay where they are; buffers are restored with their values."""
 
 
-def _take_attributes(module: nn.Module) -> dict[str, Any]:
-    """Take the attributes of a module, and copies of its sets of hooks."""
+def _take_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Take the attributes of a module with copies of its sets of hooks, and copies of its buffers.
+
+    A forward pass may change in place only the buffers that are not stored.
+    """
     own = {name: value for name, value in vars(module).items() if name not in _SHARED}
-    return {n: v.copy() if isinstance(v, dict | set) else v for n, v in own.items()}
-
-
-def _take_buffers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Take the buffers, with copies of those that a forward pass may change in place."""
-    computed = module._non_persistent_buffers_set
-    return {
-        name: (value, value.clone() if name in computed and value is not None else None)
+    attributes = {n: v.copy() if isinstance(v, dict | set) else v for n, v in own.items()}
+    return attributes, {
+        name: value.clone()
         for name, value in module._buffers.items()
+        if name in module._non_persistent_buffers_set and value is not None
     }
 
 
 def _restore(
-    module: nn.Module, buffers: dict[str, tuple[Any, Any]], attributes: dict[str, Any]
+    module: nn.Module,
+    buffers: dict[str, Any],
+    copies: dict[str, torch.Tensor],
+    attributes: dict[str, Any],
 ) -> None:
     module._buffers.clear()
-    for name, (value, before) in buffers.items():
-        module._buffers[name] = value
-        if before is not None:
-            with torch.inference_mode(value.is_inference()):  # else it cannot be written
-                value.copy_(before)
+    module._buffers.update(buffers)
+    for name, before in copies.items():
+        value = buffers[name]
+        with torch.inference_mode(value.is_inference()):  # else it cannot be written
+            value.copy_(before)
     own = vars(module)
     for name in own.keys() - attributes.keys() - set(_SHARED):
         del own[name]

@@ -81,7 +81,13 @@ class WeightSource:
         }
         self._parts = _map_names(model, checkpoint, conversions)
         self._known = model.state_dict().keys()
-        self._renamings = _reverse_renamings(conversions)
+        # not the changes of a prefix that the checkpoint does not have
+        self._renamings = [
+            entry.reverse_transform()
+            for entry in reversed(conversions)
+            if isinstance(entry, WeightRenaming)
+            and (entry.was_used() or not isinstance(entry, PrefixChange))
+        ]
         self.single_tensors: Mapping[str, str] = {
             parameter: parts[0][0]
             for parameter, parts in self._parts.items()
@@ -104,17 +110,15 @@ class WeightSource:
 
         Vectors are ignored: old checkpoints hold buffers that models now compute.
         """
-        used, unused = set[str](), set[str]()
-        for parameter, parts in self._parts.items():
-            (used if parameter in self._known else unused).update(name for name, _ in parts)
+        unused = {name for names in self.unmatched.values() for name in names}
+        used = {name for parts in self._parts.values() for name, _ in parts} - unused
         inside = {path for name in used for path in list_paths(name)}
-        matrices = (
-            name
+        outside = {
+            next(path for path in list_paths(name) if path not in inside)
             for name in unused
             if len(self.source.tensors[name].shape) > 1 and not name.endswith("bias")
-        )
-        outside = (next(p for p in list_paths(name) if p not in inside) for name in matrices)
-        return sorted(set(outside), key=dot_natural_key)
+        }
+        return sorted(outside, key=dot_natural_key)
 
     def spell(self, parameter: str) -> str:
         """Give the name that a checkpoint with these names would store a parameter under."""
@@ -153,14 +157,13 @@ class WeightSource:
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
         """Parameter or buffer -> all parameters that are made from the same tensors."""
-        return {name: self._made_with(name) for name in self._parts if name in self._known}
-
-    def _made_with(self, parameter: str) -> tuple[str, ...]:
-        pattern = self._parts[parameter][0][1]
-        if pattern is None:
-            return (parameter,)
-        first, *others = self._converters[pattern].target_patterns
-        return (parameter, *(parameter.replace(first, other) for other in others))
+        made: dict[str, tuple[str, ...]] = {}
+        for name, ((_, pattern), *_) in self._parts.items():
+            if name in self._known:
+                targets = [name] if pattern is None else self._converters[pattern].target_patterns
+                others = (name.replace(targets[0], other) for other in targets[1:])
+                made[name] = (name, *others)
+        return made
 
     def read_all(self, parameter: str) -> Mapping[str, torch.Tensor]:
         """Read a parameter and all others made from the same tensors (see `parameters`).
@@ -192,7 +195,11 @@ class WeightSource:
             for expert in range(self.source.tensors[name].shape[0]):
                 yield self.source.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
-            for one_expert in _by_expert(parts):
+            by_pattern: dict[str | None, list[str]] = defaultdict(list)
+            for name, pattern in parts:
+                by_pattern[pattern].append(name)
+            for names in zip(*by_pattern.values(), strict=True):
+                one_expert = list(zip(names, by_pattern, strict=True))
                 yield self._convert(parameter, one_expert)[parameter][0]
         else:
             yield from self._convert(parameter, parts)[parameter]
@@ -242,16 +249,6 @@ def _map_names(
     return dict(parts)
 
 
-def _reverse_renamings(conversions: list[Any]) -> list[WeightRenaming]:
-    """Reverse the renamings, except changes of a prefix that the checkpoint does not have."""
-    return [
-        entry.reverse_transform()
-        for entry in reversed(conversions)
-        if isinstance(entry, WeightRenaming)
-        and (entry.was_used() or not isinstance(entry, PrefixChange))
-    ]
-
-
 def _mixtral_name(name: str) -> str:
     """Rename an expert's projection to Mixtral's names, for checkpoints of llm-compressor.
 
@@ -263,20 +260,15 @@ def _mixtral_name(name: str) -> str:
     return head + experts + tail
 
 
-def _by_expert(parts: list[_Part]) -> Iterator[list[_Part]]:
-    by_pattern: dict[str | None, list[str]] = defaultdict(list)
-    for name, pattern in parts:
-        by_pattern[pattern].append(name)
-    for names in zip(*by_pattern.values(), strict=True):
-        yield list(zip(names, by_pattern, strict=True))
-
-
 def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
     """List the converters that stack experts, one tensor each, into 3-D parameters, if any."""
     experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
     if experts is None:
         return
-    transpose: list[ConversionOps] = [Transpose(1, 2)] if _is_transposed(model, experts) else []
+    layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
+    is_known = layout is not None and layout.order is Order.IN_OUT
+    is_transposed = getattr(experts, "is_transposed", is_known)  # Llama 4's lack the attribute
+    transpose: list[ConversionOps] = [Transpose(1, 2)] if is_transposed else []
     yield WeightConverter(
         source_patterns=[f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight"],
         target_patterns=".experts.gate_up_proj",
@@ -299,10 +291,3 @@ def _is_stack(name: str, module: nn.Module) -> bool:
         and getattr(module, "is_concatenated", True)
         and not getattr(module, "has_bias", False)
     )
-
-
-def _is_transposed(model: PreTrainedModel, experts: nn.Module) -> bool:
-    """Tell whether stacked experts are stored [in, out]; Llama 4's lack the attribute."""
-    layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
-    is_known = layout is not None and layout.order is Order.IN_OUT
-    return bool(getattr(experts, "is_transposed", is_known))
