@@ -15,11 +15,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.model_geometry import Linear
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
+from fp8calib.model.shapes import Linear, Role, Site
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.observe.recorder import LayerWork, Recorder
 from fp8calib.recipe import Recipe

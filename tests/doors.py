@@ -20,13 +20,12 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.engines.transformers import report
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import check_linears
 from fp8calib.model import geometry_from_config
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.model.shapes import Attention, Role, Site
+from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.model.topology import find
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN

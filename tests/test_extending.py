@@ -24,7 +24,7 @@ from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.scales.compute import compute_kv_scales

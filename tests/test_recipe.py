@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import RecipeError
-from fp8calib.geometry.module_paths import match_modules
+from fp8calib.model.module_paths import match_modules
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, RuleKind
 from fp8calib.options.shipped_recipes import describe_recipes, recipe_files
 from fp8calib.recipe import Observe, Recipe, load_recipe, parse_recipe

@@ -23,8 +23,8 @@ from fp8calib.engines.vllm.native_classes import names_base
 from fp8calib.engines.weights.missing_tensors import list_opened_files
 from fp8calib.engines.weights.weight_rule import Opened
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model

@@ -17,7 +17,6 @@ from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.model_geometry import find_difference
 from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,
@@ -34,6 +33,7 @@ from fp8calib.jobs.recipe_options import (
 )
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import GivenStats, join_stats, list_stats
+from fp8calib.model.shapes import find_difference
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.options.recipe_keys import TP
 from fp8calib.quantization.calibrated_scales import check_stats_model

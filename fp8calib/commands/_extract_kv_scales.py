@@ -20,9 +20,6 @@ from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.errors import UsageError
-from fp8calib.geometry.kv_bytes import kv_bytes_per_token
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
 from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,
@@ -31,8 +28,10 @@ from fp8calib.jobs.attachment import (
 )
 from fp8calib.jobs.card import CardJob, write_card
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.options.recipe_keys import split_names
 from fp8calib.results.record import BeforeAfter

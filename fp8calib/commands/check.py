@@ -16,10 +16,10 @@ from fp8calib.engines.registry import find_replayed, list_defaults, list_replaye
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.options.option import Option
 from fp8calib.overview import Overview
 from fp8calib.requests import shared

@@ -14,11 +14,10 @@ from fp8calib.blocks import Block, Line, Table
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.errors import UsageError, cut_list, shorten
-from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports
+from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import range_starts
 from fp8calib.options.option import Option

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.dialects.metadata import Provenance
-    from fp8calib.geometry.model_geometry import ModelGeometry
-    from fp8calib.geometry.sites import Site
+    from fp8calib.model.shapes import ModelGeometry, Site
     from fp8calib.scales.scale_table import ScaleTable
     from fp8calib.stats.calibration_origin import CalibrationOrigin
 

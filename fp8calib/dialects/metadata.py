@@ -20,7 +20,7 @@ from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 KV_DTYPES: Mapping[str, Fp8Format] = {
     **{fmt.dtype_name: fmt for fmt in KV_FORMATS.values()},

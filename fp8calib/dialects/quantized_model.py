@@ -25,8 +25,7 @@ from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
 from fp8calib.errors import ExportError, ModelError, UsageError, cut_list
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.scales.scale_table import ScaleTable
 
 _PROJECTION_TYPES = ("qwen3_next",)

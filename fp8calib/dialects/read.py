@@ -23,8 +23,7 @@ from fp8calib.dialects.kv.validate import fill_shared
 from fp8calib.dialects.refusals import refusal
 from fp8calib.dialects.registry import list_json_keys, list_read
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference

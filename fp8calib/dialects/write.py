@@ -16,9 +16,9 @@ from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError, cut_list
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import list_paths
-from fp8calib.geometry.tensor_parallel import check_heads, check_linears
+from fp8calib.model.module_paths import list_paths
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule
 from fp8calib.scales.compute import NO_RULES, compute_kv_scales, compute_linear_scales

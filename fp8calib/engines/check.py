@@ -32,9 +32,8 @@ from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.engines.weights.missing_tensors import are_elsewhere
 from fp8calib.errors import UsageError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES
-from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry
+from fp8calib.model.tensor_parallel import check_cuts, check_heads
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHARED_FIX = "give the layer the scales of layer {}, as `fp8calib extract-kv-scales` does"

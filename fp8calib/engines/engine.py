@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 ViewFolder = Callable[["ScaleFolder"], "ScaleFolder"]
 """Give a folder as an engine opens it; raise `Refusal` where it finds no file."""

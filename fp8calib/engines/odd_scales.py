@@ -16,7 +16,7 @@ from fp8calib.engines.scale_mixups import Slot, find_mixup, find_swap
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates
 from fp8calib.errors import format_ranges
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN
 
 _LEAST_USUAL, _MOST_USUAL = 2.0**-20, 2.0

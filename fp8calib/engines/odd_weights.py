@@ -14,7 +14,7 @@ from fp8calib.engines.reach import Reach, find_odd, measure_reach
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.errors import shorten
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.stats.calibration_stats import CalibrationStats
 

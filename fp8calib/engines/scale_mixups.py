@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from statistics import mean, median
 
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Role
 from fp8calib.numerics.formats import E4M3FN
 
 Slot = tuple[int, Role]

@@ -16,9 +16,8 @@ from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
-from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.machine.threads import one_thread
+from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
 from fp8calib.numerics.encode import decode_scale
 
 _USUAL = 4.0

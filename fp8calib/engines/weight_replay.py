@@ -40,7 +40,7 @@ from fp8calib.engines.weights.rules import (
 from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, find_nearest
 from fp8calib.stats.calibration_stats import CalibrationStats
 

@@ -28,7 +28,7 @@ from fp8calib.stats.unquantized_tensors import (
 if TYPE_CHECKING:
     from fp8calib.commands.export import ExportRequest
     from fp8calib.commands.extract_kv_scales import ExtractRequest
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 
 def refuse_options(request: ExportRequest | ExtractRequest) -> None:

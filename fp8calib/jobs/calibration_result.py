@@ -12,12 +12,12 @@ from typing import Any
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.dialects.write import Note
-from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
+from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.numerics.rules import Fallback
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.results.record import BeforeAfter

@@ -18,7 +18,7 @@ from fp8calib.dialects.registry import (
     list_query_format_names,
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
-from fp8calib.geometry.tensor_parallel import check_degree
+from fp8calib.model.tensor_parallel import check_degree
 from fp8calib.options.option import Declared, list_options
 from fp8calib.options.recipe_keys import (
     BATCH_SIZE,

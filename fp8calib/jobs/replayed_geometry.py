@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 
 def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:

@@ -11,8 +11,8 @@ import torch
 
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.errors import UsageError
-from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.recipe_options import make_scale_options
+from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.requests.shared import Stats
 from fp8calib.results.calibrate import CalibrateResult

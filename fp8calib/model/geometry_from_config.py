@@ -23,9 +23,9 @@ from fp8calib.checkpoint.model_config import (
 )
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.stored_parameters import find_absent, find_leftovers, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource

@@ -9,10 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import group_by_pattern, list_paths, match_modules
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
+from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modules
+from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.stored_parameters import (
     check_stored_parameters,
     list_absent,

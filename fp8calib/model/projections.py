@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8calib.geometry.model_geometry import Linear, Part
-from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
+from fp8calib.model.shapes import Linear, Part
+from fp8calib.model.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.topology.layouts import gate_up_parts
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource

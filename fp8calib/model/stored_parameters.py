@@ -15,7 +15,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from fp8calib.checkpoint.header import INTEGERS
 from fp8calib.errors import ModelError, cut_list
-from fp8calib.geometry.module_paths import group_by_pattern, list_paths
+from fp8calib.model.module_paths import group_by_pattern, list_paths
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 

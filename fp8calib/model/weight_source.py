@@ -32,8 +32,8 @@ from transformers.core_model_loading import (
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError, cut_list, first_line
-from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
-from fp8calib.geometry.module_paths import list_paths
+from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
+from fp8calib.model.module_paths import list_paths
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 _EXPERT = r"\.experts\.\d*."

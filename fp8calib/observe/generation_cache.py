@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.observe.hooks import TensorHooks, find_attention
 

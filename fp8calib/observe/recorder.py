@@ -13,8 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fp8calib.geometry.model_geometry import Attention, Layer, Linear
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.histogram import count_bins_of_each
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.amax import (
     channel_amax,
     expert_counts,

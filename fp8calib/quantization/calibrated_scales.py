@@ -18,9 +18,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.geometry.model_geometry import Attention, Layer, Linear
-from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.module_paths import list_paths, span_experts, split_expert
+from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of

@@ -20,8 +20,8 @@ from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.errors import ExportError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import name_fused_path, split_expert
+from fp8calib.model.module_paths import name_fused_path, split_expert
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.shard_layout import (
     Codes,

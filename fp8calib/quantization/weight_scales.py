@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import torch
 
-from fp8calib.geometry.module_paths import span_experts
+from fp8calib.model.module_paths import span_experts
 from fp8calib.numerics.amax import block_amax, row_amax
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from fp8calib.data.sequences import Batch
-from fp8calib.geometry.model_geometry import Linear
-from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.machine.progress import Progress
+from fp8calib.model.shapes import Linear, Site
 from fp8calib.observe.recorder import LayerWork
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
 from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_into

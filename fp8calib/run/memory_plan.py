@@ -18,10 +18,10 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, find_distinct_tokens
 from fp8calib.errors import UsageError
-from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.memory import anonymous_bytes, available_bytes
 from fp8calib.machine.units import GIB, format_gib
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Layer, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.weights import PartLoader, PartSize

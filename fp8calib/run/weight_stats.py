@@ -9,9 +9,8 @@ import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Linear
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.projections import read_linears
+from fp8calib.model.shapes import Linear, Role, Site
 from fp8calib.model.weight_source import TensorSource, WeightSource
 from fp8calib.numerics.amax import channel_amax, group_amax, row_amax
 from fp8calib.stats.statistic import SiteStats

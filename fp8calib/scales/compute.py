@@ -14,9 +14,8 @@ from types import MappingProxyType
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.geometry.model_geometry import Attention, Linear, Part
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import (
+from fp8calib.model.shapes import Attention, Linear, Part, Role, Site
+from fp8calib.model.tensor_parallel import (
     check_heads,
     owned_blocks,
     owned_channels,

@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import check_heads
+from fp8calib.model.shapes import Attention, Role, Site
+from fp8calib.model.tensor_parallel import check_heads
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.scales.ranks import convert_ranks, fits_heads
 from fp8calib.scales.scale_table import ScaleTable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.tensor_parallel import check_heads, rank_range
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.tensor_parallel import check_heads, rank_range
 from fp8calib.scales.scale_table import ScaleTable
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.errors import RecipeError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.model.module_paths import matches_pattern
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Site
 from fp8calib.numerics.rules import Rule
 
 

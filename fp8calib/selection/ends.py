@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from fp8calib.dialects.fp8.dialect import UnquantizedMatrix
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.model.module_paths import split_expert
 from fp8calib.selection.matrices import Matrix
 
 _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}

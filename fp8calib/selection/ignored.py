@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fp8calib.errors import UsageError
-from fp8calib.geometry.module_paths import list_paths, matches_pattern
+from fp8calib.model.module_paths import list_paths, matches_pattern
 
 _NUMBER = re.compile(r"\.\d+\.")
 TOWER = "a vision or audio tower"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.geometry.expert_layouts import (
+from fp8calib.model.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,
     Order,
@@ -16,7 +16,7 @@ from fp8calib.geometry.expert_layouts import (
     find_stack,
     list_types,
 )
-from fp8calib.geometry.module_paths import name_fused_group
+from fp8calib.model.module_paths import name_fused_group
 
 SUFFIX = ".weight"
 _LAYER = re.compile(r"(.*?\.\d+)\.")

@@ -16,8 +16,7 @@ from pydantic import NonNegativeInt, ValidationError
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Frozen, ModelGeometry, Role, Site
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.header import StatsHeader, StatsShard

@@ -15,7 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from fp8calib.data.modality import Modality
-from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
+from fp8calib.model.shapes import Frozen, ModelGeometry
 
 
 class Skipped(Frozen):

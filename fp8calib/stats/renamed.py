@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Layer, ModelGeometry
-from fp8calib.geometry.sites import Site
+from fp8calib.model.shapes import Layer, ModelGeometry, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.geometry.sites import Site
+from fp8calib.model.shapes import Site
 from fp8calib.numerics.positions import NUM_RANGES
 
 NAMES = (

@@ -21,10 +21,9 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
+from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule

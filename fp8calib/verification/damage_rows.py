@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram_estimates import clipped_share
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -11,10 +11,10 @@ from weakref import WeakSet
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.observe.generation_cache import open_cache_hooks

@@ -9,11 +9,11 @@ import torch
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Site
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.run.streaming.model import StreamedModel

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
 from fp8calib.engines.registry import find_emulated
-from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity

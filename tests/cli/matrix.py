@@ -20,7 +20,7 @@ from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_written
 from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.registry import ENGINES
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import compute_kv_scales

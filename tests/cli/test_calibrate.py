@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.options.shipped_recipes import recipe_files
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo

@@ -14,8 +14,7 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.dialect import WriteJob
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.registry import find_dialect
-from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.header import StatsHeader

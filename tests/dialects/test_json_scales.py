@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.dialect import WriteJob
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.statistic import SiteStats

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
 from tests.dialects.handmade import (

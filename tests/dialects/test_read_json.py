@@ -11,8 +11,7 @@ import torch
 
 from fp8calib.dialects.read import FoundScales, read_scales
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.scales.scale_table import ScaleSource
 from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry, shared_stats

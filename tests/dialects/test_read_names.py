@@ -14,8 +14,7 @@ from fp8calib.dialects.kv.parse_names import (
     parse_name,
 )
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from tests.dialects.handmade import make_attention, make_geometry
 
 BOTH = (Role.K, Role.V)

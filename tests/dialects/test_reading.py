@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable

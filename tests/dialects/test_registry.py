@@ -20,7 +20,7 @@ from fp8calib.dialects.write import (
     write_formats,
 )
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -16,7 +16,7 @@ from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.dialects.write import write_table
 from fp8calib.errors import UsageError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.convert import convert_table
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry
 from tests.engines.check_handmade import (
     PER_TENSOR,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from tests.dialects.handmade import latent_stats, make_geometry
 from tests.engines.check_handmade import (
     FP8,

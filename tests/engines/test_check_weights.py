@@ -25,8 +25,8 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights, apply_rules
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings

@@ -15,7 +15,7 @@ from fp8calib.engines.replay.fingerprint import add_fingerprints, fingerprint_sc
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from tests import zoo
 from tests.engines.check_handmade import (
     MODELOPT,

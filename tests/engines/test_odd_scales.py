@@ -19,8 +19,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.scale_mixups import find_mixup
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import Role
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.shapes import Role
 from tests import zoo
 
 NORM = "model.layers.{}.input_layernorm.weight"

@@ -20,8 +20,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
+from fp8calib.model.shapes import ModelGeometry
 from tests import zoo
 from tests.engines.check_handmade import (
     FP8,

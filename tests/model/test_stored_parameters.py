@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo

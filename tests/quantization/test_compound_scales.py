@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.projections import LinearWeight
+from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable

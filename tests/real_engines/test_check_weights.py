@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights
-from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
+from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (
     PAIRS,
     WHOLE,

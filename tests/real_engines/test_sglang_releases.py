@@ -19,7 +19,7 @@ from fp8calib.engines.sglang.linears import SglangReader
 from fp8calib.engines.sglang.model_types import (
     has_place,
 )
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,

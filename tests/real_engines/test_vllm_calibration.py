@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8calib.cli import main_inner
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.idefics3 import modeling_idefics3
 
 from fp8calib.cli import main_inner
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests.kit.multimodal import draw_image, save_multimodal
 from tests.real_engines.exports import read_scales

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
 from fp8calib.scales.ranks import fits_heads

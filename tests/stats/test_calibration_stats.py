@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.data.modality import Modality
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats, is_stats_file, load_stats, save_stats
 from fp8calib.stats.header import Skipped, StatsHeader
 from fp8calib.stats.statistic import SiteStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import NUM_RANGES
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation

@@ -16,9 +16,9 @@ from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
+from fp8calib.model.shapes import Role, Site
 from fp8calib.recipe import Data
 from fp8calib.run.resume import journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import NUM_RANGES, range_starts
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.damage_rows import list_layers, measure_fits

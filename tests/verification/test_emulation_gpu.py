@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity

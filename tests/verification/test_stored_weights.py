@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
-from fp8calib.geometry.sites import Site
+from fp8calib.model.shapes import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.emulation.damage import Damage

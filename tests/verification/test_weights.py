@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate

@@ -23,7 +23,7 @@ from fp8calib.dialects.fp8.quantization_config import (
 from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ExportError
-from fp8calib.geometry.module_paths import name_fused_path, split_expert
+from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.numerics.schemes import GROUP_SIZE, MX_BLOCK, Granularity, InputScaling, Scheme
 
 MX_FORMAT = "mxfp8-quantized"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.kv.kv_scales import name_scales
-from fp8calib.geometry.module_paths import split_expert
-from fp8calib.geometry.sites import Role
+from fp8calib.model.module_paths import split_expert
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import Attention
+    from fp8calib.model.shapes import Attention
 
 Shape = tuple[int, ...]
 Config = dict[str, object]

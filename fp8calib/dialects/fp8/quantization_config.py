@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError
-from fp8calib.geometry.module_paths import matches_expression, refuse_costly
+from fp8calib.model.module_paths import matches_expression, refuse_costly
 from fp8calib.numerics.schemes import (
     BLOCK,
     GROUP_SIZE,

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.model.module_paths import split_expert
 
 _ANY = r"\d+"
 _EVERY = ".*"

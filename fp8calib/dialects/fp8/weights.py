@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.registry import list_input_scale_names, list_scale_names
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.geometry.module_paths import name_fused_group, span_experts
+from fp8calib.model.module_paths import name_fused_group, span_experts
 from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity, count_blocks

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.validate import check_model_type
 from fp8calib.dialects.metadata import find_format
 from fp8calib.dialects.refusals import refusal
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"

@@ -13,7 +13,7 @@ from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 _EXPANDED_NOTE = (
     "ModelOpt measures K and V of latent attention expanded to heads; where an engine caches the "

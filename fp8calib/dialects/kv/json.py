@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
     from fp8calib.scales.scale_table import ScaleTable
 
 NO_CACHE_SCALE = 1.0

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, Spelling, WriteJob
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+    from fp8calib.model.shapes import Attention, ModelGeometry
     from fp8calib.scales.scale_table import ScaleTable
 
 

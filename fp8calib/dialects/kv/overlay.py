@@ -20,7 +20,7 @@ from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []

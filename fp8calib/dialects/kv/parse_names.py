@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Role
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+    from fp8calib.model.shapes import Attention, ModelGeometry
 
 RANK_FILE_MARK = "kv_cache_scaling_factor"
 """Part of the names of scales in TensorRT-LLM and AMMO rank files."""

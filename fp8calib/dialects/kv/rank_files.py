@@ -19,7 +19,7 @@ from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
 from fp8calib.dialects.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
 _LAYER = re.compile(r"\d+", re.ASCII)

@@ -18,7 +18,7 @@ from fp8calib.dialects.kv.validate import (
 from fp8calib.dialects.metadata import JSON_ORIGIN_KEY, find_format, parse_origin
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _FEW_EXTRA = 1000

@@ -28,8 +28,7 @@ from fp8calib.dialects.kv.validate import (
 from fp8calib.dialects.metadata import find_origin, find_recorded_format
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list, name_ranges
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role, Site
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles, WriteJob
 from fp8calib.dialects.kv.json import VLLM_JSON, list_layer_scales
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 
 if TYPE_CHECKING:
-    from fp8calib.geometry.model_geometry import Layer, ModelGeometry, Section
+    from fp8calib.model.shapes import Layer, ModelGeometry, Section
     from fp8calib.scales.scale_table import ScaleTable
 
 _RANK = "rank"

@@ -11,8 +11,7 @@ import torch
 from fp8calib.dialects.dialect import ParsedScales
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError, cut_list, name_ranges
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Site
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Site
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.scales.scale_table import ScaleSource
 from fp8calib.stats.calibration_origin import CalibrationOrigin

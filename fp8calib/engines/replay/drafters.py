@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 _READS = "drafter reads the KV cache of this model type"
 

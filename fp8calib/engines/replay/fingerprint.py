@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Role
 
 _DIGITS = 16
 Place = tuple[int, int, Role]

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, find_dtyp
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
-from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
+from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _DRAFTS = ("num_nextn_predict_layers",)
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

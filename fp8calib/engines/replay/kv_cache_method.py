@@ -15,7 +15,7 @@ from fp8calib.engines.replay.folder import StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
 from fp8calib.engines.status import Status
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 
 _SINGLE = ".kv_scale"
 _BOTH_FIX = "store a k_scale and a v_scale for the layer, both above zero"

@@ -17,8 +17,7 @@ from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 
 Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.geometry.module_paths import matches_expression, refuse_costly
+from fp8calib.model.module_paths import matches_expression, refuse_costly
 
 _FIX = "name modules by their paths, or by a plain regular expression"
 

@@ -22,7 +22,7 @@ from fp8calib.engines.replay.verdicts import (
     report_alike,
 )
 from fp8calib.engines.status import Status
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 
 def find_served_dtype(

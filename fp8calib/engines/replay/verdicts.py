@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8calib.engines.status import Status
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
-from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"

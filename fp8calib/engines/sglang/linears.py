@@ -31,7 +31,7 @@ from fp8calib.engines.weights.reader import (
     list_strings,
     require_mx,
 )
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _GROUP_FORMATS = "the format of a config group is read"

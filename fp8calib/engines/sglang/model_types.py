@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.engines.facts.release import Release
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 CLASS = "class"
 """Without a class SGLang runs transformers' code, whose attention has no parameters of its own

@@ -36,8 +36,7 @@ from fp8calib.engines.sglang.model_types import (
     has_class,
     has_place,
 )
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 CONFIG_KEYS = (

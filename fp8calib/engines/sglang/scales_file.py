@@ -20,7 +20,7 @@ from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.sglang.model_types import find_sglang_type, takes_sglang_json
 from fp8calib.engines.sglang.replay import has_kv_method
 from fp8calib.engines.status import Status
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 _WHY = (
     "SGLang divides K and V by the scale where it stores them, and does not multiply where it "

@@ -11,7 +11,7 @@ from fp8calib.engines.evidence import Evidence
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 
 def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:

@@ -42,9 +42,8 @@ from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, lo
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.module_paths import span_experts, split_expert
-from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.model.module_paths import span_experts, split_expert
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
 _LARGEST_EXPONENT = 254

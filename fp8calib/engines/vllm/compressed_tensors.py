@@ -18,8 +18,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Attention, Role
 
 NO_PARAMETER = (
     "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0"

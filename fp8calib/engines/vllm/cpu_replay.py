@@ -7,9 +7,8 @@ from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import match_to_layers
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.vllm.replay import replay_vllm
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
-from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.tensor_parallel import rank_range
 
 _LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
 _LARGEST_FIX = "write a kv-overlay, with one scale per layer"

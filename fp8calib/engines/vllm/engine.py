@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 
 _WHOLE_RANGE = "inputs of MXFP8 use the whole range of e4m3 without FlashInfer"

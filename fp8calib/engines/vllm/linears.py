@@ -40,7 +40,7 @@ from fp8calib.engines.weights.reader import (
     require_mx,
 )
 from fp8calib.engines.weights.stored import HEADS
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity
 
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"

@@ -17,7 +17,7 @@ from fp8calib.engines.vllm.model_types import (
     UNQUANTIZED_LINEARS,
     UNSUPPORTED_TYPES,
 )
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 CLASS = "class"
 BACKEND_PLACES = "transformers' classes have parameters for KV scales"

@@ -46,8 +46,7 @@ from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 _PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"

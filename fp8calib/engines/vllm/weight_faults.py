@@ -15,7 +15,7 @@ from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKin
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.model.module_paths import split_expert
 
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _STRAY_FIX = "remove the tensor: no engine has a place for it"

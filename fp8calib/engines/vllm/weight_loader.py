@@ -23,8 +23,7 @@ from fp8calib.engines.vllm.model_types import (
     SKIPPED_ROOTS,
     LoaderKind,
 )
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 
 _ROLES = ("q", "k", "v")
 _REGEXES = (

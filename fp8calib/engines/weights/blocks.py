@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
-from fp8calib.geometry.module_paths import name_fused_group
-from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.model.module_paths import name_fused_group
+from fp8calib.model.shapes import Linear, ModelGeometry, Part
+from fp8calib.model.tensor_parallel import rank_range
 
 _ENGINES = ("vllm", "sglang")
 """vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py (validate_fp8_block_shape); SGLang

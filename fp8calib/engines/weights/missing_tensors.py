@@ -27,8 +27,8 @@ from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.stored import LAYER, count_experts
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.model.module_paths import split_expert
+from fp8calib.model.shapes import ModelGeometry
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""

@@ -31,7 +31,7 @@ from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
-from fp8calib.geometry.module_paths import name_fused_group
+from fp8calib.model.module_paths import name_fused_group
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 
 Section = Mapping[str, object]

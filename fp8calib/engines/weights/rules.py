@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.weight_rule import WeightRule
-from fp8calib.geometry.module_paths import name_fused_group
+from fp8calib.model.module_paths import name_fused_group
 from fp8calib.numerics.schemes import Granularity
 
 

@@ -15,8 +15,8 @@ from fp8calib.dialects.fp8.weights import is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
+from fp8calib.model.module_paths import FUSED_PATHS, name_fused_group, split_expert
+from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.numerics.encode import decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.commands.quantize import QuantizeResult, UnquantizedLinear
-from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.recipe import Quantize

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.geometry.sites import Role
 from fp8calib.jobs.models import RunModel
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Role
 from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.streaming.model import StreamedModel, open_streamed
 from fp8calib.verification.emulation.candidate import Candidate

@@ -13,12 +13,11 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import SPARSE_LATENTS, Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.model.load import ModelSource
+from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule, parse_rule

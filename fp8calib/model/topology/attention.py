@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Attention, Layer
+from fp8calib.model.shapes import Attention, Layer
 from fp8calib.model.topology.layouts import (
     CACHELESS_LAYER_TYPES,
     CACHELESS_MIXERS,

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.errors import Fp8CalibError, ModelError, first_line
-from fp8calib.geometry.model_geometry import Layer, ModelGeometry
+from fp8calib.model.shapes import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
 from fp8calib.model.topology.search import GeometrySearch, name_class

@@ -6,7 +6,7 @@ between families and cannot be derived from its shape.
 
 from __future__ import annotations
 
-from fp8calib.geometry.model_geometry import Part, Shard
+from fp8calib.model.shapes import Part, Shard
 
 ATTENTION_SHARDS: dict[str, Shard] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "column"),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Attention, Linear, Part, Section, Shard
+from fp8calib.model.shapes import Attention, Linear, Part, Section, Shard
 from fp8calib.model.topology.layouts import (
     ATTENTION_SHARDS,
     CONTIGUOUS_QKV,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.geometry.model_geometry import Linear
+from fp8calib.model.shapes import Linear
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 

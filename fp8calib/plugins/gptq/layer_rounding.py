@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.geometry.model_geometry import Layer
+from fp8calib.model.shapes import Layer
 from fp8calib.numerics.encode import decode_rows, encode_rows
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.plugins.gptq.core import (

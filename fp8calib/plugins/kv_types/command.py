@@ -13,9 +13,9 @@ from fp8calib.commands.verify import run as verify
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import FP8_TYPES, CacheResult, KvTypesResult, recommend

@@ -18,7 +18,7 @@ from fp8calib.plugins.lightllm.format import PER_HEAD, PER_TENSOR, QUERY, find_m
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.model.shapes import ModelGeometry
 
 _FIX = "write it with `export --format lightllm` or `lightllm-head --query-scale yes`"
 _NO_QUERY = "later commits need q_calibration beside scales per head: export with --query-scale yes"

@@ -16,11 +16,11 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
-from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.stats import drop_kv
 from fp8calib.model.load import LoadedModel
+from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, parse_rule

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role, Site
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.verification.emulation.candidate import Candidate
 
 CLIPPING = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8calib.geometry.model_geometry import Frozen
+from fp8calib.model.shapes import Frozen
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import PairedResult
 

@@ -27,9 +27,9 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Role, Site
 from fp8calib.plugins.vllm.lost_process import ProcessWatch
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
 from fp8calib.plugins.vllm.observer import Expected, checksum

@@ -16,10 +16,9 @@ from typing import Any, Self
 import torch
 
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES, Role, Site
-from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.recipe import Observe
 from fp8calib.stats.statistic import COUNTS, NAMES, SiteStats, join
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fp8calib.errors import ServerError
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.plugins.vllm.live_scales import COPIES
 from fp8calib.plugins.vllm.loader import list_indices
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from fp8calib.engines.replay.verdicts import EngineReport, HeldScale, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import ModelError, format_ranges, shorten
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.model.shapes import KV_ROLES, Attention, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.plugins.vllm.live_scales import FP8_CACHES
 from fp8calib.plugins.vllm.rank_answer import RankAnswer, Slot

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
+from fp8calib.model.shapes import Linear, ModelGeometry, find_difference
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import FP8_FORMATS

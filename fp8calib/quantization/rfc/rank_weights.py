@@ -15,10 +15,9 @@ from fp8calib.checkpoint.disk import explain_os_error, require_free_space
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.rfc import name_rank_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.geometry.model_geometry import Linear, Part
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.projections import LinearWeight
+from fp8calib.model.shapes import Linear, Part, Role, Site
+from fp8calib.model.tensor_parallel import owned_channels, owned_rows
 from fp8calib.numerics.cast import encode
 from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
 from fp8calib.numerics.formats import E4M3FN, Fp8Format

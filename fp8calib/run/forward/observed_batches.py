@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch, cut_batch
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.sites import Role
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Role
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import HookedCache, open_hooks
 from fp8calib.observe.recorder import Recorder

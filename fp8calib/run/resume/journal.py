@@ -25,7 +25,7 @@ from fp8calib.checkpoint.disk import format_size
 from fp8calib.data.sequences import Batch
 from fp8calib.data.shares import Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState
 from fp8calib.stats.calibration_stats import (

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Layer
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Layer
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.decoder import Decoder, DecoderCall

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import Requantized, WeightChange
 

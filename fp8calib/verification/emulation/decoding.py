@@ -16,8 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Site
+from fp8calib.model.shapes import Attention, Site
 from fp8calib.observe.hooks import AttentionCall
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
 from fp8calib.verification.emulation.emulate import EmulationHooks

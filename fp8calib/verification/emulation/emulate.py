@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch
-from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.observe.hooks import (

@@ -9,9 +9,8 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
+from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.scales.ranks import fits_heads

@@ -11,7 +11,7 @@ import torch
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import VerificationError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format

@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import list_embedding_and_head
 from fp8calib.verification.emulation.fake_quantize import ScaleRange

@@ -13,10 +13,9 @@ from torch import nn
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.module_paths import name_fused_group
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
+from fp8calib.model.module_paths import name_fused_group
+from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.numerics.amax import tensor_amax

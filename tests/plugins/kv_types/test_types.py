@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Role
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.verification.emulation.candidate import Candidate
 from tests import zoo

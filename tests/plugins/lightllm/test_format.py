@@ -11,8 +11,7 @@ import pytest
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.write import check_export
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.scales.compute import compute_kv_scales
 from tests.dialects.handmade import (

@@ -11,9 +11,9 @@ import torch
 
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
-from fp8calib.geometry.sites import Site
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.model.shapes import Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.sources.decoded import open_model

@@ -15,9 +15,8 @@ import torch
 
 import fp8calib
 from fp8calib.errors import CalibrationError, UsageError
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.plugins import vllm as plugin
 from fp8calib.plugins.vllm.commands.calibrate.command import check_engine
 from fp8calib.plugins.vllm.commands.calibrate.request import (

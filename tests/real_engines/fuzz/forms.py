@@ -15,10 +15,9 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.dialects.write import write_table
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import span_experts
-from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.module_paths import span_experts
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales

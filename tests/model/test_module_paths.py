@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.geometry.module_paths import (
+from fp8calib.model.module_paths import (
     list_paths,
     matches_pattern,
     span_experts,

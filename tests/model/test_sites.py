@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.shapes import Role, Site
 
 
 @pytest.mark.parametrize("role", list(Role))

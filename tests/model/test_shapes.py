@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.geometry.model_geometry import Linear, Part
-from fp8calib.geometry.sites import Role
+from fp8calib.model.shapes import Linear, Part, Role
 from fp8calib.model.topology.layouts import (
     contiguous_qkv,
     gate_up_parts,

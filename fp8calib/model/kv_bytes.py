@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 
 _INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _WITHOUT_CACHE = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")

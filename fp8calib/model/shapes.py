@@ -1,21 +1,54 @@
-"""The shape of a model, as far as scales depend on it.
+"""The shape of a model, as far as scales depend on it, and the sites in it.
 
 A `ModelGeometry` is found once from a model's modules (`fp8calib.model.topology`) and stored in the
-stats file. Exports at any tensor-parallel degree therefore need no model.
+stats file. Exports at any tensor-parallel degree therefore need no model. A site is a place in a
+model where tensors are observed or scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8calib.geometry.sites import Role, Site
-
 Shard = Literal["column", "row", "replicated"]
 """How tensor parallelism cuts a linear: its outputs, its inputs, or not at all."""
 Section = Literal["attention", "mlp", "other"]
+
+
+class Role(StrEnum):
+    """What the tensor at a site is."""
+
+    K = "k"
+    V = "v"
+    Q = "q"
+    P = "p"
+    """The probabilities of attention."""
+    INPUT = "input"
+    WEIGHT = "weight"
+
+
+KV_ROLES = (Role.K, Role.V)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """A module's path in the model and the role of the tensor there."""
+
+    module: str
+    role: Role
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.role}"
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """Parse `model.layers.7.self_attn.v`; ValueError if the role is unknown."""
+        module, _, role = text.rpartition(".")
+        return cls(module, Role(role))
 
 
 class Frozen(BaseModel):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.tensor_parallel import (
+from fp8calib.model.shapes import Linear, ModelGeometry
+from fp8calib.model.tensor_parallel import (
     check_heads,
     check_linears,
     owned_blocks,
