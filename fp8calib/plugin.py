@@ -27,7 +27,7 @@ class Plugin:
     """A command as it is typed (`gptq`, `vllm check`) -> the package with its modules `request` and
     `command`, and `render` where the command prints more than its result's `str`."""
     formats: tuple[str, ...] = ()
-    """Places `MODULE:NAME` of a `fp8calib.dialects.dialect.Dialect`."""
+    """Places `MODULE:NAME` of a `fp8calib.formats.dialect.Dialect`."""
     engines: tuple[str, ...] = ()
     """Places `MODULE:NAME` of a `fp8calib.engines.engine.Engine`."""
 

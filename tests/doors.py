@@ -20,6 +20,7 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.engines.transformers import report
+from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, load_model, open_source
@@ -33,7 +34,6 @@ from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.streaming.model import Streaming
-from fp8calib.scales import compute
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
 from fp8calib.stats.merge import merge_shards
 from fp8calib.stats.statistic import SiteStats, name_tensors

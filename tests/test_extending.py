@@ -18,21 +18,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects import registry
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS
-from fp8calib.dialects.read import read_scales
 from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.errors import ModelError
+from fp8calib.formats import registry
+from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.registry import FP8_DIALECTS
+from fp8calib.formats.read import read_scales
 from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
-from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
-from tests.dialects.foreign import FOLDER, find_geometry
+from tests.formats.foreign import FOLDER, find_geometry
 from tests.quantization.by_hand import codes_of, encode, scale_for, to_numpy
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from fp8calib.commands import spell_commands
 from fp8calib.plugin import Plugin, find_plugins
 from tests.cli.conftest import write_rows
 from tests.cli.program import run
-from tests.dialects.foreign import FOLDER
+from tests.formats.foreign import FOLDER
 
 ROOT = Path(__file__).parents[1]
 OWN = sorted(path.parent.name for path in (ROOT / "fp8calib" / "plugins").glob("*/__init__.py"))

@@ -12,8 +12,6 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.commands.check import CheckRequest
-from fp8calib.dialects.metadata import read_file_origin
-from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.fingerprint import add_fingerprints
@@ -23,6 +21,8 @@ from fp8calib.engines.vllm.native_classes import names_base
 from fp8calib.engines.weights.missing_tensors import list_opened_files
 from fp8calib.engines.weights.weight_rule import Opened
 from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.formats.metadata import read_file_origin
+from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.stats.calibration_origin import CalibrationOrigin

@@ -10,13 +10,13 @@ from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.export import ExportRequest, ExportResult
 from fp8calib.commands.written import check_formats
-from fp8calib.dialects.dialect import NO_ATTACHMENT, Attachment
-from fp8calib.dialects.kv.rfc import RFC, name_rank_files
-from fp8calib.dialects.metadata import describe_attention, explain_other_attention
-from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
-from fp8calib.dialects.registry import find_dialect, list_format_names
-from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
+from fp8calib.formats.kv.rfc import RFC, name_rank_files
+from fp8calib.formats.metadata import describe_attention, explain_other_attention
+from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
+from fp8calib.formats.registry import find_dialect, list_format_names
+from fp8calib.formats.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,

@@ -13,13 +13,16 @@ from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.extract_kv_scales import ExtractedLayer, ExtractRequest, ExtractResult
 from fp8calib.commands.written import check_written
-from fp8calib.dialects.dialect import Attachment, Dialect
-from fp8calib.dialects.metadata import Provenance
-from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
-from fp8calib.dialects.read import FoundScales, check_origin, read_scales
-from fp8calib.dialects.registry import find_dialect, list_written
-from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.errors import UsageError
+from fp8calib.formats.convert import convert_table, explain_fit, explain_joint, explain_no_query
+from fp8calib.formats.dialect import Attachment, Dialect
+from fp8calib.formats.metadata import Provenance
+from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
+from fp8calib.formats.ranks import fits_heads
+from fp8calib.formats.read import FoundScales, check_origin, read_scales
+from fp8calib.formats.registry import find_dialect, list_written
+from fp8calib.formats.table import ScaleTable
+from fp8calib.formats.write import list_owned, write_table
 from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,
@@ -36,9 +39,6 @@ from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.options.recipe_keys import split_names
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.written import WrittenCheck
-from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, explain_no_query
-from fp8calib.scales.ranks import fits_heads
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 

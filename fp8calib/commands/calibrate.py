@@ -17,15 +17,16 @@ from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.written import check_formats, check_written
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
-from fp8calib.dialects.dialect import Attachment
-from fp8calib.dialects.registry import find_dialect
-from fp8calib.dialects.write import (
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.formats.dialect import Attachment
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.site_rules import find_site_rules
+from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
     check_replaced,
     write_formats,
 )
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.jobs.calibration import IF_QUANTIZED, choose_calibration_mode, run_job
 from fp8calib.jobs.calibration_result import (
     describe_rows,
@@ -76,7 +77,6 @@ from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
 from fp8calib.run.processes import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
-from fp8calib.scales.site_rules import find_site_rules
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,

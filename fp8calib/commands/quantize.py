@@ -11,9 +11,9 @@ from typing import Annotated
 
 from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError, cut_list
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.fp8.registry import find_written, list_written
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports

@@ -150,7 +150,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     with slow_imports():
-        from fp8calib.dialects.stored_scales import read_stored_scales
+        from fp8calib.formats.stored_scales import read_stored_scales
         from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
     path = Path(request.file)
     if request.everything and request.kv:
@@ -165,7 +165,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
 
 def show_stats(stats: CalibrationStats) -> StatsShown:
     """Make the rows of statistics."""
-    from fp8calib.scales.compute import list_unfit_queries
+    from fp8calib.formats.compute import list_unfit_queries
     from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
     positions = {

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fp8calib.commands.check import CheckRequest, EngineResult, check_path
-from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.errors import Fp8CalibError, format_ranges
+from fp8calib.formats.registry import find_dialect
 from fp8calib.results.written import WrittenCheck
 
 _NO_OVERLAY = ("tgi",)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
-from fp8calib.dialects.kv.kv_scales import name_scales
-from fp8calib.dialects.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, suspect_odd_scales
 from fp8calib.engines.reach import measure_reaches
@@ -32,6 +30,8 @@ from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.engines.weights.missing_tensors import are_elsewhere
 from fp8calib.errors import UsageError, shorten
+from fp8calib.formats.kv.kv_scales import name_scales
+from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.model.tensor_parallel import check_cuts, check_heads
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from statistics import median
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.outliers import find_outliers
 from fp8calib.engines.reach import Reach, find_odd, measure_reach
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import interpolate
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.machine.threads import one_thread
 from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
 from fp8calib.numerics.encode import decode_scale

@@ -7,11 +7,6 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.dialect import Fp8Dialect
-from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
-from fp8calib.dialects.fp8.quantization_config import ContradictionError, StoredScheme
-from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_weights import judge_weight_scales, map_measured, suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -40,6 +35,11 @@ from fp8calib.engines.weights.rules import (
 from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.dialect import Fp8Dialect
+from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
+from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme
+from fp8calib.formats.fp8.registry import load_finder, refine_dialect
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, find_nearest
 from fp8calib.stats.calibration_stats import CalibrationStats

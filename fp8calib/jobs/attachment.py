@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.dialect import Attachment
-from fp8calib.dialects.metadata import explain_other_attention
-from fp8calib.dialects.quantized_model import QuantizedModel, has_kv_cache
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.formats.dialect import Attachment
+from fp8calib.formats.metadata import explain_other_attention
+from fp8calib.formats.quantized_model import QuantizedModel, has_kv_cache
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.fingerprint import fingerprint_model

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fp8calib.data.sequences import DataPlan
-from fp8calib.dialects.write import Note
+from fp8calib.formats.write import Note
 from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.dialects.registry import find_dialect
+from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.hashes import hash_files
 from fp8calib.machine.command_line import cut_path, publish_command, spell_command
 from fp8calib.requests.shared import Model

@@ -12,12 +12,13 @@ from pydantic import BaseModel, ValidationError
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
-from fp8calib.dialects.registry import (
+from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
+from fp8calib.formats.compute import list_unfit_queries
+from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
     list_query_format_names,
 )
-from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.model.tensor_parallel import check_degree
 from fp8calib.options.option import Declared, list_options
 from fp8calib.options.recipe_keys import (
@@ -32,7 +33,6 @@ from fp8calib.options.recipe_keys import (
 )
 from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.requests.shared import TextData
-from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 M = TypeVar("M", bound=BaseModel)

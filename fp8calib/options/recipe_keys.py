@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fp8calib.data.specs import ACCEPTED_SUFFIXES, Specs, parse_spec
-from fp8calib.dialects.registry import (
+from fp8calib.errors import UsageError
+from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
     list_query_format_names,
 )
-from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 from fp8calib.options.option import Option

@@ -15,9 +15,11 @@ from dataclasses import replace
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.dialect import Fp8Dialect
-from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.formats.fp8.dialect import Fp8Dialect
+from fp8calib.formats.kv.kv_scales import make_scale_tensors
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.module_paths import list_paths, span_experts, split_expert
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
@@ -26,8 +28,6 @@ from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.recipe import ScaleOptions
-from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection

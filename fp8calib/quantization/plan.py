@@ -16,10 +16,10 @@ from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
-from fp8calib.dialects.fp8.registry import list_own_files
-from fp8calib.dialects.metadata import make_metadata
 from fp8calib.errors import ExportError
+from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
+from fp8calib.formats.fp8.registry import list_own_files
+from fp8calib.formats.metadata import make_metadata
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
-from fp8calib.dialects.registry import list_format_names
 from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError, suggest
+from fp8calib.formats.registry import list_format_names
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import DATA
 

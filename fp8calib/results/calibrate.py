@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict, Field, SkipValidation
 
 from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.dialects.registry import list_written
 from fp8calib.errors import ExportError
+from fp8calib.formats.registry import list_written
 from fp8calib.overview import Overview
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex

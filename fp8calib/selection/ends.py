@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from fp8calib.dialects.fp8.dialect import UnquantizedMatrix
+from fp8calib.formats.fp8.dialect import UnquantizedMatrix
 from fp8calib.model.module_paths import split_expert
 from fp8calib.selection.matrices import Matrix
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
-from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.model.expert_layouts import list_configs
 from fp8calib.selection.ends import find_ends
 from fp8calib.selection.ignored import (

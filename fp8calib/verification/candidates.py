@@ -13,14 +13,16 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS, require_format
-from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
-from fp8calib.dialects.fp8.registry import find_written
-from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
-from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
+from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS, require_format
+from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
+from fp8calib.formats.fp8.registry import find_written
+from fp8calib.formats.read import FoundScales, check_origin, has_kv_scales, read_scales
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
@@ -30,8 +32,6 @@ from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
-from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference

@@ -11,6 +11,7 @@ from weakref import WeakSet
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
@@ -19,7 +20,6 @@ from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.observe.generation_cache import open_cache_hooks
 from fp8calib.run.forward.decoder import check_runnable
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (

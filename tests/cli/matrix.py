@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.dialect import Dialect
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS
-from fp8calib.dialects.read import read_scales
-from fp8calib.dialects.registry import list_written
 from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.registry import ENGINES
+from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.dialect import Dialect
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.fp8.registry import FP8_DIALECTS
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.registry import list_written
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.recipe import Recipe
-from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.program import run, succeed
-from tests.dialects.foreign import FOLDER, find_geometry
+from tests.formats.foreign import FOLDER, find_geometry
 
 MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"

@@ -10,7 +10,7 @@ import torch
 
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.dialects.foreign import FOLDER
+from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_json, change_tensors
 
 BASE = FOLDER / "llama"

@@ -28,7 +28,7 @@ from tests.cli.quantized_children import (
     save_int,
     set_method,
 )
-from tests.dialects.foreign import FOLDER
+from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")

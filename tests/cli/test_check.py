@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.kv.overlay import make_quantization_config
+from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell

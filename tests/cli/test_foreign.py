@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
-from tests.dialects.foreign import (
+from tests.formats.foreign import (
     FOLDER,
     GPT2_ATTENTION,
     KV_SCALES,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.dialects.read import read_scales
-from fp8calib.dialects.registry import list_read
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.registry import list_read
 from tests.cli.conftest import write_rows
 from tests.cli.matrix import (
     FOR_NO_ENGINE,
@@ -32,7 +32,7 @@ from tests.cli.matrix import (
     show_only_read,
     write_all,
 )
-from tests.dialects.foreign import find_geometry
+from tests.formats.foreign import find_geometry
 
 ROOT = Path(__file__).parents[2]
 SAID = {

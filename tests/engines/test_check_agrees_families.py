@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.write import write_table
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from tests.architectures.families import FAMILIES, save
 
 pytest.importorskip("compressed_tensors")

@@ -15,16 +15,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.read import read_scales
-from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
+from fp8calib.formats.convert import convert_table
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.write import write_table
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.scales.convert import convert_table
 from tests import zoo
-from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import (
     WHOLE,
@@ -33,6 +32,7 @@ from tests.engines.test_check_weights import (
     make,
 )
 from tests.engines.test_weight_contents import CT, DOWN
+from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.kit import answers
 from tests.kit.checkpoints import change_quantization, change_tensors
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.engines.status import Status
+from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from tests import zoo
-from tests.dialects.foreign import FOLDER
 from tests.engines.test_check_weights import ask
+from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_json
 from tests.quantization.by_hand import LAYER, quantize_head, run
 

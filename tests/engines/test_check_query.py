@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.read import read_scales
+from fp8calib.formats.read import read_scales
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,

@@ -10,7 +10,6 @@ import pytest
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.sglang.replay import has_kv_method, name_sglang_parameter
-from tests.dialects.handmade import latent_stats
 from tests.engines.check_handmade import (
     FP8,
     INDEX,
@@ -27,6 +26,7 @@ from tests.engines.check_handmade import (
     statuses,
     values,
 )
+from tests.formats.handmade import latent_stats
 
 NAN = float("nan")
 PAIR = ("k_scale", "v_scale")

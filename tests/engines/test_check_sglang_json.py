@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fp8calib.model.shapes import ModelGeometry
-from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry
 from tests.engines.check_handmade import (
     PER_TENSOR,
     ask_sglang_json,
@@ -19,6 +18,7 @@ from tests.engines.check_handmade import (
     statuses,
     values,
 )
+from tests.formats.handmade import hybrid_stats, make_attention, make_geometry
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",

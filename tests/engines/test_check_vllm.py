@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.handmade import (
-    hybrid_stats,
-    latent_stats,
-    make_attention,
-    make_geometry,
-    shared_stats,
-)
 from tests.engines.check_handmade import (
     FP8,
     INDEX,
@@ -31,6 +24,13 @@ from tests.engines.check_handmade import (
     spell,
     statuses,
     values,
+)
+from tests.formats.handmade import (
+    hybrid_stats,
+    latent_stats,
+    make_attention,
+    make_geometry,
+    shared_stats,
 )
 
 PAIR = ("k_scale", "v_scale")

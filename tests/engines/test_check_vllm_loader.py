@@ -18,7 +18,7 @@ from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, make_loader
-from tests.dialects.handmade import make_attention, make_geometry
+from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"
 WRAPPED = "language_model.model.layers.0.self_attn"

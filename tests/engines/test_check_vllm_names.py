@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fp8calib.model.shapes import ModelGeometry
-from tests.dialects.handmade import latent_stats, make_geometry
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -22,6 +21,7 @@ from tests.engines.check_handmade import (
     statuses,
     values,
 )
+from tests.formats.handmade import latent_stats, make_geometry
 
 PAIR = ("k_scale", "v_scale")
 

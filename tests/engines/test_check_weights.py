@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -25,6 +24,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights, apply_rules
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fp8calib
-from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
 from tests.kit.checkpoints import WEIGHTS, Tensors, change_config

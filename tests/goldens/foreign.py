@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.cli.program import run
-from tests.dialects.foreign import FOLDER
+from tests.formats.foreign import FOLDER
 
 TOOLS = ("llmcompressor", "modelopt", "quark")
 

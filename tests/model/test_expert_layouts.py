@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.fp8.registry import find_written
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan

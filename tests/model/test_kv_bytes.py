@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
-from tests.dialects.handmade import latent_stats, make_attention, make_geometry
+from tests.formats.handmade import latent_stats, make_attention, make_geometry
 
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
 

@@ -12,7 +12,7 @@ from fp8calib.model.topology.layouts import (
     heads_part,
     rows_part,
 )
-from tests.dialects.handmade import make_attention, make_geometry
+from tests.formats.handmade import make_attention, make_geometry
 
 FOUR_TWO = (4, 2, 2)
 TWO_TWO = (2, 2, 2)

@@ -14,7 +14,7 @@ from fp8calib.model.tensor_parallel import (
     owned_rows,
     rank_range,
 )
-from tests.dialects.handmade import expert_stats, linear_stats, make_attention, make_geometry
+from tests.formats.handmade import expert_stats, linear_stats, make_attention, make_geometry
 
 
 @pytest.mark.parametrize(

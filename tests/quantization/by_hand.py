@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.registry import find_written
+from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import choose_block_scales, find_scheme
 from fp8calib.quantization.plan import (
     NO_SCALES,

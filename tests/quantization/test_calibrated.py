@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.errors import ExportError
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.model.shapes import Role, Site
 from fp8calib.quantization.calibrated_scales import (
     find_input_scales,

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize

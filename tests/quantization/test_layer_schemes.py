@@ -15,13 +15,13 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 
 import fp8calib
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.stored import list_groups
 from fp8calib.errors import UsageError
+from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.formats.fp8.targets import make_targets
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.plan import CalibratedScales

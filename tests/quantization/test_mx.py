@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.registry import list_written
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.dialects.foreign import FOLDER, load_tensors
+from tests.formats.foreign import FOLDER, load_tensors
 from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import LAYER, quantize_head, random, run, save
 from tests.quantization.stacked import STACKED

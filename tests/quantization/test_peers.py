@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8calib.quantization.plan import CalibratedScales
-from tests.dialects.foreign import FOLDER, load_tensors
+from tests.formats.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import Tensors, codes_of, run, separate_scales
 
 SAME = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
+from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize

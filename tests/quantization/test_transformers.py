@@ -16,7 +16,7 @@ from transformers import logging as transformers_logging
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales

@@ -12,7 +12,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.status import Status
 from fp8calib.model.geometry_from_config import read_geometry
-from tests.dialects.foreign import FOLDER, KV_SCALES
+from tests.formats.foreign import FOLDER, KV_SCALES
 from tests.real_engines.vllm_job import VllmServer
 
 # FP8 weights do not run on a CPU: of these the KV cache alone is quantized.

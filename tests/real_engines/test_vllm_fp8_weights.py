@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings

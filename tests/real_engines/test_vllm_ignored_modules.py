@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 
-from fp8calib.dialects.kv.overlay import IGNORED
+from fp8calib.formats.kv.overlay import IGNORED
 from tests.real_engines.vllm_job import PYTHON
 
 ASK = """

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from tests import zoo
 from tests.cli.program import run as run_program
-from tests.dialects.foreign import FOLDER
 from tests.engines.test_check_mx import DAMAGED, change
 from tests.engines.test_check_weights import ask
+from tests.formats.foreign import FOLDER
 from tests.quantization.by_hand import LAYER, quantize_head, run
 from tests.real_engines.vllm_job import VllmServer, load_in_vllm, load_or_refuse
 

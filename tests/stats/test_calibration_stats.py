@@ -18,7 +18,7 @@ from fp8calib.model.shapes import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats, is_stats_file, load_stats, save_stats
 from fp8calib.stats.header import Skipped, StatsHeader
 from fp8calib.stats.statistic import SiteStats
-from tests.dialects.handmade import make_attention, make_geometry
+from tests.formats.handmade import make_attention, make_geometry
 
 K = Site("model.layers.0.self_attn", Role.K)
 UP = Site("model.layers.0.mlp.experts.up_proj", Role.INPUT)

@@ -10,7 +10,7 @@ from fp8calib.numerics.positions import NUM_RANGES
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 from fp8calib.stats.statistic import SiteStats
-from tests.dialects.handmade import make_geometry, make_stats
+from tests.formats.handmade import make_geometry, make_stats
 
 
 def stats_of(progress: dict[Site, list[float] | None]) -> CalibrationStats:

@@ -23,9 +23,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.numerics import Numerics
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Site
 from fp8calib.model.topology.find import find_geometry
@@ -34,7 +35,6 @@ from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import Selection, find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats

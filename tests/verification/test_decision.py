@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.candidate import Candidate

@@ -13,10 +13,10 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import SCHEMES, Granularity
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings, make_plan

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gemma3n import modeling_gemma3n
 
 import fp8calib
-from fp8calib.dialects.read import read_scales
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError
+from fp8calib.formats.read import read_scales
 from fp8calib.verification.candidates import build_kv_candidate
 from tests import zoo
 from tests.architectures.families import FAMILIES, build

@@ -11,8 +11,8 @@ import torch
 from transformers.models.aria import modeling_aria
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.load import load_model, open_source
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.emulation.candidate import Candidate

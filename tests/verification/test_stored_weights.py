@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.shapes import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
@@ -23,7 +23,7 @@ from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
-from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
+from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, opened
 

@@ -15,6 +15,7 @@ from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import ModelGeometry
@@ -23,7 +24,6 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.streaming.model import Streaming, open_streamed
-from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.candidate import Candidate

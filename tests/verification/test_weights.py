@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity, find_scheme

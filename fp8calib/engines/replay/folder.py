@@ -18,9 +18,9 @@ from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
-from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
-from fp8calib.dialects.metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, cut_list, shorten
+from fp8calib.formats.kv.parse_names import is_probability_scale, parse_name
+from fp8calib.formats.metadata import DTYPE_KEY
 
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: a larger tensor is not a scale and is not read."""

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, find_dtype
-from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _DRAFTS = ("num_nextn_predict_layers",)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME
-from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.parse_names import (
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
+from fp8calib.engines.status import Status
+from fp8calib.errors import shorten
+from fp8calib.formats.dialect import Spelling
+from fp8calib.formats.kv.parse_names import (
     ScaleName,
     is_of_draft_layer,
     is_probability_scale,
     parse_name,
 )
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
-from fp8calib.engines.status import Status
-from fp8calib.errors import shorten
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 
 Slot = tuple[int, Role]

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from fp8calib.dialects.fp8.compressed_tensors import FORMATS
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -31,6 +29,8 @@ from fp8calib.engines.weights.reader import (
     list_strings,
     require_mx,
 )
+from fp8calib.formats.fp8.compressed_tensors import FORMATS
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 

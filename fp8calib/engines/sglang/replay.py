@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.drafters import note_drafter
@@ -36,6 +34,8 @@ from fp8calib.engines.sglang.model_types import (
     has_class,
     has_place,
 )
+from fp8calib.formats.dialect import Spelling
+from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import NVFP4_CACHE
 

@@ -15,16 +15,6 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
-from fp8calib.dialects.fp8.pairing import EXPONENT_DTYPES
-from fp8calib.dialects.fp8.registry import list_input_scale_names
-from fp8calib.dialects.fp8.weights import (
-    WEIGHT_FORMATS,
-    is_companion,
-    is_linear_scale,
-    name_companions,
-)
-from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
@@ -42,6 +32,16 @@ from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, lo
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
+from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES
+from fp8calib.formats.fp8.registry import list_input_scale_names
+from fp8calib.formats.fp8.weights import (
+    WEIGHT_FORMATS,
+    is_companion,
+    is_linear_scale,
+    name_companions,
+)
+from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.module_paths import span_experts, split_expert
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
 

@@ -12,10 +12,10 @@ import fnmatch
 from collections.abc import Mapping
 from enum import StrEnum
 
-from fp8calib.dialects.kv.config import SCHEME_HINT, find_scheme_fault
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
 
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 

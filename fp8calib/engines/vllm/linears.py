@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
@@ -40,6 +38,8 @@ from fp8calib.engines.weights.reader import (
     require_mx,
 )
 from fp8calib.engines.weights.stored import HEADS
+from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity
 

@@ -7,7 +7,6 @@ from itertools import islice
 
 import torch
 
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
@@ -46,6 +45,7 @@ from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import NVFP4_CACHE
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.quantization_config import ContradictionError
-from fp8calib.dialects.fp8.registry import load_finder
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
-from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.quantization_config import ContradictionError
+from fp8calib.formats.fp8.registry import load_finder
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
+from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.model.module_paths import split_expert
 
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"

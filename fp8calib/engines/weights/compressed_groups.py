@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.verdicts import Unjudged
 from fp8calib.engines.weights.expected import OtherForm, OtherScheme
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.numerics.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling
 
 _PACKED_BITS = (4, 8)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8calib.dialects.fp8.dialect import Fp8Dialect
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.formats.fp8.dialect import Fp8Dialect
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
 
 Shape = tuple[int, ...]

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.dialects.fp8.weights import list_scale_shapes
-from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import (
@@ -26,6 +23,9 @@ from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.engines.weights.stored import ScaleValues
+from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.formats.fp8.weights import list_scale_shapes
+from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.numerics.schemes import BLOCK, find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"

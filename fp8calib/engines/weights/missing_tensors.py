@@ -18,8 +18,6 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion
-from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
@@ -27,6 +25,8 @@ from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.stored import LAYER, count_experts
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
+from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.model.module_paths import split_expert
 from fp8calib.model.shapes import ModelGeometry
 

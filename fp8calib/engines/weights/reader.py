@@ -14,14 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS, FORMATS
-from fp8calib.dialects.fp8.modelopt import read_algorithm
-from fp8calib.dialects.fp8.quantization_config import (
-    ContradictionError,
-    FindScheme,
-    StoredScheme,
-)
-from fp8calib.dialects.fp8.registry import FP8_DIALECTS, load_finder
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -31,6 +23,14 @@ from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS, FORMATS
+from fp8calib.formats.fp8.modelopt import read_algorithm
+from fp8calib.formats.fp8.quantization_config import (
+    ContradictionError,
+    FindScheme,
+    StoredScheme,
+)
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, load_finder
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 

@@ -11,10 +11,10 @@ import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.weights import is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.formats.fp8.weights import is_linear_scale
 from fp8calib.model.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.numerics.encode import decode_scale

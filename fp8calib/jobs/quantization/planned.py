@@ -15,12 +15,12 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.commands.quantize import QuantizeRequest
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import find_written, list_written
-from fp8calib.dialects.kv.parse_names import find_spelling
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.fp8.registry import find_written, list_written
+from fp8calib.formats.kv.parse_names import find_spelling
 from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter

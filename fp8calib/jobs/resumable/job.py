@@ -10,8 +10,8 @@ from typing import Protocol
 from fp8calib.calibration import TextEngine
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
-from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
+from fp8calib.formats.write import list_outputs
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.numerics.formats import E4M3FN

@@ -13,6 +13,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import SPARSE_LATENTS, Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
+from fp8calib.formats.table import ScaleTable
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
@@ -26,7 +27,6 @@ from fp8calib.recipe import Data
 from fp8calib.requests.shared import SKIP_LAYERS, Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
-from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list
+from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
+from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
 
@@ -77,7 +77,7 @@ def _recognise(files: ScaleFiles) -> bool:
 
 
 def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
-    from fp8calib.dialects.metadata import JSON_ORIGIN_KEY, parse_origin  # noqa: PLC0415
+    from fp8calib.formats.metadata import JSON_ORIGIN_KEY, parse_origin  # noqa: PLC0415
 
     if len(files.documents) > 1:
         names = cut_list([path.name for path in files.documents])
@@ -133,7 +133,7 @@ def _read_rows(
     """Read the rows [count, width] of layers, before `more` of a draft."""
     import torch  # noqa: PLC0415
 
-    from fp8calib.dialects.kv.validate import OTHER_MODEL, check_scales  # noqa: PLC0415
+    from fp8calib.formats.kv.validate import OTHER_MODEL, check_scales  # noqa: PLC0415
 
     rows: Any = document.get("scales")
     if document.get("scales_shape") != [count + more, width]:

@@ -16,6 +16,8 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
+from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.table import ScaleTable
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.stats import drop_kv
@@ -27,8 +29,6 @@ from fp8calib.numerics.rules import AMAX, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.recipe import Quantize
-from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.ignored import span_layers
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix

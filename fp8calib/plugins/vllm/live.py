@@ -8,12 +8,14 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckResult
-from fp8calib.dialects.read import read_scales
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
+from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.table import ScaleTable
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.stats import read_stats
 from fp8calib.numerics.formats import E4M3FN
@@ -23,8 +25,6 @@ from fp8calib.plugins.vllm.http import ask
 from fp8calib.plugins.vllm.rank_answer import RankAnswer
 from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
 from fp8calib.requests.shared import Stats
-from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
-from fp8calib.scales.scale_table import ScaleTable
 
 _FLAG = f"--worker-extension-cls {WORKER}"
 _PATH = "/collective_rpc"

@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.projections import LinearWeight
 from fp8calib.model.shapes import Part, Role, Site
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.from_amax import scale_of
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 
 FP8_SCALE = 1.0
 

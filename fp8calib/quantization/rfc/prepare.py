@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
+from fp8calib.formats.compute import compute_linear_scales
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.shapes import Linear, ModelGeometry, find_difference
@@ -18,8 +20,6 @@ from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.scales.compute import compute_linear_scales
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model

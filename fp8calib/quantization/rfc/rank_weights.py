@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.disk import explain_os_error, require_free_space
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
-from fp8calib.dialects.kv.rfc import name_rank_files
-from fp8calib.dialects.metadata import make_metadata
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
+from fp8calib.formats.kv.rfc import name_rank_files
+from fp8calib.formats.metadata import make_metadata
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.projections import LinearWeight
 from fp8calib.model.shapes import Linear, Part, Role, Site
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
@@ -22,7 +23,6 @@ from fp8calib.numerics.cast import encode
 from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
-from fp8calib.scales.scale_table import ScaleTable
 
 _DTYPES = {fmt: dtype for dtype, fmt in WEIGHT_FORMATS.items()}
 

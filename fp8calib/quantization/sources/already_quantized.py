@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import INTEGERS, PACKED_BITS
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
-from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.weights import is_companion
 
 _FP8_BITS = 8
 _WHOLE_ROW = -1

@@ -19,10 +19,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import find_dtype, without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.weights import is_companion
-from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.weights import is_companion
+from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import cut_list
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.schemes import InputScaling

@@ -9,12 +9,12 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
+from fp8calib.formats.ranks import fits_heads
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.scales.ranks import fits_heads
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.candidate import Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
+from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling

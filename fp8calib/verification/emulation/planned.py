@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import VerificationError
+from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import list_embedding_and_head

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage

@@ -23,7 +23,7 @@ from tests.cli.graft.grafting import (
 )
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import BASE, set_method
-from tests.dialects.foreign import FOLDER
+from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import WEIGHTS
 
 Refused = Callable[..., str]

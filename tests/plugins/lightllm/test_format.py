@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fp8calib.dialects.read import read_scales
-from fp8calib.dialects.write import check_export
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.write import check_export
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
-from fp8calib.scales.compute import compute_kv_scales
-from tests.dialects.handmade import (
+from tests.formats.handmade import (
     MEASURED,
     hybrid_stats,
     latent_stats,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from fp8calib.commands import calibrate as core
-from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
+from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob

@@ -1,0 +1,316 @@
+"""Read the weights of an FP8 checkpoint in fp32, as stored or as an engine rounds them again.
+
+Weights are read one at a time: codes times scales. Names and dtypes of the tensors show how the
+checkpoint is quantized, and its config has to agree; a tensor that does not fit is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.formats.fp8.dialect import Fp8Dialect
+from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, pair_tensors
+from fp8calib.formats.fp8.quantization_config import Activation, contradiction
+from fp8calib.formats.fp8.registry import load_finder, refine_dialect
+from fp8calib.formats.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
+from fp8calib.formats.kv.validate import check_scales
+from fp8calib.formats.metadata import find_origin
+from fp8calib.formats.refusals import refusal
+from fp8calib.numerics.encode import decode_scale
+from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.schemes import Granularity
+
+
+class Fp8Checkpoint:
+    """A folder of FP8 weights: headers, scales and config are checked, no weight stays in memory.
+
+    Made by `Fp8Checkpoint.open`; as a context manager it closes its files.
+
+    Attributes:
+        folder: the folder of the checkpoint.
+        tensors: all tensors as stored, except scales and zero points.
+        quantized: the names of the FP8 weights.
+        dialect: how it is stored.
+        fmt: the format of all FP8 weights.
+        origin: the model and the text its scales come from; None if they are not recorded.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        fuse: bool,
+        through_float16: bool = False,
+        keeps_equal_scales: bool = False,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.folder = checkpoint.folder
+        dialect, find_scheme = load_finder(self.folder, self.load_config())
+        pairing = pair_tensors(checkpoint, find_scheme)
+        self._weights = pairing.weights
+        self.quantized = frozenset(pairing.weights)
+        self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
+        self.fmt = pairing.fmt
+        self.dialect = self._refine(dialect)
+        self.origin = find_origin(self.folder, checkpoint.files)
+        for name in pairing.zero_points:
+            self._check_zero_point(name)
+        self._stored = self._load_tensor_scales()
+        self._input_scales = self._load_input_scales()
+        self._shared: Mapping[str, float] = {}
+        self._through_float16: frozenset[str] = frozenset()
+        if fuse:
+            if through_float16:
+                keeps_equal = keeps_equal_scales and self.dialect.name == "modelopt"
+                self._through_float16 = frozenset(self._list_requantized(keeps_equal=keeps_equal))
+            weights = self._weights
+            self._shared = _share(self._stored, lambda name: weights[name].fused_group)
+            self._input_scales = _share(self._input_scales, lambda name: weights[name].input_group)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        fuse: bool,
+        through_float16: bool = False,
+        keeps_equal_scales: bool = False,
+    ) -> Self:
+        """Read everything but the weights, and check that it is consistent.
+
+        Args:
+            folder: a Hugging Face checkpoint.
+            fuse: share scales as engines do at load: one per-tensor weight scale for projections
+                that they fuse, one static input scale for these and for all experts of a layer.
+                The shared scale is the largest; weights are rounded again with it.
+            through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
+                rounded again, fused or not, as vLLM does; not the down projections of experts.
+            keeps_equal_scales: with `through_float16`, leave out linears of ModelOpt's dialect
+                whose fused projections have equal scales.
+
+        Raises:
+            ModelError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
+        """
+        checkpoint = Checkpoint.open(folder)
+        try:
+            return cls(
+                checkpoint,
+                fuse=fuse,
+                through_float16=through_float16,
+                keeps_equal_scales=keeps_equal_scales,
+            )
+        finally:
+            checkpoint.close()
+
+    def load_config(self) -> dict[str, object]:
+        """Load `config.json`, its keys in the file's order.
+
+        Raises:
+            ModelError: it is missing, or is not a JSON object.
+        """
+        return self._checkpoint.load_config()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor: an FP8 weight as fp32 values, any other as stored.
+
+        Raises:
+            ModelError: there is no such tensor, its file is no longer readable, or the
+                weight holds a NaN or an infinity.
+        """
+        self._require(name)
+        stored = self._checkpoint.read(name)
+        return self._dequantize(name, stored, 0) if name in self.quantized else stored
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does.
+
+        Raises:
+            ModelError: as `read`.
+            IndexError: the tensor does not have these rows.
+        """
+        self._require(name)
+        stored = self._checkpoint.read_rows(name, start, stop)
+        return self._dequantize(name, stored, start) if name in self.quantized else stored
+
+    def read_codes(self, name: str, rows: range, *, expert: int | None = None) -> torch.Tensor:
+        """Read rows of an FP8 weight as stored; `expert` is its index in a stack."""
+        shape = self._find(name).shape
+        if expert is None:
+            return self._checkpoint.read_rows(name, rows.start, rows.stop)
+        return self._checkpoint.read_block(name, expert, rows, range(shape[-1]))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the dtype of what `read` returns."""
+        self._require(name)
+        return torch.float32 if name in self.quantized else self._checkpoint.dtype(name)
+
+    def read_clip_limits(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Give the largest magnitude that the file can store for each element of an FP8 weight.
+
+        The scale is the weight's own, not a shared one; the rounding error of the scale's dtype is
+        added.
+
+        Args:
+            name: the name of an FP8 weight.
+            start: the first row.
+            stop: the row after the last; None for all.
+
+        Returns:
+            fp32, of the shape of these rows.
+        """
+        weight = self._find(name)
+        scale = spread_scale(weight, self._read_scale(weight.scale_name))
+        scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
+        columns = weight.shape[-1]
+        if scale.shape[-1] not in (1, columns):
+            scale = scale.repeat_interleave(weight.scheme.block[1], -1)[..., :columns]
+        stored = TORCH_DTYPES[self._checkpoint.tensors[weight.scale_name].dtype]
+        error = 0.0 if weight.scheme.is_mx else torch.finfo(stored).eps
+        limits = scale * (self.fmt.max * (1 + max(error, 2.0**-20)))
+        return limits.expand(scale.shape[0], *weight.shape[1:])
+
+    def granularity(self, name: str) -> Granularity:
+        """Give the granularity of the scales of the FP8 weight `name`."""
+        return self._find(name).scheme.weights
+
+    def weight_scale(self, name: str) -> torch.Tensor:
+        """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
+
+        If weights share a scale, it is the shared one, which `read` uses too.
+
+        Raises:
+            ModelError: `name` is not an FP8 weight, or its scale cannot be read.
+        """
+        weight = self._find(name)
+        scale = self._read_scale(weight.scale_name)
+        return scale.fill_(self._shared[name]) if name in self._shared else scale
+
+    def activation(self, name: str) -> Activation:
+        """Describe how the input of the linear with the FP8 weight `name` is quantized.
+
+        Raises:
+            ModelError: `name` is not an FP8 weight.
+        """
+        scheme = self._find(name).scheme
+        return Activation(
+            kind=scheme.inputs,
+            is_mx=scheme.is_mx,
+            scale=self._input_scales.get(name),
+            upper_bound=scheme.upper_bound,
+        )
+
+    def close(self) -> None:
+        """Close all files; a later read opens its file again."""
+        self._checkpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refine(self, dialect: Fp8Dialect) -> Fp8Dialect:
+        scales = {each.scale_name: each.scheme.weights for each in self._weights.values()}
+        for name in scales:
+            if not any(dialect.gives_name(name, granularity) for granularity in Granularity):
+                fault = f"there is {name}, but quant_method is {dialect.method}"
+                raise contradiction(self.folder / CONFIG_NAME, fault)
+        return refine_dialect(dialect, scales)
+
+    def _require(self, name: str) -> None:
+        if name not in self.tensors:
+            raise refusal(self.folder, f"there is no tensor {name!r}")
+
+    def _find(self, name: str) -> Fp8Weight:
+        if name not in self._weights:
+            raise refusal(self.folder, f"{name!r} is not an FP8 weight of this checkpoint")
+        return self._weights[name]
+
+    def _dequantize(self, name: str, codes: torch.Tensor, start: int) -> torch.Tensor:
+        """Dequantize the rows from `start` on; fused weights are rounded again."""
+        weight = self._weights[name]
+        scale = spread_scale(weight, self._read_scale(weight.scale_name))
+        if scale.shape[0] > 1:
+            scale = scale[start : start + codes.shape[0]]
+        values = dequantize(codes, scale, weight.scheme.block[1])
+        if not _is_finite(values):
+            hint = "FP8 has codes for NaN; quantizers write them when a scale is wrong"
+            path = self._checkpoint.file_of(name)
+            row, *rest = (~values.isfinite()).nonzero()[0].tolist()
+            fault = f"{name} holds NaN or infinity at {[start + row, *rest]}"
+            raise refusal(path, fault, hint=hint)
+        shared = self._shared.get(name)
+        if shared is None:
+            return values
+        if name in self._through_float16:
+            return requantize(values.half().float(), shared, self.fmt)
+        return values if shared == self._stored[name] else requantize(values, shared, self.fmt)
+
+    def _read_scale(self, name: str) -> torch.Tensor:
+        """Read and check a scale: fp32, in its stored shape."""
+        stored = self._checkpoint.tensors[name].dtype
+        values = decode_scale(self._checkpoint.read(name))
+        smallest = SMALLEST_EXPONENT if stored in EXPONENT_DTYPES else SMALLEST_SCALE
+        path = self._checkpoint.file_of(name)
+        check_scales(path, name, values, stored=stored, smallest=smallest)
+        return values
+
+    def _load_tensor_scales(self) -> dict[str, float]:
+        """Check all weight scales, and keep those of weights [out, in] with one scale."""
+        kept: dict[str, float] = {}
+        for name, weight in self._weights.items():
+            scale = self._read_scale(weight.scale_name)
+            if weight.scheme.weights is Granularity.TENSOR and len(weight.shape) == 2:
+                kept[name] = scale.item()
+        return kept
+
+    def _list_requantized(self, *, keeps_equal: bool) -> Iterator[str]:
+        """List the per-tensor weights that are dequantized to fp16 and quantized again at load."""
+        groups: dict[str, list[float]] = defaultdict(list)
+        for name, scale in self._stored.items():
+            groups[self._weights[name].fused_group].append(scale)
+        for name in self._stored:
+            scales = groups[self._weights[name].fused_group]
+            if ".experts." in name:
+                is_kept = len(scales) == 1
+            else:
+                is_kept = keeps_equal and len(set(scales)) == 1
+            if not is_kept:
+                yield name
+
+    def _load_input_scales(self) -> dict[str, float]:
+        return {
+            name: self._read_scale(weight.input_scale_name).item()
+            for name, weight in self._weights.items()
+            if weight.input_scale_name is not None
+        }
+
+    def _check_zero_point(self, name: str) -> None:
+        values = self._checkpoint.read(name).to(torch.float32)
+        if bool((values != 0).any()):
+            hint = "FP8 is symmetric; engines ignore zero points"
+            raise refusal(self._checkpoint.file_of(name), f"{name} is not zero", hint=hint)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Tell whether all elements are finite; `aminmax` propagates NaN and takes 1/14 of the time."""
+    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
+
+
+def _share(scales: Mapping[str, float], group_of: Callable[[str], str]) -> dict[str, float]:
+    """Give every scale the largest of its group."""
+    groups: dict[str, float] = defaultdict(float)
+    for name, scale in scales.items():
+        groups[group_of(name)] = max(groups[group_of(name)], scale)
+    return {name: groups[group_of(name)] for name in scales}

@@ -1,0 +1,215 @@
+"""Match the weights of an FP8 checkpoint with their scales, and check both by their headers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import find_weights
+from fp8calib.errors import ModelError, cut_list
+from fp8calib.formats.fp8.quantization_config import FindScheme, StoredScheme, contradiction
+from fp8calib.formats.fp8.weights import (
+    WEIGHT_FORMATS,
+    Companions,
+    Fp8Weight,
+    is_companion,
+    is_linear_scale,
+    list_scale_shapes,
+    name_companions,
+)
+from fp8calib.formats.refusals import refusal
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.schemes import InputScaling
+
+_TRTLLM_SCALE = "weights_scaling_factor"
+_SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
+EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
+"""Of the scales of MXFP8, as files name them."""
+_NO_SCALE_HINT = "the weights cannot be used without it; the download or the export is incomplete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """The FP8 weights of a checkpoint with their scales."""
+
+    weights: Mapping[str, Fp8Weight]
+    fmt: Fp8Format
+    zero_points: tuple[str, ...]
+    others: Mapping[str, TensorEntry]
+    """All tensors except scales and zero points."""
+
+
+def is_fp8_checkpoint(folder: Path) -> bool:
+    """Tell from headers alone whether a folder is a Hugging Face checkpoint with FP8 weights.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if not folder.is_dir():
+        return False
+    try:
+        names = find_weights(folder)[0]
+    except ModelError:
+        names = tuple(path.name for path in sorted(folder.glob("*.safetensors")))
+    return any(_list_weights(TensorFile(folder / name).tensors) for name in names)
+
+
+def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
+    """Find the scales of every FP8 weight, and check them against its shape and the config.
+
+    Raises:
+        ModelError: there are no FP8 weights, or a scale is missing, is stored twice, has a
+            wrong shape or dtype, or contradicts the config.
+    """
+    names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
+    fmt = _find_format(checkpoint, names)
+    schemes = {name: find_scheme(item.module) for name, item in names.items()}
+    weights = {
+        name: _pair_weight(checkpoint, name, item, schemes[name]) for name, item in names.items()
+    }
+    paired = {part for item in names.values() for part in item.all}
+    _refuse_orphans(checkpoint, paired)
+    others = {
+        name: entry
+        for name, entry in checkpoint.tensors.items()
+        if name not in paired and not is_companion(name)
+    }
+    zero_points = tuple(
+        part for item in names.values() for part in item.zero_points if part in checkpoint
+    )
+    return Pairing(weights=weights, fmt=fmt, zero_points=zero_points, others=others)
+
+
+def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """List the FP8 tensors that are not scales; TensorRT-LLM's weights are not supported."""
+    return [
+        name
+        for name, entry in tensors.items()
+        if entry.dtype.startswith("F8_")
+        and not is_companion(name)
+        and f"{name.removesuffix('weight')}{_TRTLLM_SCALE}" not in tensors
+    ]
+
+
+def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
+    if not names:
+        hint = "name the folder of a checkpoint that is quantized to FP8"
+        raise refusal(checkpoint.folder, "there are no FP8 weights", hint=hint)
+    by_dtype = {checkpoint.tensors[name].dtype: name for name in names}
+    if len(by_dtype) > 1:
+        examples = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}")
+    dtype, name = by_dtype.popitem()
+    if dtype not in WEIGHT_FORMATS:
+        known = ", ".join(WEIGHT_FORMATS)
+        raise refusal(
+            checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=f"supported: {known}"
+        )
+    return WEIGHT_FORMATS[dtype]
+
+
+def _pair_weight(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
+) -> Fp8Weight:
+    dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
+    scale_name = _find_one(checkpoint, name, names.scales, dtypes)
+    if scale_name is None:
+        fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
+        raise refusal(
+            checkpoint.file_of(name), fault, hint=_explain_missing(checkpoint, names.scales)
+        )
+    _check_shape(checkpoint, name, scale_name, scheme)
+    return Fp8Weight(
+        name=name,
+        module=names.module,
+        shape=checkpoint.tensors[name].shape,
+        scale_name=scale_name,
+        input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
+        scheme=scheme,
+    )
+
+
+def _find_one(
+    checkpoint: Checkpoint,
+    name: str,
+    candidates: Collection[str],
+    dtypes: Collection[str] = _SCALE_DTYPES,
+) -> str | None:
+    """Find the one of several names that exists; None if there is none."""
+    found = [candidate for candidate in candidates if candidate in checkpoint]
+    if len(found) > 1:
+        fault = f"{name} has several scales: {', '.join(found)}"
+        raise refusal(checkpoint.file_of(name), fault, hint="engines differ in which one they read")
+    if not found:
+        return None
+    dtype = checkpoint.tensors[found[0]].dtype
+    if dtype not in dtypes:
+        fault = f"{found[0]} is of dtype {dtype}"
+        hint = "scales of FP8 weights must be floats"
+        if dtypes is EXPONENT_DTYPES:
+            hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
+        raise refusal(checkpoint.file_of(found[0]), fault, hint=hint)
+    return found[0]
+
+
+def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str:
+    beside = [item for item in checkpoint.unlisted if item.name in candidates]
+    if beside:
+        return f"{beside[0].name} is in {beside[0].file_name}, but not in the index"
+    return _NO_SCALE_HINT
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: StoredScheme) -> None:
+    shape, scale_shape = checkpoint.tensors[name].shape, checkpoint.tensors[scale_name].shape
+    if len(shape) not in (2, 3) or 0 in shape:
+        fault = f"{name} is FP8 of shape {list(shape)}"
+        hint = "FP8 weights must be [out, in] or [experts, out, in]"
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
+    shapes = list_scale_shapes(shape, scheme.block)
+    if scale_shape in shapes[scheme.weights]:
+        return
+    fitting = [granularity for granularity, known in shapes.items() if scale_shape in known]
+    fault = f"{scale_name} has shape {list(scale_shape)}"
+    if fitting:
+        says = f"the config says per {scheme.weights}"
+        raise contradiction(
+            checkpoint.file_of(scale_name), f"{fault}, which is per {fitting[0]}; {says}"
+        )
+    expected = " or ".join(str(list(known)) for known in shapes[scheme.weights])
+    hint = f"for a weight {list(shape)}, scales per {scheme.weights} are {expected}"
+    raise refusal(checkpoint.file_of(scale_name), fault, hint=hint)
+
+
+def _find_input_scale(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
+) -> str | None:
+    found = _find_one(checkpoint, name, names.input_scales)
+    is_static = scheme.inputs is InputScaling.STATIC
+    if is_static and found is None:
+        fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
+        hint = _explain_missing(checkpoint, names.input_scales)
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
+    if found is None:
+        return None
+    if not is_static:
+        says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
+        raise contradiction(checkpoint.file_of(found), f"there is {found}, but {says}")
+    if checkpoint.tensors[found].shape not in ((), (1,)):
+        fault = f"{found} has shape {list(checkpoint.tensors[found].shape)}"
+        raise refusal(
+            checkpoint.file_of(found), fault, hint="a static input scale must be one number"
+        )
+    return found
+
+
+def _refuse_orphans(checkpoint: Checkpoint, paired: Collection[str]) -> None:
+    orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
+    if orphans:
+        fault = f"scales without an FP8 weight: {cut_list(orphans)}"
+        hint = "their weights have another dtype (INT4, FP4), or are missing"
+        raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)

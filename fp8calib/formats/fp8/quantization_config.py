@@ -1,0 +1,206 @@
+"""How an FP8 checkpoint's quantization config describes each linear: its weight and its input.
+
+Every quantization method has its own config; here each becomes a function from a linear's path to
+a `StoredScheme`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.errors import ModelError
+from fp8calib.formats.refusals import refusal
+from fp8calib.model.module_paths import matches_expression, refuse_costly
+from fp8calib.numerics.schemes import (
+    BLOCK,
+    GROUP_SIZE,
+    MX_BLOCK,
+    Granularity,
+    InputScaling,
+    Scaling,
+)
+
+Fields = Mapping[str, object]
+_WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
+_OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """How the input of one linear is quantized."""
+
+    kind: InputScaling
+    is_mx: bool = False
+    """The weight is MXFP8, and groups are as long as its blocks."""
+    scale: float | None = None
+    """Multiplies to dequantize; None unless the kind is `STATIC`."""
+    upper_bound: float | None = None
+    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredScheme(Scaling):
+    """The scheme of one linear, as its checkpoint's config describes it."""
+
+    upper_bound: float | None = None
+
+
+FindScheme = Callable[[str], StoredScheme]
+"""Gives a linear's scheme by its path; raises ModelError if the config has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of one quantizer in a config, in the words of compressed-tensors."""
+
+    strategy: str
+    dynamic: bool
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    has_exponents: bool = False
+    """Scales are stored as exponents of two (`scale_dtype` uint8)."""
+
+    @property
+    def is_mx(self) -> bool:
+        """Tell whether this is MXFP8: groups of 32 channels, each with an exponent."""
+        return (self.strategy, self.group_size) == ("group", MX_BLOCK[1]) and self.has_exponents
+
+
+class ContradictionError(ModelError):
+    """The config and the tensors of a checkpoint contradict each other."""
+
+
+def contradiction(path: Path, fault: str) -> ContradictionError:
+    """Make the error for a config that contradicts the tensors."""
+    hint = "the config belongs to another checkpoint, or was edited; engines misread such a pair"
+    return ContradictionError(refusal(path, fault).message, hint=hint)
+
+
+def weight_contradiction(path: Path, module: str, says: str) -> ContradictionError:
+    """Make the error for a config that says otherwise of the FP8 weight of `module`."""
+    return contradiction(path, f"{module}: its weight is FP8, but {says}")
+
+
+def matches_entry(path: Path, module: str, expression: str) -> bool:
+    """Tell whether an expression in the config at `path` matches the start of a module's path.
+
+    Raises:
+        ModelError: the expression is invalid.
+    """
+    try:
+        refuse_costly(expression)
+    except ValueError as error:
+        fault = f"re:{expression!a:.80}: {error}"
+        raise refusal(path, fault, hint="name modules by their paths") from error
+    try:
+        return matches_expression(expression, module)
+    except ValueError as error:
+        fault = f"re:{expression!a:.80} is {error}"
+        raise refusal(path, fault, hint="correct the quantization config") from error
+
+
+def read_list(path: Path, config: Fields, *keys: str) -> list[object]:
+    """Read the items of lists from a config; a list that is missing or null is empty."""
+    items: list[object] = []
+    for key in keys:
+        value = config.get(key)
+        if value is not None and not isinstance(value, list):
+            raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list")
+        items += value or []
+    return items
+
+
+def read_names(path: Path, config: Fields, key: str) -> list[str]:
+    """Read a list of modules from a config; engines refuse a list of anything but strings."""
+    value = config.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list of names")
+    return value
+
+
+def read_block(path: Path, key: str, value: object) -> tuple[int, int]:
+    """Read the rows and columns of a block from a config; old configs have "128x128"."""
+    pair = _OLD_BLOCK.fullmatch(value) if isinstance(value, str) else None
+    sizes = [int(size) for size in pair.groups()] if pair else value
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and size > 0 for size in sizes)
+    ):
+        raise refusal(
+            path, f"{key} is {value!a:.60}", hint="it must be two sizes, as in [128, 128]"
+        )
+    return sizes[0], sizes[1]
+
+
+def make_scheme(
+    path: Path, module: str, weights: Arguments, inputs: Arguments | None
+) -> StoredScheme:
+    """Make the scheme of a linear from the quantizers of its weight and input.
+
+    Raises:
+        ModelError: FP8 weights are not served with these quantizers.
+    """
+    if weights.is_mx and not weights.dynamic:
+        if inputs is not None and not (inputs.is_mx and inputs.dynamic):
+            raise refusal(path, f"{module}: MXFP8 weights with inputs in another format")
+        scaling = InputScaling.NONE if inputs is None else InputScaling.GROUP
+        return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=scaling)
+    if weights.dynamic or weights.strategy not in _WEIGHT_GRANULARITIES:
+        how = "dynamic weights" if weights.dynamic else "weights"
+        raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not supported")
+    granularity = Granularity(weights.strategy)
+    if granularity is Granularity.BLOCK and weights.block is None:
+        raise refusal(path, f"{module}: weights in blocks, and the block size is missing")
+    scaling = InputScaling.NONE if inputs is None else _read_scaling(path, module, inputs)
+    return StoredScheme(weights=granularity, block=weights.block or BLOCK, inputs=scaling)
+
+
+def refuse_ignored(
+    path: Path, module: str, ignored: Iterable[object], is_covered: Callable[[str, str], bool]
+) -> None:
+    """Refuse an FP8 weight that the config leaves unquantized.
+
+    Args:
+        path: the config.
+        module: the weight's linear.
+        ignored: entries of the config's list: paths, or `re:` and an expression.
+        is_covered: given the module and an entry, tells whether the method also matches them.
+
+    Raises:
+        ModelError: `module` is listed.
+    """
+    for pattern in ignored:
+        if isinstance(pattern, str) and _is_named(path, module, pattern, is_covered):
+            raise weight_contradiction(path, module, f"the config excludes {pattern!a:.80}")
+
+
+def _is_named(
+    path: Path, module: str, pattern: str, is_covered: Callable[[str, str], bool]
+) -> bool:
+    if pattern.startswith("re:"):
+        return matches_entry(path, module, pattern.removeprefix("re:"))
+    return module == pattern or is_covered(module, pattern)
+
+
+def is_below(module: str, pattern: str) -> bool:
+    """Tell whether the entry names a module that contains this one, as transformers matches it."""
+    return bool(pattern) and module.startswith(f"{pattern}.")
+
+
+def _read_scaling(path: Path, module: str, inputs: Arguments) -> InputScaling:
+    if not inputs.dynamic:
+        if inputs.strategy == "tensor":
+            return InputScaling.STATIC
+        raise refusal(
+            path, f"{module}: static inputs per {inputs.strategy!a:.40} are not supported"
+        )
+    if inputs.strategy in ("tensor", "token"):
+        return InputScaling.TOKEN
+    if inputs.strategy == "group" and inputs.group_size == GROUP_SIZE:
+        return InputScaling.GROUP
+    fault = f"{module}: dynamic inputs per {inputs.strategy!a:.40} of {inputs.group_size!a:.40}"
+    raise refusal(path, fault, hint="supported are tensor, token, and groups of 128 channels")

@@ -1,0 +1,143 @@
+"""Read what a checkpoint's configs state about its KV scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
+from fp8calib.checkpoint.links import refuse_external_link
+from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
+from fp8calib.formats.kv.validate import check_model_type
+from fp8calib.formats.metadata import find_format
+from fp8calib.formats.refusals import refusal
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+
+_TGI_DTYPE_KEY = "kv_cache_torch_dtype"
+_ALGORITHM_KEY = "kv_cache_quant_algo"
+_ALGORITHM_SECTIONS = ("quantization", "quantization_config")
+_STRATEGIES = ("tensor", "attn_head")
+_WANTED = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
+SCHEME_HINT = "symmetric float of 8 bits, strategy tensor or attn_head"
+_NOT_FP8 = "only scales for FP8 can be used; calibrate the model for FP8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """The facts in a checkpoint's config that its scales depend on."""
+
+    fmt: Fp8Format | None = None
+    """The FP8 format, by TGI's key or by the algorithm that NVIDIA's tools name."""
+    tp: int | None = None
+    """The number of rank files of a TensorRT-LLM checkpoint."""
+
+
+def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
+    """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
+
+    Raises:
+        ModelError: a config cannot be read, is of another model, or of another KV format.
+    """
+    path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
+    _find_algorithm(side, _load(side) or {})
+    config = _load(path)
+    if config is None:
+        return CheckpointConfig()
+    _check_model_type(path, config, geometry)
+    fmt = _find_algorithm(path, config)
+    _check_scheme(path, _section(config, "quantization_config"))
+    if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
+        fmt = find_format(path, _TGI_DTYPE_KEY, dtype)
+    tp = _section(config, "mapping").get("tp_size")
+    return CheckpointConfig(fmt=fmt, tp=tp if type(tp) is int else None)
+
+
+def read_quant_method(folder: Path) -> str | None:
+    """Read the method that the `quantization_config` names; None if there is no config.
+
+    Raises:
+        ModelError: the config cannot be read.
+    """
+    config = _load(folder / CONFIG_NAME)
+    if config is None:
+        return None
+    method = _section(config, "quantization_config").get("quant_method")
+    return method if isinstance(method, str) else ""
+
+
+def _load(path: Path) -> dict[str, object] | None:
+    refuse_external_link(path)
+    return load_json_object(path, parse=parse_unique_keys) if path.is_file() else None
+
+
+def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelGeometry) -> None:
+    """Compare the model types, unless the config contains the decoder's config."""
+    if not any(key.endswith("_config") and key != "quantization_config" for key in config):
+        check_model_type(path, config.get("model_type"), geometry)
+
+
+def find_scheme_fault(scheme: object) -> str:
+    """Find an entry of compressed-tensors' `kv_cache_scheme` that rules out an FP8 cache.
+
+    vLLM 0.32.0 `compressed_tensors/compressed_tensors.py` (validate_kv_cache_scheme), run.
+    """
+    if scheme is None:
+        return ""
+    if not isinstance(scheme, dict):
+        return "kv_cache_scheme is not an object"
+    faults = {
+        "type": scheme.get("type") != "float",
+        "num_bits": scheme.get("num_bits") != 8,
+        "strategy": scheme.get("strategy") not in _STRATEGIES,
+        "symmetric": not scheme.get("symmetric"),
+    }
+    wrong = (key for key, is_wrong in faults.items() if is_wrong)
+    return next((f"kv_cache_scheme.{key} is {scheme.get(key)!a:.40}" for key in wrong), "")
+
+
+def check_scheme(path: Path, scheme: object) -> None:
+    """Refuse a `kv_cache_scheme` of compressed-tensors that rules out an FP8 cache.
+
+    Missing entries are accepted: only some engines need them.
+
+    Raises:
+        ModelError: naming the entry.
+    """
+    whole = {**_WANTED, **scheme} if isinstance(scheme, dict) else scheme
+    if fault := find_scheme_fault(whole):
+        raise refusal(path, fault, hint=SCHEME_HINT)
+
+
+def _check_scheme(path: Path, section: Mapping[str, object]) -> None:
+    """Refuse scales of another format; AutoFP8's `static` names none."""
+    scheme = section.get("kv_cache_scheme")
+    if section.get("quant_method") == "compressed-tensors":
+        check_scheme(path, scheme)
+        return
+    if not isinstance(scheme, dict):
+        return
+    kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+    if (kind, num_bits) != ("float", 8):
+        fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
+        raise refusal(path, fault, hint=_NOT_FP8)
+
+
+def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | None:
+    """Read `kv_cache_quant_algo`; FP8, in any case, is e4m3fn, the only e4m3 of NVIDIA's tools.
+
+    The other formats of ModelOpt and TensorRT-LLM are refused: INT8 scales are amax / 127.
+    """
+    sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
+    named = [found for section in sections if (found := section.get(_ALGORITHM_KEY)) is not None]
+    for algorithm in named:
+        if not isinstance(algorithm, str) or algorithm.upper() != "FP8":
+            fault = f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8"
+            raise refusal(path, fault, hint=_NOT_FP8)
+    return E4M3FN if named else None

@@ -1,0 +1,107 @@
+"""`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
+
+The weights are unchanged. If the model is quantized already, its config is merged
+(`quantized_model.py`). Otherwise the `quantization_config` has one group that matches no module:
+without any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The
+format is `naive-quantized` because TGI knows no float group in the format `dense`
+(`layers/compressed_tensors/loader.py`). `ignore` matches no attention layer of vLLM, because vLLM
+on TPUs gives an ignored layer no scales (`IGNORED`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib.formats.dialect import Dialect, WriteJob
+from fp8calib.formats.kv.kv_scales import make_scale_tensors
+from fp8calib.numerics.formats import E4M3FN
+
+if TYPE_CHECKING:
+    from fp8calib.model.shapes import ModelGeometry
+
+SCALAR_SHAPE = (1,)
+"""The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
+(`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
+IGNORED = r"re:.*(?<!\.attn)$"
+"""Every module but the attention layers of vLLM, whose paths end in `.attn`: tpu-inference b8692ff
+asks `ignore` before it gives a layer scales (`layers/vllm/quantization/compressed_tensors/
+compressed_tensors.py` get_quant_method). No linear has that ending."""
+UNLISTED_NAME = "kv_scales.safetensors"
+"""A file not in the index, for TGI, which reads every file; vLLM reads only indexed files."""
+VLLM_STRICT_TYPES = ("gpt2",)
+"""Model types for which vLLM does not ignore a scale that it has no parameter for: an indexed
+`attn.k_scale` beside `attn.attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose inner
+model has no `quant_config`; gptj and gpt_bigcode load both)."""
+
+
+def _write(job: WriteJob, folder: Path) -> None:
+    """Write the model with the scales beside its weights, per tensor or per head.
+
+    The methods of quantization imply e4m3fn; another format is recorded in the scales' file.
+    """
+    strategy = "attn_head" if job.table.per_head else "tensor"
+    fmt = None if job.table.fmt is E4M3FN else job.table.fmt
+    documents: dict[str, object] = {}
+    updates: dict[str, object] = {"quantization_config": make_quantization_config(strategy)}
+    if job.quantized is None:
+        scales = make_scale_tensors(job.table, scalar_shape=SCALAR_SHAPE)
+    else:
+        scales = job.quantized.make_tensors(job.table)
+        updates, documents = job.quantized.merge(strategy)
+    unlisted = {name: scales.pop(name) for name in list_unlisted(job.table.geometry, list(scales))}
+    job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt, documents=documents)
+    if unlisted:
+        job.save_tensors(folder / UNLISTED_NAME, unlisted, fmt=fmt)
+
+
+def list_unlisted(geometry: ModelGeometry, names: Iterable[str]) -> list[str]:
+    """List the scales of an overlay that the index must not name, because vLLM refuses them."""
+    if geometry.model_type not in VLLM_STRICT_TYPES:
+        return []
+    return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
+
+
+def make_quantization_config(strategy: str) -> dict[str, object]:
+    """Make the `quantization_config` of a model whose KV cache alone is quantized.
+
+    `strategy` is that of the scales: `tensor` or `attn_head`.
+    """
+    number = {"num_bits": 8, "type": "float"}
+    fixed = {"symmetric": True, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
+        "quantization_status": "compressed",
+        "ignore": [IGNORED],
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:^no-module$"],
+                "weights": {**number, "strategy": "tensor", **fixed},
+            }
+        },
+        "kv_cache_scheme": {**number, "strategy": strategy, **fixed},
+    }
+
+
+KV_OVERLAY = Dialect(
+    name="kv-overlay",
+    description="a complete checkpoint: weights hard-linked, `k_scale` / `v_scale`, "
+    "`kv_cache_scheme` in the config",
+    path_pattern="kv-overlay",
+    write=_write,
+    needs_model=True,
+    configures_quantization=True,
+    has_query=True,
+)
+"""Read as `compressed-tensors`, like `KV_OVERLAY_HEAD`."""
+
+KV_OVERLAY_HEAD = replace(
+    KV_OVERLAY,
+    name="kv-overlay-head",
+    description="the same with one scale per KV head (`attn_head`)",
+    path_pattern="kv-overlay-head",
+    per_head=True,
+)

@@ -1,0 +1,110 @@
+"""Read the KV scales of a JSON file, in vLLM's schema or the RFC's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fp8calib.errors import cut_list
+from fp8calib.formats.dialect import ParsedScales, ScaleFiles
+from fp8calib.formats.kv.validate import (
+    OTHER_MODEL,
+    check_model_type,
+    check_scales,
+    join_ranks,
+)
+from fp8calib.formats.metadata import JSON_ORIGIN_KEY, find_format, parse_origin
+from fp8calib.formats.refusals import refusal
+from fp8calib.model.shapes import ModelGeometry
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+_FEW_EXTRA = 1000
+"""Up to this many extra layers are named; with more, the file is refused before it is read."""
+_EXPECTED = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
+
+
+def read_json(
+    files: ScaleFiles, geometry: ModelGeometry, *, rank_prefix: str, requires_model_type: bool
+) -> ParsedScales:
+    """Read the KV scales of a JSON file; its sections about weights are ignored.
+
+    `rank_prefix` precedes the number in the key of a rank; `requires_model_type` means that engines
+    refuse a file without `model_type`.
+
+    Raises:
+        ModelError: the file does not follow the schema exactly, or is of another model.
+    """
+    if len(files.documents) > 1:
+        names = cut_list([path.name for path in files.documents])
+        raise refusal(
+            files.place, f"several files hold KV scales: {names}", hint="name one of them"
+        )
+    ((path, document),) = files.documents.items()
+    kv_cache = document.get("kv_cache")
+    if not isinstance(kv_cache, dict):
+        raise refusal(path, "there is no `kv_cache` object", hint=_EXPECTED)
+    is_named = "dtype" in kv_cache
+    fmt = find_format(path, "kv_cache.dtype", kv_cache["dtype"]) if is_named else None
+    factors = kv_cache.get("scaling_factor")
+    if not isinstance(factors, dict) or not factors:
+        raise refusal(path, "there is no `scaling_factor` object in `kv_cache`", hint=_EXPECTED)
+    numbers = _number_ranks(path, factors, rank_prefix)
+    if requires_model_type and "model_type" not in document:
+        raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
+    check_model_type(path, document.get("model_type"), geometry)
+    _check_counts(path, factors, geometry)
+    ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
+    origin = None
+    if JSON_ORIGIN_KEY in document:
+        origin = parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+    return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
+
+
+def _number_ranks(path: Path, factors: Mapping[str, object], prefix: str) -> dict[str, int]:
+    numbers = {key: key.removeprefix(prefix) for key in factors if key.startswith(prefix)}
+    if len(numbers) < len(factors) or not all(map(_INDEX.fullmatch, numbers.values())):
+        keys = cut_list([ascii(key)[:40] for key in factors])
+        hint = 'ranks are "0", "1", ... (vllm-json) or "rank0", "rank1", ... (rfc), never both'
+        raise refusal(path, f"the keys of kv_cache.scaling_factor are not ranks: {keys}", hint=hint)
+    return {key: int(number) for key, number in numbers.items()}
+
+
+def _check_counts(path: Path, factors: Mapping[str, object], geometry: ModelGeometry) -> None:
+    """Refuse a document that is far too large for the model before its numbers are read."""
+    heads = max((attention.num_heads for _, attention in geometry.attentions()), default=1)
+    if len(factors) > heads:
+        fault = f"there are {len(factors)} ranks, but the model has only {heads} attention heads"
+        raise refusal(path, fault, hint=OTHER_MODEL)
+    count = len(geometry.layers)
+    for rank, layers in factors.items():
+        if isinstance(layers, dict) and len(layers) > count + _FEW_EXTRA:
+            fault = f"kv_cache.scaling_factor.{rank} has {len(layers)} layers, the model {count}"
+            raise refusal(path, fault, hint=OTHER_MODEL)
+
+
+def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
+    if not isinstance(layers, dict):
+        raise refusal(
+            path, f"kv_cache.scaling_factor.{rank} is not an object of layers: {layers!a:.60}"
+        )
+    wrong = [ascii(key)[:40] for key in layers if not _INDEX.fullmatch(key)]
+    if wrong:
+        raise refusal(path, f"kv_cache.scaling_factor.{rank}: not layer indices: {cut_list(wrong)}")
+    return {int(key): _read_number(path, rank, key, value) for key, value in layers.items()}
+
+
+def _read_number(path: Path, rank: str, layer: str, value: object) -> torch.Tensor:
+    where = f"layer {layer} of {rank if rank.startswith('rank') else f'rank {rank}'}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refusal(path, f"{where}: {value!a:.60} is not a number")
+    try:
+        number = torch.tensor(float(value), dtype=torch.float64)
+    except OverflowError:
+        raise refusal(path, f"{where}: the number is too large for a scale") from None
+    check_scales(path, where, number)
+    scale = number.float()
+    check_scales(path, where, scale)
+    return scale

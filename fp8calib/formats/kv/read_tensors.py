@@ -1,0 +1,276 @@
+"""Read KV scales stored as tensors, in every tool's spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
+from fp8calib.errors import cut_list, name_ranges
+from fp8calib.formats.dialect import ParsedScales, ScaleFiles, Spelling
+from fp8calib.formats.kv.config import CheckpointConfig, read_config
+from fp8calib.formats.kv.parse_names import (
+    ScaleName,
+    find_owners,
+    find_spelling,
+    parse_name,
+)
+from fp8calib.formats.kv.validate import (
+    ONE_FILLS_BOTH,
+    check_precision,
+    check_scales,
+    missing_layers,
+)
+from fp8calib.formats.metadata import find_origin, find_recorded_format
+from fp8calib.formats.refusals import refusal
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role, Site
+from fp8calib.numerics.formats import Fp8Format
+
+_PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A scale that was read, with its name and file."""
+
+    name: ScaleName
+    file: TensorFile
+    values: torch.Tensor
+    """fp32 [1], or [1, heads]."""
+
+    def __str__(self) -> str:
+        """Show the name, the numbers and the file."""
+        shown = cut_list(self.values.flatten().tolist())
+        return f"{self.name.full} = {shown} ({self.file.path.name})"
+
+
+def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    """Read the scale tensors of a checkpoint or file, in any tool's spelling.
+
+    Raises:
+        ModelError: a scale is missing, stored twice with another value, or not a scale.
+    """
+    place, config = found.place, read_config(found.folder, geometry)
+    files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
+    _check_listed(place, files)
+    named = [
+        (parsed, file)
+        for file in files
+        for parsed in map(parse_name, file.tensors)
+        if parsed is not None
+    ]
+    owners = find_owners(place, geometry, [name for name, _ in named])
+    with ExitStack() as stack:
+        for file in files:
+            stack.callback(file.close)
+        stored = [
+            (owners[name], _read(name, file, owners[name], found.drops_bad_query))
+            for name, file in named
+            if name in owners
+        ]
+    ignored = [name.full for name, _ in named if name not in owners]
+    scales = [item for item in stored if item[1].name.spelling is not Spelling.ZERO_POINT]
+    bad_queries = _find_bad_queries([item for _, item in scales])
+    if bad_queries:
+        scales = [item for item in scales if Role.Q not in item[1].name.roles]
+    values = _merge(place, scales)
+    filled = _fill_layers(geometry, values) if found.fills_layers else {}
+    _check_complete(place, geometry, values | filled)
+    return ParsedScales(
+        values=values | filled,
+        filled=filled,
+        per_head=_is_per_head(place, values),
+        fmt=_find_format(place, config, [item.file for _, item in scales]),
+        origin=find_origin(place, [item.file for _, item in scales]),
+        has_weights=has_fp8_weights(files),
+        files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
+        notes=tuple(_list_notes(ignored, {item.name.spelling for _, item in scales}, bad_queries)),
+    )
+
+
+def _find_format(
+    place: Path, config: CheckpointConfig, files: Iterable[TensorFile]
+) -> Fp8Format | None:
+    """Find the format that the config or the files name."""
+    recorded = map(find_recorded_format, dict.fromkeys(files))
+    named = {fmt for fmt in (config.fmt, *recorded) if fmt is not None}
+    if len(named) > 1:
+        names = cut_list(sorted(fmt.name for fmt in named))
+        raise refusal(place, f"config and files name several formats: {names}")
+    return named.pop() if named else None
+
+
+def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
+    """Tell whether any tensor but a scale or zero point is stored in 8-bit floats."""
+    return any(
+        entry.dtype.startswith("F8_") and not name.endswith(_PARAMETERS_OF_WEIGHTS)
+        for file in files
+        for name, entry in file.tensors.items()
+    )
+
+
+def _check_listed(place: Path, files: Sequence[TensorFile]) -> None:
+    """Refuse a folder whose index lists scales that no file has."""
+    listed = list_indexed_scales(place)
+    held = {name for file in files for name in file.tensors}
+    absent = [name for name in listed if name not in held]
+    if absent:
+        where = cut_list(sorted({listed[name] for name in absent}))
+        fault = f"the index lists {len(absent)} scales that no file has ({cut_list(absent)})"
+        raise refusal(place, fault, hint=f"they should be in {where}; complete the download")
+
+
+def list_indexed_scales(place: Path) -> dict[str, str]:
+    """List the KV scales that a folder's index names, each with its file."""
+    path = place / INDEX_NAME
+    if not path.is_file():
+        return {}
+    weight_map = read_index(path).weight_map
+    return {name: file for name, file in weight_map.items() if find_spelling(name)}
+
+
+def _read(
+    name: ScaleName, file: TensorFile, attention: Attention, drops_bad_query: bool
+) -> _Stored:
+    entry, path = file.tensors[name.full], file.path
+    heads = attention.num_heads if Role.Q in name.roles else attention.num_kv_heads
+    if entry.shape not in ((), (1,), (heads, 1, 1)):
+        fault = f"{name.full} has shape {list(entry.shape)}"
+        raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
+    if name.spelling is Spelling.SINGLE and len(entry.shape) == 3:
+        raise refusal(
+            path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
+        )
+    if name.spelling is not Spelling.ZERO_POINT and not file.dtype(name.full).is_floating_point:
+        raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
+    raw = file.read(name.full).to(torch.float32)
+    values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
+    if name.spelling is not Spelling.ZERO_POINT:
+        if not (drops_bad_query and Role.Q in name.roles):
+            check_scales(path, name.full, values, stored=entry.dtype)
+        check_precision(path, name.full, values, stored=entry.dtype)
+    elif bool((values != 0).any()):
+        raise refusal(
+            path, f"{name.full} is not zero", hint="engines read only symmetric KV scales"
+        )
+    return _Stored(name=name, file=file, values=values)
+
+
+def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
+    queries = (item for item in scales if Role.Q in item.name.roles)
+    return [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
+
+
+def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
+    """Merge the spellings of each scale."""
+    merged: dict[Site, _Stored] = {}
+    singles: dict[Site, _Stored] = {}
+    for attention, stored in scales:
+        target = singles if stored.name.spelling is Spelling.SINGLE else merged
+        for role in stored.name.roles:
+            other = target.setdefault(attention.site(role), stored)
+            if not torch.equal(other.values, stored.values):
+                fault = f"two scales for {attention.site(role)}: {other} and {stored}"
+                raise refusal(place, fault, hint="keep the one that was calibrated")
+    values = {site: stored.values for site, stored in merged.items()}
+    for module in dict.fromkeys(site.module for site in singles):
+        _fill_from_single(place, module, singles[Site(module, Role.K)], values)
+    return values
+
+
+def _fill_from_single(
+    place: Path, module: str, single: _Stored, values: dict[Site, torch.Tensor]
+) -> None:
+    pair = [values[site] for role in KV_ROLES if (site := Site(module, role)) in values]
+    if not pair:
+        values |= {Site(module, role): single.values for role in KV_ROLES}
+    elif float(torch.cat([part.flatten() for part in pair]).max()) != float(single.values):
+        own = " and ".join(str(cut_list(part.flatten().tolist())) for part in pair)
+        fault = f"{single} is not the larger of k_scale and v_scale beside it ({own})"
+        raise refusal(
+            place, fault, hint="engines differ in which one they read; remove the wrong one"
+        )
+
+
+def _fill_layers(
+    geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
+) -> dict[Site, torch.Tensor]:
+    """Give 1.0 to k and v, and to q where other layers have one, of the layers without a scale."""
+    roles = {site.role for site in values}
+    shapes = {
+        role: next(v.dim() for site, v in values.items() if site.role is role) for role in roles
+    }
+    filled = {}
+    for attention in geometry.owners().values():
+        sites = [attention.site(role) for role in roles]
+        if not any(site in values for site in sites):
+            for site in sites:
+                heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
+                filled[site] = torch.ones((1, heads) if shapes[site.role] == 2 else (1,))
+    return filled
+
+
+def _check_complete(
+    place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
+) -> None:
+    owners = geometry.owners()
+    lacking = {
+        role: [index for index, owner in owners.items() if owner.site(role) not in values]
+        for role in KV_ROLES
+    }
+    neither = sorted(set(lacking[Role.K]).intersection(lacking[Role.V]))
+    if neither:
+        raise missing_layers(place, neither, of=len(owners))
+    for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
+        if lacking[role]:
+            fault = f"{name_ranges(lacking[role])}: {other}_scale without {role}_scale"
+            raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
+    _check_pairs(place, geometry, values)
+
+
+def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> None:
+    """Check that shared layers have both scales or none, and that all layers have q or none."""
+    attentions = list(geometry.attentions())
+    halves = [
+        layer.index
+        for layer, attention in attentions
+        if len([role for role in KV_ROLES if attention.site(role) in values]) == 1
+    ]
+    if halves:
+        raise refusal(place, f"{name_ranges(halves)}: only one of k_scale and v_scale")
+    without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
+    if 0 < len(without) < len(attentions):
+        fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
+        raise refusal(
+            place,
+            fault,
+            hint="engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all",
+        )
+
+
+def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
+    per_head = [str(site) for site, scale in values.items() if scale.dim() == 2]
+    scalar = [str(site) for site, scale in values.items() if scale.dim() == 1]
+    if per_head and scalar:
+        fault = f"both per-head scales ({per_head[0]}) and per-tensor scales ({scalar[0]})"
+        raise refusal(place, fault, hint="engines read one or the other")
+    return bool(per_head)
+
+
+def _list_notes(
+    ignored: Sequence[str], spellings: Collection[Spelling], bad_queries: Sequence[_Stored]
+) -> Iterator[str]:
+    if Spelling.SINGLE in spellings:
+        yield ONE_FILLS_BOTH
+    if ignored:
+        yield f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})"
+    if bad_queries:
+        yield (
+            f"q_scale is left out: {bad_queries[0]} is not a scale (llm-compressor leaves it unset "
+            "when it quantizes attention)"
+        )

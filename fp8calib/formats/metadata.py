@@ -1,0 +1,226 @@
+"""What fp8calib records in a file of scales: FP8 format, calibrated model and text, provenance.
+
+Safetensors files hold it in the header's metadata, JSON files under a key at the top level. Engines
+ignore both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib import __version__
+from fp8calib.checkpoint.json_files import load_json
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.formats.refusals import refusal
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+
+if TYPE_CHECKING:
+    from fp8calib.model.shapes import ModelGeometry
+
+KV_DTYPES: Mapping[str, Fp8Format] = {
+    **{fmt.dtype_name: fmt for fmt in KV_FORMATS.values()},
+    NVFP4_CACHE: E4M3FN,
+}
+"""For what scales are stored: the format with whose largest value they are computed."""
+JSON_ORIGIN_KEY = "_fp8calib"
+"""Holds the calibrated model and text."""
+DTYPE_KEY = "fp8calib.kv_cache_dtype"
+ORIGIN_KEY = "fp8calib.measured_on"
+PROVENANCE_KEY = "fp8calib.provenance"
+FITS_KEY = "fp8calib.fits"
+"""Holds what binds the scales to models: attention, and hashes of norms and embeddings."""
+ATTACHMENT_KEY = "fp8calib.grafted"
+"""Holds the quantized checkpoint that the scales were added to."""
+_BIAS = (
+    "k and v of a quantized model carry the errors of its weights and activations, and so do "
+    "their scales"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The quantized model that scales were read from."""
+
+    dialect: str
+    files: tuple[str, ...]
+    """The files that held them: only the names of folder and file."""
+    has_fp8_weights: bool
+    """The files hold FP8 weights too."""
+
+    def describe(self) -> str:
+        """Describe it in a sentence."""
+        files = ", ".join(self.files)
+        return f"scales of a quantized model ({self.dialect}: {files}): {_BIAS}"
+
+    def to_json(self) -> str:
+        """Describe it as JSON."""
+        fields = {"taken_from": "a quantized model", **asdict(self), "bias": _BIAS}
+        return json.dumps(fields)
+
+
+def make_metadata(
+    *,
+    fmt: Fp8Format | None = None,
+    origin: CalibrationOrigin | None,
+    provenance: Provenance | None = None,
+    geometry: ModelGeometry | None = None,
+    per_head: bool = False,
+    attachment: Mapping[str, object] | None = None,
+) -> dict[str, str]:
+    """Make the metadata of a file of scales; what is None is left out.
+
+    Only scales of a known model record their granularity and the shapes of its attention.
+    """
+    metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
+    if origin is not None:
+        metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
+    if provenance is not None:
+        metadata[PROVENANCE_KEY] = provenance.to_json()
+    if origin is not None and geometry is not None:
+        fit = _describe_fit(origin, geometry, per_head=per_head)
+        metadata[FITS_KEY] = json.dumps(fit, separators=(",", ":"))
+    if attachment is not None:
+        metadata[ATTACHMENT_KEY] = json.dumps(attachment)
+    return metadata
+
+
+def _describe_fit(
+    origin: CalibrationOrigin, geometry: ModelGeometry, *, per_head: bool
+) -> dict[str, object]:
+    return {
+        "version": __version__,
+        "granularity": "attn_head" if per_head else "tensor",
+        "attention": describe_attention(geometry),
+        "unquantized": dict(origin.unquantized),
+        **({"measured_quantized": measured} if (measured := origin.measured_quantized) else {}),
+    }
+
+
+def describe_attention(geometry: ModelGeometry) -> dict[str, object]:
+    """Describe a model's attention: its type, the number of layers, and each that has a cache.
+
+    A layer is its index, kind, numbers of query and of KV heads, and sizes of a head of k and v.
+    """
+    return {
+        "model_type": geometry.model_type,
+        "num_layers": len(geometry.layers),
+        "layers": [
+            [layer.index, a.kind, a.num_heads, a.num_kv_heads, a.k_head_dim, a.v_head_dim]
+            for layer, a in geometry.attentions()
+        ],
+    }
+
+
+def explain_other_attention(recorded: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Explain the first difference between a recorded attention and a model's; empty if none."""
+    own = describe_attention(geometry)
+    for key, what in (("model_type", "its model_type is"), ("num_layers", "its layers are")):
+        if recorded.get(key) != own[key]:
+            return f"{what} {own[key]}, not {recorded.get(key)!a:.60}"
+    theirs, layers = recorded.get("layers"), own["layers"]
+    if theirs == layers or not isinstance(theirs, list) or not isinstance(layers, list):
+        return "" if theirs == layers else "the record of its attention is damaged"
+    names = ("layer", "kind", "query heads", "KV heads", "size of a k head", "size of a v head")
+    for other, mine in zip(theirs, layers, strict=False):
+        fields = other if isinstance(other, list) else []
+        for name, there, here in zip(names, fields, mine, strict=False):
+            if there != here:
+                return f"layer {mine[0]}: {name} is {here}, not {there!a:.40}"
+    return f"{len(layers)} layers have a KV cache, not {len(theirs)}"
+
+
+def find_recorded_format(file: TensorFile) -> Fp8Format | None:
+    """Find the FP8 format recorded in a file; None if there is none.
+
+    Raises:
+        ModelError: it is not a format of KV scales.
+    """
+    dtype = file.header.metadata.get(DTYPE_KEY)
+    return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
+
+
+def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
+    """Find the calibrated model and text recorded in any of the files.
+
+    Raises:
+        ModelError: the record is damaged, or the files record several models.
+    """
+    recorded = map(_find_recorded_origin, dict.fromkeys(files))
+    named = [found for found in recorded if found is not None]
+    if len({found.model for found in named}) > 1:
+        raise refusal(
+            place, "its files hold scales of several models", hint="keep the scales of one model"
+        )
+    return named[0] if named else None
+
+
+def read_file_origin(path: Path) -> CalibrationOrigin | None:
+    """Read the calibrated model that a JSON file or a file of tensors records; None without one.
+
+    A JSON file that cannot be read records none.
+
+    Raises:
+        ModelError: the record is damaged, or a file of tensors cannot be read.
+    """
+    if path.suffix == ".safetensors":
+        with TensorFile(path) as file:
+            return _find_recorded_origin(file)
+    try:
+        document = load_json(path) if path.suffix == ".json" else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or JSON_ORIGIN_KEY not in document:
+        return None
+    return parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+
+
+def _find_recorded_origin(file: TensorFile) -> CalibrationOrigin | None:
+    text = file.header.metadata.get(ORIGIN_KEY)
+    if text is None:
+        return None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    origin = parse_origin(file.path, ORIGIN_KEY, fields)
+    return _add_fit(file, origin)
+
+
+def _add_fit(file: TensorFile, origin: CalibrationOrigin) -> CalibrationOrigin:
+    """Add what binds the scales to models, if the file records it."""
+    text = file.header.metadata.get(FITS_KEY)
+    if text is None:
+        return origin
+    try:
+        fields = json.loads(text)
+        attention, hashes = dict(fields["attention"]), dict(fields["unquantized"])
+        measured = str(fields.get("measured_quantized", ""))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        hint = "it binds the scales to their model; write the file again"
+        raise refusal(file.path, f"{FITS_KEY} is damaged", hint=hint) from error
+    unquantized = {str(name): str(digest) for name, digest in hashes.items()}
+    return replace(
+        origin, unquantized=unquantized, attention=attention, measured_quantized=measured
+    )
+
+
+def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
+    """Find the format by the name of its torch dtype."""
+    if not isinstance(dtype, str) or dtype not in KV_DTYPES:
+        known = " or ".join(KV_DTYPES)
+        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
+    return KV_DTYPES[dtype]
+
+
+def parse_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
+    """Parse the record of the calibrated model and text."""
+    try:
+        return CalibrationOrigin.from_fields(fields)
+    except ValueError as error:
+        hint = "it names the model of the scales; write the file again"
+        raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error

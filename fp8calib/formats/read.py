@@ -1,0 +1,250 @@
+"""Read the KV scales of any file or checkpoint into a `ScaleTable`, strictly.
+
+The dialect is recognised by tensor names first, by the config second. Only headers and scales are
+read, so the weights may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
+from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.dialect import Dialect, ScaleFiles
+from fp8calib.formats.kv.config import read_quant_method
+from fp8calib.formats.kv.parse_names import RANK_FILE_MARK, find_spelling
+from fp8calib.formats.kv.rank_files import list_tensor_names
+from fp8calib.formats.kv.read_tensors import list_indexed_scales
+from fp8calib.formats.kv.validate import fill_shared
+from fp8calib.formats.refusals import refusal
+from fp8calib.formats.registry import list_json_keys, list_read
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.stats.calibration_stats import METADATA_KEY
+
+_TENSOR_SUFFIXES = (".safetensors", ".npz")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundScales:
+    """The KV scales of a file or checkpoint, and how they were stored."""
+
+    dialect: str
+    """The name of a dialect that is read; an overlay is read as `compressed-tensors`."""
+    table: ScaleTable
+    """Scales of K and V, and of q if there are any; `tp` is the number of ranks found."""
+    has_weights: bool
+    """The checkpoint holds FP8 weights too."""
+    files: tuple[Path, ...]
+    """The files that held the scales."""
+    notes: tuple[str, ...]
+    """What a user should know about the reading."""
+
+
+def read_scales(
+    path: Path,
+    geometry: ModelGeometry,
+    *,
+    source_fmt: Fp8Format | None = None,
+    needs_dtype: bool = False,
+    drops_bad_query: bool = False,
+    fills_layers: bool = False,
+) -> FoundScales:
+    """Read the KV scales of a checkpoint folder or of one file, in any dialect.
+
+    The folder holds a checkpoint, rank files, or one JSON file; a file is a `.safetensors`, `.json`
+    or `.npz`. `source_fmt` is the FP8 format of scales that do not name theirs; their values do not
+    change. Scales whose format nothing determines are for e4m3fn, or refused if `needs_dtype`. If a
+    `q_scale` is not valid, `drops_bad_query` leaves out q and notes it. A layer without scale
+    tensors, for which engines use 1.0, gets 1.0 if `fills_layers`; else the file is refused.
+
+    Raises:
+        UsageError: there is no such path, or `source_fmt` is needed.
+        ModelError: there are no scales, or they are incomplete, invalid or of another model.
+    """
+    files = replace(_look_into(path), drops_bad_query=drops_bad_query, fills_layers=fills_layers)
+    dialect = _recognise(files)
+    if dialect is None or dialect.read is None:
+        raise _no_scales(files)
+    parsed, shared = fill_shared(geometry, dialect.read(files, geometry))
+    sources = {**shared, **dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)}
+    scales = {
+        site: Scale(values=parsed.values[site], source=sources.get(site, ScaleSource.OBSERVED))
+        for _, attention in geometry.attentions()
+        for role in (Role.K, Role.V, Role.Q)
+        if (site := attention.site(role)) in parsed.values
+    }
+    table = ScaleTable(
+        geometry=geometry,
+        fmt=_agree_on_format(path, dialect, parsed.fmt, source_fmt, needs_dtype=needs_dtype),
+        tp=parsed.tp,
+        per_head=parsed.per_head,
+        scales=scales,
+        origin=parsed.origin,
+        dialect=dialect.name,
+    )
+    return FoundScales(
+        dialect=dialect.name,
+        table=table,
+        has_weights=parsed.has_weights,
+        files=parsed.files,
+        notes=parsed.notes,
+    )
+
+
+def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
+    """Refuse scales that record another model; most tools record none.
+
+    `fingerprint` belongs to the unquantized model that the scales are used for.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    if origin is not None and origin.model != fingerprint:
+        difference = explain_difference(origin.model, fingerprint)
+        raise ModelError(
+            f"{name}: these scales are of another model: {difference}",
+            hint="scales fit only the model they were calibrated on: calibrate this one",
+        )
+
+
+def has_kv_scales(path: Path) -> bool:
+    """Tell whether a folder or file has KV scales, in any dialect.
+
+    Raises:
+        UsageError: there is no such path.
+        ModelError: a file is damaged.
+    """
+    return _recognise(_look_into(path)) is not None
+
+
+def require_kv_scales(path: Path) -> None:
+    """Refuse a folder or file without KV scales in any dialect; their values are not judged.
+
+    Raises:
+        UsageError: there is no such path.
+        ModelError: a file is damaged, or there are no KV scales.
+    """
+    files = _look_into(path)
+    if _recognise(files) is None:
+        raise _no_scales(files)
+
+
+def _recognise(files: ScaleFiles) -> Dialect | None:
+    for dialect in list_read():
+        if dialect.recognise is not None and dialect.recognise(files):
+            return dialect
+    return None
+
+
+def _look_into(path: Path) -> ScaleFiles:
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder", hint="name a scales file")
+        if path.is_dir():
+            return _look_into_folder(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{path}: cannot be read: {reason}") from error
+    if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
+        return _find_scales(path, path.parent, [path], [])
+    if path.is_file() and path.suffix == ".json":
+        document = load_json_object(path, parse=parse_unique_keys)
+        is_scales = any(keys[0] in document for keys in list_json_keys())
+        documents = {path: document} if is_scales else {}
+        return ScaleFiles(place=path, tensor_names={}, documents=documents)
+    hint = "scales are read from a checkpoint folder, or a .safetensors, .json or .npz file"
+    raise refusal(path, "not a scales file", hint=hint)
+
+
+def _look_into_folder(folder: Path) -> ScaleFiles:
+    refuse_external_links(folder)
+    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    paths = [path for path in visible if path.is_file()]
+    tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]
+    json_files = [path for path in paths if path.suffix == ".json" and path.name != CONFIG_NAME]
+    return _find_scales(folder, folder, tensor_files, json_files)
+
+
+def _find_scales(
+    place: Path, folder: Path, tensor_files: list[Path], json_files: list[Path]
+) -> ScaleFiles:
+    """Look for scales in the names; JSON files count only if no tensor is a scale."""
+    tensor_names = {path: list_tensor_names(path) for path in tensor_files}
+    names = [name for listed in tensor_names.values() for name in listed]
+    found = map(find_spelling, [*names, *list_indexed_scales(place)])
+    spellings = frozenset(spelling for spelling in found if spelling is not None)
+    has_tensors = bool(spellings) or any(RANK_FILE_MARK in name for name in names)
+    return ScaleFiles(
+        place=place,
+        tensor_names=tensor_names,
+        documents={} if has_tensors else dict(_load_documents(json_files)),
+        spellings=spellings,
+        quant_method=read_quant_method(folder) if spellings else None,
+    )
+
+
+def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:
+    """Load the JSON files that have the keys of a dialect; other files are not parsed."""
+    for path in json_files:
+        raw = path.read_bytes()
+        found = {
+            keys for keys in list_json_keys() if all(f'"{key}"'.encode() in raw for key in keys)
+        }
+        document = load_json_object(path, parse=parse_unique_keys) if found else {}
+        if any(keys[0] in document for keys in found):
+            yield path, document
+
+
+def refuse_result(path: Path) -> ModelError:
+    """Make the error for the report of a command where scales are asked for."""
+    return refusal(path, "the result of a command, not scales", hint=_RESULT_HINT)
+
+
+_RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
+
+
+def _no_scales(files: ScaleFiles) -> ModelError:
+    if inner := list_inner_checkpoints(files.place):
+        hint = f"name one of the checkpoints in it, such as {inner[0]}"
+        return refusal(files.place, "there are no KV scales in the folder itself", hint=hint)
+    if files.place.is_file() and is_result(files.place):
+        return refuse_result(files.place)
+    opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
+    if any(METADATA_KEY in file.header.metadata for file in opened):
+        hint = "these are statistics: `fp8calib export` makes scales from them"
+    elif any(file.tensors for file in opened):
+        hint = "there are only weights; `fp8calib calibrate` makes scales"
+    else:
+        hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"
+    return refusal(files.place, "there are no KV scales", hint=hint)
+
+
+def _agree_on_format(
+    path: Path,
+    dialect: Dialect,
+    named: Fp8Format | None,
+    given: Fp8Format | None,
+    *,
+    needs_dtype: bool,
+) -> Fp8Format:
+    if named is not None and given is not None and named is not given:
+        fault = f"it states that its scales are for {named.name}, not {given.name}"
+        raise refusal(path, fault, hint="omit --source-dtype")
+    if named is not None or given is not None:
+        return named or given or E4M3FN
+    if needs_dtype and len(dialect.formats) > 1:
+        raise UsageError(
+            f"{path}: the FP8 format of these scales ({dialect.name}) is not stated",
+            hint="pass --source-dtype e4m3fn, or e4m3fnuz if they are for AMD's MI300",
+        )
+    if dialect.requires_dtype:
+        raise refusal(path, "there is no kv_cache.dtype", hint="engines refuse the file for it")
+    return dialect.formats[0]

@@ -1,0 +1,91 @@
+"""All dialects. Every list of formats (options, help, messages, README) is made from here."""
+
+from __future__ import annotations
+
+from fp8calib.errors import UsageError, suggest
+from fp8calib.formats.dialect import Dialect
+from fp8calib.formats.kv.foreign import AUTOFP8, COMPRESSED_TENSORS, MODELOPT, QUARK, TRTLLM
+from fp8calib.formats.kv.json import VLLM_JSON
+from fp8calib.formats.kv.kv_scales import KV_SCALES
+from fp8calib.formats.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
+from fp8calib.formats.kv.rfc import RFC
+from fp8calib.formats.kv.tgi import TGI_CHECKPOINT
+from fp8calib.plugin import load_formats
+
+_dialects: dict[str, Dialect] = {}
+
+
+def register_dialect(dialect: Dialect) -> None:
+    """Add a dialect; the last one registered is the first to be tried on files.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if dialect.name in _dialects:
+        raise ValueError(f"a dialect called {dialect.name} is registered already")
+    _dialects[dialect.name] = dialect
+
+
+def list_written() -> tuple[Dialect, ...]:
+    """List the dialects that can be written: the formats of `--format`."""
+    return tuple(dialect for dialect in _dialects.values() if dialect.write is not None)
+
+
+def list_read() -> tuple[Dialect, ...]:
+    """List the dialects that can be read, in the order of recognition."""
+    return tuple(
+        dialect for dialect in reversed(_dialects.values()) if dialect.recognise is not None
+    )
+
+
+def list_format_names() -> tuple[str, ...]:
+    """List the values of `--format`."""
+    return tuple(dialect.name for dialect in list_written())
+
+
+def list_query_format_names() -> tuple[str, ...]:
+    """List the values of `--format` that have a place for the scale of q."""
+    return tuple(dialect.name for dialect in list_written() if dialect.has_query)
+
+
+def find_dialect(format_name: str) -> Dialect:
+    """Find the dialect that `--format` names.
+
+    Raises:
+        UsageError: there is none that can be written.
+    """
+    dialect = _dialects.get(format_name)
+    if dialect is None or dialect.write is None:
+        raise UsageError(
+            f"--format {format_name}: unknown format",
+            hint=suggest(format_name, list_format_names(), what="formats"),
+        )
+    return dialect
+
+
+def list_scale_suffixes() -> tuple[str, ...]:
+    """List the endings of scale tensors' names in all dialects."""
+    found = (suffix for dialect in _dialects.values() for suffix in dialect.scale_suffixes)
+    return tuple(dict.fromkeys(found))
+
+
+def list_json_keys() -> frozenset[tuple[str, ...]]:
+    """List the keys that identify JSON files of scales, a tuple for each dialect."""
+    return frozenset(dialect.json_keys for dialect in _dialects.values() if dialect.json_keys)
+
+
+for _dialect in (
+    KV_OVERLAY,
+    KV_OVERLAY_HEAD,
+    TGI_CHECKPOINT,
+    KV_SCALES,
+    VLLM_JSON,
+    RFC,
+    COMPRESSED_TENSORS,
+    AUTOFP8,
+    QUARK,
+    MODELOPT,
+    TRTLLM,
+    *load_formats(),
+):
+    register_dialect(_dialect)

@@ -1,0 +1,125 @@
+"""The scales of a file or a checkpoint of any tool, exactly as stored."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.json_files import is_result, load_json, parse_unique_keys
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.kv.rank_files import list_npz_arrays, read_npz_number
+from fp8calib.formats.read import refuse_result
+from fp8calib.formats.registry import list_json_keys, list_scale_suffixes
+from fp8calib.numerics.encode import decode_scale
+
+StoredScale = tuple[str, list[float] | str]
+"""A scale's name, and its values or a description of them."""
+_RANK_FILE_SUFFIXES = (".npz", ".safetensors")
+_INDEX = re.compile(r"[0-9]{1,9}")
+_MOST_VALUES = 1 << 16
+"""A larger tensor is only described: a list of its values takes 30 times the file's size."""
+
+
+def read_stored_scales(path: Path) -> dict[str, tuple[float | str, ...] | str]:
+    """Read the scales of a file or a checkpoint folder, those of layer 2 before layer 10.
+
+    NaN and infinities, which JSON does not have, are text. A large tensor is only described.
+
+    Raises:
+        ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
+    """
+    found = sorted(_read(path), key=_natural_key)
+    if not found and is_result(path):
+        raise refuse_result(path)
+    if not found:
+        raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
+    return {
+        name: x if isinstance(x, str) else tuple(y if math.isfinite(y) else str(y) for y in x)
+        for name, x in found
+    }
+
+
+def _natural_key(scale: StoredScale) -> list[tuple[int, str]]:
+    parts = scale[0].split(".")
+    return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
+
+
+def _read(path: Path) -> Iterator[StoredScale]:
+    if path.is_dir() and (ranks := _list_rank_files(path)):
+        for each in ranks:
+            yield from ((f"{each.name}.{name}", values) for name, values in _read(each))
+    elif path.is_dir():
+        with Checkpoint.open(path) as checkpoint:
+            yield from _read_tensors(checkpoint)
+    elif path.suffix == ".safetensors":
+        with TensorFile(path) as file:
+            yield from _read_tensors(file)
+    elif path.suffix == ".json":
+        yield from _read_json(path)
+    elif path.suffix == ".npz":
+        for name in list_npz_arrays(path):
+            if name.endswith(list_scale_suffixes()):
+                yield name, read_npz_number(path, name).flatten().tolist()
+    else:
+        kinds = ".safetensors, .npz or .json"
+        hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
+        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder", hint=hint)
+
+
+def _list_rank_files(folder: Path) -> list[Path]:
+    """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
+    return [
+        path
+        for path in sorted(folder.glob("*rank[0-9]*"))
+        if path.suffix in _RANK_FILE_SUFFIXES and path.is_file()
+    ]
+
+
+def _read_tensors(file: TensorFile | Checkpoint) -> Iterator[StoredScale]:
+    for name, entry in file.tensors.items():
+        if not name.endswith(list_scale_suffixes()):
+            continue
+        if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
+            yield name, f"{entry.dtype} of shape {list(entry.shape)}"
+        else:
+            yield name, decode_scale(file.read(name)).flatten().tolist()
+
+
+def _read_json(path: Path) -> Iterator[StoredScale]:
+    """Read all numbers of a document; without recursion, as it may be deeply nested."""
+    try:
+        document = load_json(path, parse=parse_unique_keys)
+    except (OSError, ValueError) as error:
+        fault = shorten(str(error))
+        raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
+    if not isinstance(document, dict):
+        return
+    if not any(keys[0] in document for keys in list_json_keys()):
+        return
+    has_tables = "scales_shape" in document
+    waiting = list(_list_tables(document) if has_tables else document.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict) and "scales_shape" in value:
+            waiting += _list_tables(value, f"{name}.")
+        elif isinstance(value, dict):
+            waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            waiting += ((f"{name}.{index}", inner) for index, inner in enumerate(value))
+        elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
+            yield name, [float(value)]
+        elif type(value) is int:
+            yield name, shorten(str(value))
+
+
+def _list_tables(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
+    """List the tables of a file with `scales_shape`, whose other numbers are no scales."""
+    for name, value in document.items():
+        if name == "scales" or isinstance(value, dict):
+            yield f"{before}{name}", value

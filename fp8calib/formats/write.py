@@ -1,0 +1,293 @@
+"""Write scales in any dialect: from statistics, or from scales that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import refuse_unknown_entries
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.overlay import plan_overlay
+from fp8calib.errors import ExportError, UsageError, cut_list
+from fp8calib.formats.compute import NO_RULES, compute_kv_scales, compute_linear_scales
+from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
+from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
+from fp8calib.formats.metadata import Provenance
+from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.table import ScaleTable
+from fp8calib.model.module_paths import list_paths
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.tensor_parallel import check_heads, check_linears
+from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.rules import AMAX, Fallback, Rule
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+_KV_ALONE = (
+    "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
+    "activations"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that a user should know about a written file."""
+
+    subject: str
+    """A site, a layer, or an entry of the model's folder."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFormats:
+    """What `write_formats` wrote."""
+
+    files: tuple[str, ...]
+    """Relative to the output folder, sorted."""
+    notes: tuple[Note, ...]
+
+
+def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
+    """Name the files and folders that these formats write into the output folder."""
+    degrees = tuple(tps)
+    dialects = map(find_dialect, formats)
+    return frozenset(dialect.path(tp) for dialect in dialects for tp in dialect.degrees(degrees))
+
+
+def check_export(
+    geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[int], fmt: Fp8Format
+) -> None:
+    """Refuse what cannot be written, before any computation.
+
+    Raises:
+        UsageError: a format is unknown or has no scales for `fmt`, or a degree does not fit the
+            model.
+    """
+    for dialect in map(find_dialect, formats):
+        if fmt not in dialect.formats:
+            fault = f"--format {dialect.name}: it has no scales for {fmt.name}"
+            raise UsageError(fault, hint="leave --fp8-dtype out")
+        if dialect.find_misfit is not None and (misfit := dialect.find_misfit(geometry)):
+            raise UsageError(f"--format {dialect.name}: {misfit}", hint="choose another format")
+    has_linears = any(find_dialect(name).has_linears for name in formats)
+    for tp in tps:
+        check_heads(geometry, tp)
+        if has_linears:
+            check_linears(geometry, tp)
+
+
+def check_overlay_source(
+    geometry: ModelGeometry,
+    formats: Iterable[str],
+    source: Checkpoint | None,
+    *,
+    replaces_scales: bool = False,
+) -> None:
+    """Refuse a model that overlays in these formats cannot be made from.
+
+    Raises:
+        UsageError: a format needs a model, and there is none; or the model has no place for the
+            scales.
+        ModelError: the model's config.json is missing or broken.
+        ExportError: the model does not have this geometry, has KV scales already, or is quantized
+            in a way that does not allow these scales.
+    """
+    dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
+    if not dialects:
+        return
+    if source is None:
+        name = dialects[0].name
+        hint = f"pass the model whose weights the {name} folder contains"
+        raise UsageError(f"--format {name} needs --model", hint=hint)
+    _check_attentions(geometry, source)
+    for dialect in dialects:
+        check_attachable(
+            source,
+            geometry,
+            per_head=dialect.per_head,
+            replaces_scales=replaces_scales,
+            is_configured=dialect.configures_quantization,
+        )
+
+
+def list_owned(
+    format_name: str, tp: int, geometry: ModelGeometry, source: Checkpoint
+) -> frozenset[str]:
+    """Name the entries of an output folder that *is* the overlay, or holds the one file."""
+    if not find_dialect(format_name).needs_model:
+        return list_outputs([format_name], [tp])
+    unlisted = {UNLISTED_NAME} if geometry.model_type in VLLM_STRICT_TYPES else frozenset[str]()
+    return plan_overlay(source).names | unlisted
+
+
+def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
+    """Refuse to replace an overlay folder that holds entries no overlay of `source` has.
+
+    Raises:
+        UsageError: naming what would be lost.
+    """
+    for dialect in map(find_dialect, formats):
+        folder = out / dialect.path()
+        if dialect.needs_model and folder.is_dir():
+            known = plan_overlay(source).names | {UNLISTED_NAME}
+            refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
+
+
+def write_formats(
+    stats: CalibrationStats,
+    formats: Sequence[str],
+    out: Path,
+    *,
+    fmt: Fp8Format,
+    tps: Sequence[int],
+    source: Checkpoint | None,
+    query: bool,
+    fallback: Fallback | None,
+    rule: Rule = AMAX,
+    rules: Mapping[str, Rule] = NO_RULES,
+    quantized: Mapping[int, ScaleTable] | None = None,
+    attachment: Attachment = NO_ATTACHMENT,
+) -> WrittenFormats:
+    """Write the scales of statistics in every format, with a file per degree where formats differ.
+
+    The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
+    `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
+    rank weights that the caller writes beside these files; `rfc` contains them and names the
+    weights' files. `attachment` records how the scales belong to a model that is quantized already.
+
+    Raises:
+        UsageError: a format or degree is not valid, or the model is missing.
+        ExportError: a scale cannot be computed, or a file not written.
+    """
+    check_export(stats.geometry, formats, tps, fmt)
+    check_overlay_source(
+        stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
+    )
+    kv_scales = cache(
+        partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule, rules=rules)
+    )
+    linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
+    written: list[Path] = []
+    notes: list[Note] = []
+    for dialect in map(find_dialect, dict.fromkeys(formats)):
+        for tp in dialect.degrees(tps):
+            has_query = query and dialect.has_query
+            linears = None
+            if dialect.has_linears:
+                linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
+            job = WriteJob(
+                table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
+                linears=linears,
+                with_rank_weights=quantized is not None,
+            )
+            place = Path(dialect.path(tp))
+            written.append(out / place)
+            notes += _write(dialect, job, source, attachment, out / place, shown=place)
+        if dialect.has_linears:
+            weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
+            notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
+    files = (file for target in written for file in _list_files(target))
+    return WrittenFormats(
+        files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def write_table(
+    table: ScaleTable,
+    format_name: str,
+    target: Path,
+    *,
+    source: Checkpoint,
+    shown: Path | None = None,
+    provenance: Provenance | None = None,
+    attachment: Attachment = NO_ATTACHMENT,
+) -> tuple[Note, ...]:
+    """Write a table of KV scales, for the ranks or heads that the dialect has.
+
+    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
+    path, if that is another one. `provenance` is the quantized model that the scales were read
+    from. What a user should know is returned: layers without their own scales, skipped files.
+
+    Raises:
+        UsageError: the format is not known.
+        ExportError: it cannot be written.
+    """
+    dialect = find_dialect(format_name)
+    check_export(table.geometry, [format_name], [], table.fmt)
+    check_overlay_source(
+        table.geometry, [format_name], source, replaces_scales=attachment.replaces_scales
+    )
+    job = WriteJob(table=table, provenance=provenance)
+    return tuple(_write(dialect, job, source, attachment, target, shown=shown or target))
+
+
+def _write(
+    dialect: Dialect,
+    job: WriteJob,
+    source: Checkpoint | None,
+    attachment: Attachment,
+    target: Path,
+    *,
+    shown: Path,
+) -> Iterator[Note]:
+    """Write one file, or an overlay of the model; give what a user should know about it."""
+    if source is not None and dialect.needs_model:
+        job = replace(
+            job,
+            source=source,
+            attachment=attachment,
+            quantized=find_quantized(source),
+            replaced=list_kv_scales(source, job.table.geometry),
+        )
+    assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
+    dialect.write(job, target)
+    yield from _list_notes(dialect, job, shown)
+
+
+def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:
+    for table in filter(None, (job.linears, job.table)):
+        for site, scale in table.not_observed():
+            yield Note(str(site), scale.why_not_observed)
+        yield from _note_kept_amax(table)
+    for name, why in job.skipped.items():
+        yield Note(name, f"left out of {dialect.name}: {why}")
+    if job.replaced:
+        yield Note("KV scales of the model", f"replaced: {cut_list(sorted(job.replaced))}")
+    for name, why in job.copied.items():
+        yield Note(str(shown / name), why)
+    if dialect.lists_all_layers:
+        why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
+        layers = job.table.geometry.layers
+        yield from (Note(layer.module, why) for layer in layers if layer.attention is None)
+    if dialect.has_linears and job.linears is None:
+        yield Note(dialect.name, _KV_ALONE)
+
+
+def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
+    """Note, once per reason, the sites at which the rule could not be applied."""
+    for why in dict.fromkeys(table.kept_amax.values()):
+        first, *others = (str(site) for site, reason in table.kept_amax.items() if reason == why)
+        yield Note(f"{first} and {len(others)} more" if others else first, why)
+
+
+def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
+    modules = {path for name in source.tensors for path in list_paths(name)}
+    for layer, attention in geometry.attentions():
+        if attention.checkpoint_module not in modules:
+            raise ExportError(
+                f"{source.folder}: no tensor is under {attention.checkpoint_module}, where layer "
+                f"{layer.index} of the calibrated model has its attention",
+                hint="pass the model that was calibrated",
+            )
+
+
+def _list_files(target: Path) -> list[Path]:
+    if target.is_file():
+        return [target]
+    return [path for path in target.rglob("*") if path.is_file()]

@@ -1,0 +1,299 @@
+"""Geometries and statistics written by hand, whose scales are exact binary fractions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fp8calib import __version__
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.formats.dialect import WriteJob
+from fp8calib.formats.metadata import Provenance
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.table import ScaleTable
+from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.header import StatsHeader
+from fp8calib.stats.statistic import SiteStats
+
+Sites = dict[Site, SiteStats]
+
+MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+TEXT = torch.tensor([-5, 7])
+MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text": "+/////////8HAAAAAAAAAA=="}}'
+"""What a file of these statistics' scales records."""
+
+
+def record_fit(num_layers: int, model_type: str = "llama") -> str:
+    """Spell what a file of scales records beside it: attention, and no hashes."""
+    layers = ",".join(f'[{index},"heads",4,2,2,2]' for index in range(num_layers))
+    return (
+        f'{{"version":"{__version__}","granularity":"tensor","attention":'
+        f'{{"model_type":"{model_type}","num_layers":{num_layers},"layers":[{layers}]}},'
+        '"unquantized":{}}'
+    )
+
+
+# amax / 448 of every KV head, layer by layer.
+KV_SCALES = {
+    0: {Role.K: (0.25, 0.5), Role.V: (0.125, 0.75)},
+    1: {Role.K: (2.0, 0.0625), Role.V: (0.03125, 0.015625)},
+}
+Q_SCALES = {0: (0.5, 4.0, 1.0, 2.0), 1: (8.0, 1.0, 1.0, 1.0)}
+
+# amax / 448 of layer 0; layer 1 has twice as much.
+ROWS = {
+    "q_proj": (1, 2, 3, 4, 5, 6, 7, 8),
+    "k_proj": (1, 3, 2, 1),
+    "v_proj": (5, 1, 1, 6),
+    "gate_proj": (1, 1, 1, 1, 2, 2, 2, 9),
+    "up_proj": (7, 1, 1, 1, 1, 1, 1, 3),
+}
+COLUMNS = {"o_proj": (1, 1, 2, 2, 3, 3, 4, 4), "down_proj": (3, 1, 1, 1, 1, 1, 1, 5)}
+INPUTS = {
+    "q_proj": (1, 2, 3, 4, 3, 2, 1, 0.5),
+    "gate_proj": (0.5,) * 8,
+    "o_proj": (8, 7, 6, 5, 4, 3, 2, 1),
+    "down_proj": (1, 0.5, 0.25, 0.125, 2, 2, 4, 4),
+}
+
+
+def amax_of(scales: Sequence[float], factor: float = 1.0) -> torch.Tensor:
+    """Return the magnitudes whose e4m3fn scales are `scales`."""
+    return torch.tensor(scales, dtype=torch.float32) * factor * 448
+
+
+def make_attention(index: int, **changes: object) -> Attention:
+    """Describe an attention of 4 heads and 2 KV heads of 2 elements."""
+    module = f"model.layers.{index}.self_attn"
+    values = {
+        "module": module,
+        "checkpoint_module": module,
+        "kind": "heads",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "k_head_dim": 2,
+        "v_head_dim": 2,
+    }
+    return Attention.model_validate(values | changes)
+
+
+def make_geometry(
+    attentions: Sequence[Attention | None],
+    linears: Sequence[Sequence[Linear]] = (),
+    *,
+    model_type: str = "llama",
+    checkpoint_dtype: str = "bfloat16",
+    architecture: str = "Handmade",
+    num_draft_layers: int = 0,
+) -> ModelGeometry:
+    """Make a geometry of layers."""
+    layers = tuple(
+        Layer(
+            index=index,
+            module=f"model.layers.{index}",
+            mixer="Attention" if attention else "GatedDeltaNet",
+            attention=attention,
+            linears=tuple(linears[index]) if linears else (),
+        )
+        for index, attention in enumerate(attentions)
+    )
+    return ModelGeometry(
+        architecture=architecture,
+        num_draft_layers=num_draft_layers,
+        model_type=model_type,
+        checkpoint_dtype=checkpoint_dtype,
+        layers=layers,
+    )
+
+
+def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
+    """Make statistics of sites, with the header fields that an export reads."""
+    header = StatsHeader.model_construct(
+        geometry=geometry, model_fingerprint=MODEL, data_fingerprint=DATA, skipped=()
+    )
+    return CalibrationStats(header=header, sites=sites, text_hashes=TEXT)
+
+
+def make_kv_sites(geometry: ModelGeometry) -> Sites:
+    """Make K, V and q sites with the scales of KV_SCALES and Q_SCALES for layers with a cache."""
+    sites: Sites = {}
+    for layer, attention in geometry.attentions():
+        sites[attention.site(Role.Q)] = SiteStats(count=8, amax=amax_of(Q_SCALES[layer.index % 2]))
+        if attention.producer is None:
+            for role, scales in KV_SCALES[layer.index % 2].items():
+                sites[attention.site(role)] = SiteStats(count=8, amax=amax_of(scales))
+    return sites
+
+
+def plain_stats(**changes: str) -> CalibrationStats:
+    """Two layers with attention, and no linears."""
+    geometry = make_geometry([make_attention(0), make_attention(1)], **changes)
+    return make_stats(geometry, make_kv_sites(geometry))
+
+
+def shared_stats() -> CalibrationStats:
+    """Four layers; layer 2 reads the cache of layer 1, and layer 3 that of layer 0."""
+    producers = (None, None, 1, 0)
+    attentions = [make_attention(index, producer=who) for index, who in enumerate(producers)]
+    geometry = make_geometry(attentions)
+    return make_stats(geometry, make_kv_sites(geometry))
+
+
+def hybrid_stats() -> CalibrationStats:
+    """Two layers; the first caches no K and V."""
+    geometry = make_geometry([None, make_attention(1)], model_type="qwen3_next")
+    return make_stats(geometry, make_kv_sites(geometry))
+
+
+def latent_stats() -> CalibrationStats:
+    """One layer of latent attention: latent of 4 elements, rotary part of 2."""
+    attention = make_attention(0, kind="latent", num_kv_heads=1, k_head_dim=4)
+    geometry = make_geometry([attention], model_type="deepseek_v3")
+    sites = {
+        attention.site(Role.K): SiteStats(count=8, amax=amax_of((0.25,))),
+        attention.site(Role.V): SiteStats(count=8, amax=amax_of((0.5,))),
+    }
+    return make_stats(geometry, sites)
+
+
+def _part(name: str, count: int, unit: int, first: int = 0) -> Part:
+    return Part(name=name, count=count, unit=unit, first=first, per_group=count)
+
+
+_PARTS = {
+    "q_proj": (4, 2),
+    "k_proj": (2, 2),
+    "v_proj": (2, 2),
+    "o_proj": (8, 1),
+    "gate_proj": (8, 1),
+    "up_proj": (8, 1),
+    "down_proj": (8, 1),
+}
+_FIRST_OF = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+
+
+def _linear(index: int, name: str, parts: Sequence[str]) -> Linear:
+    is_attention = parts[0] in {"q_proj", "o_proj", "k_proj", "v_proj"}
+    root = f"model.layers.{index}.{'self_attn' if is_attention else 'mlp'}"
+    described, first = [], 0
+    for part in parts:
+        count, unit = _PARTS[part]
+        described.append(_part(part, count, unit, first))
+        first += count * unit
+    return Linear(
+        module=f"{root}.{name}",
+        section="attention" if is_attention else "mlp",
+        root=root,
+        in_features=8,
+        out_features=first,
+        shard="row" if parts[0] in COLUMNS else "column",
+        parts=tuple(described),
+        weight_name=f"{root}.{name}.weight",
+    )
+
+
+def _sites_of(index: int, linear: Linear) -> Sites:
+    names = [part.name for part in linear.parts]
+    inputs = INPUTS[_FIRST_OF.get(names[0], names[0])]
+    rows = [row for name in names for row in ROWS.get(name, (99,) * 8)]
+    columns = COLUMNS.get(names[0], (99,) * 8)
+    weight = SiteStats(count=0, amax=amax_of(rows, index + 1), amax_in=amax_of(columns, index + 1))
+    return {
+        Site(linear.module, Role.INPUT): SiteStats(count=8, amax=amax_of(inputs, index + 1)),
+        Site(linear.module, Role.WEIGHT): weight,
+    }
+
+
+def linear_stats(*, is_fused: bool = False, **changes: str) -> CalibrationStats:
+    """Two layers with q/k/v/o and gate/up/down, or the same numbers in phi3's fused layout."""
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    split = {name: (name,) for name in _PARTS}
+    single = {name: (name,) for name in ("o_proj", "down_proj")}
+    names = {**fused, **single} if is_fused else split
+    linears = [[_linear(index, *item) for item in names.items()] for index in range(2)]
+    geometry = make_geometry([make_attention(0), make_attention(1)], linears, **changes)
+    sites = make_kv_sites(geometry)
+    for layer, linear in geometry.linears():
+        sites |= _sites_of(layer.index, linear)
+    return make_stats(geometry, sites)
+
+
+EXPERT_WEIGHTS = {
+    "gate_proj": ((1, 2, 3, 4), (5, 6, 7, 8)),
+    "up_proj": ((4, 3, 2, 1), (1, 1, 1, 2)),
+    "down_proj": ((2, 4, 8, 16), (1, 1, 1, 1)),
+}
+EXPERT_INPUTS = {
+    "gate_proj": ((2,), (0,)),
+    "up_proj": ((2,), (0,)),
+    "down_proj": ((1, 2, 3, 4), (0, 0, 0, 0)),
+}
+
+
+def expert_stats() -> CalibrationStats:
+    """One layer with two experts; no token reached the second."""
+    root = "model.layers.0.mlp"
+    linears = [
+        Linear(
+            module=f"{root}.experts.{name}",
+            section="mlp",
+            root=root,
+            in_features=8,
+            out_features=8,
+            shard="row" if name == "down_proj" else "column",
+            parts=(_part(name, 8, 1),),
+            num_experts=2,
+            expert_block=2,
+            weight_name=f"{root}.experts.{name}",
+        )
+        for name in EXPERT_WEIGHTS
+    ]
+    geometry = make_geometry([make_attention(0)], [linears], model_type="mixtral")
+    sites = make_kv_sites(geometry)
+    for linear, name in zip(linears, EXPERT_WEIGHTS, strict=True):
+        sites[Site(linear.module, Role.INPUT)] = SiteStats(
+            count=8,
+            amax=amax_of((2,) * 8),
+            experts=amax_of(EXPERT_INPUTS[name]),
+            expert_counts=torch.tensor([8, 0]),
+        )
+        sites[Site(linear.module, Role.WEIGHT)] = SiteStats(
+            count=0, amax=amax_of((8,) * 8), experts=amax_of(EXPERT_WEIGHTS[name])
+        )
+    return make_stats(geometry, sites)
+
+
+def write_scales(
+    name: str,
+    table: ScaleTable,
+    target: Path,
+    *,
+    source: Checkpoint | None = None,
+    linears: ScaleTable | None = None,
+    provenance: Provenance | None = None,
+) -> dict[str, str]:
+    """Write a table in a dialect; return the skipped entries of the source."""
+    job = WriteJob(table=table, source=source, linears=linears, provenance=provenance)
+    write = find_dialect(name).write
+    assert write is not None
+    write(job, target)
+    return job.skipped
+
+
+def save_source(stats: CalibrationStats, folder: Path, **config: object) -> Checkpoint:
+    """Save and open a checkpoint with one weight in every attention module."""
+    folder.mkdir()
+    weights = {
+        f"{attention.checkpoint_module}.o_proj.weight": torch.ones(2, 2)
+        for _, attention in stats.geometry.attentions()
+    }
+    save_tensors(folder / "model.safetensors", weights, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.gguf").write_text("x")
+    return Checkpoint.open(folder)

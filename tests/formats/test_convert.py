@@ -1,0 +1,274 @@
+"""Scales brought to other formats, ranks and heads, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.formats.convert import convert_table, explain_fit, explain_joint
+from fp8calib.formats.ranks import fits_heads
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from tests.formats.handmade import make_attention, make_geometry
+
+FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
+TWO_HEADS = make_geometry([make_attention(0)])
+LATENT = make_geometry([make_attention(0, kind="latent", num_kv_heads=1)])
+
+
+def _table(
+    values: Mapping[Role, Sequence[float]],
+    *,
+    geometry: ModelGeometry = FOUR_HEADS,
+    per_head: bool = False,
+    fmt: Fp8Format = E4M3FN,
+) -> ScaleTable:
+    attention = _attention(geometry)
+    tensors = {role: torch.tensor(numbers) for role, numbers in values.items()}
+    return ScaleTable(
+        geometry=geometry,
+        fmt=fmt,
+        tp=1 if per_head else len(tensors[Role.K]),
+        per_head=per_head,
+        scales={
+            attention.site(role): Scale(
+                values=tensor.unsqueeze(0) if per_head else tensor, source=ScaleSource.SHARED
+            )
+            for role, tensor in tensors.items()
+        },
+    )
+
+
+def _attention(geometry: ModelGeometry) -> Attention:
+    attention = geometry.layers[0].attention
+    assert attention is not None
+    return attention
+
+
+def _values(table: ScaleTable, role: Role = Role.K) -> list[float]:
+    tensor = table.scales[_attention(table.geometry).site(role)].values
+    assert tensor.shape[0] == table.tp
+    assert tensor.dim() == (2 if table.per_head else 1)
+    return tensor.flatten().tolist()
+
+
+def _pair(*numbers: float) -> dict[Role, Sequence[float]]:
+    return {Role.K: numbers, Role.V: tuple(2 * number for number in numbers)}
+
+
+@pytest.mark.parametrize(
+    ("tp", "expected"),
+    [(1, [4.0]), (2, [2.0, 4.0]), (4, [1, 2, 3, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])],
+)
+def test_a_rank_takes_the_largest_of_its_heads(tp: int, expected: list[float]) -> None:
+    table = _table(_pair(1, 2, 3, 4), per_head=True)
+    fitted = convert_table(table, fmt=E4M3FN, tp=tp, per_head=False)
+    assert (fitted.tp, fitted.per_head, fitted.fmt) == (tp, False, E4M3FN)
+    assert _values(fitted) == expected
+    assert _values(fitted, Role.V) == [2 * number for number in expected]
+    whose = "a layer's heads" if tp == 1 else "the heads on its rank"
+    assert explain_fit(table, fitted) == (f"scales per head became one: the largest of {whose}",)
+
+
+@pytest.mark.parametrize(
+    ("found", "tp", "expected"),
+    [
+        ((3.0, 1.0), 1, [3.0]),
+        ((3.0, 1.0), 2, [3.0, 1.0]),
+        ((3.0, 1.0), 4, [3.0, 3.0, 1.0, 1.0]),
+        ((1.0, 4.0, 2.0, 3.0), 2, [4.0, 3.0]),
+        ((1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 5.0, 6.0), 4, [2.0, 4.0, 8.0, 6.0]),
+        ((1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 5.0, 6.0), 2, [4.0, 8.0]),
+        ((5.0,), 4, [5.0] * 4),
+    ],
+)
+def test_the_ranks_of_one_table_become_those_of_another(
+    found: Sequence[float], tp: int, expected: list[float]
+) -> None:
+    table = _table(_pair(*found))
+    assert _values(convert_table(table, fmt=E4M3FN, tp=tp, per_head=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ((5.0,), [5.0] * 4),
+        ((3.0, 1.0), [3.0, 3.0, 1.0, 1.0]),
+        ((1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 5.0, 6.0), [2.0, 4.0, 8.0, 6.0]),
+    ],
+)
+def test_every_head_gets_the_scale_of_the_ranks_that_hold_it(
+    found: Sequence[float], expected: list[float]
+) -> None:
+    fitted = convert_table(_table(_pair(*found)), fmt=E4M3FN, per_head=True)
+    assert (fitted.tp, fitted.per_head) == (1, True)
+    assert _values(fitted) == expected
+
+
+def test_q_has_as_many_heads_as_the_model_has() -> None:
+    table = _table({**_pair(1.0), Role.Q: (6.0,)})
+    fitted = convert_table(table, fmt=E4M3FN, per_head=True)
+    assert _values(fitted, Role.Q) == [6.0] * 8
+    back = convert_table(fitted, fmt=E4M3FN, tp=2, per_head=False)
+    assert _values(back, Role.Q) == [6.0, 6.0]
+
+
+def test_a_latent_is_whole_on_every_rank() -> None:
+    table = _table(_pair(1.0, 3.0, 2.0, 2.0), geometry=LATENT)
+    assert _values(convert_table(table, fmt=E4M3FN, tp=2, per_head=False)) == [3.0, 3.0]
+    assert _values(convert_table(table, fmt=E4M3FN, per_head=True)) == [3.0]
+
+
+def test_ranks_that_the_heads_cannot_lie_on_become_their_largest() -> None:
+    table = _table(_pair(1.0, 5.0, 2.0))
+    fitted = convert_table(table, fmt=E4M3FN, tp=2, per_head=False)
+    assert _values(fitted) == [5.0, 5.0]
+    (note,) = explain_fit(table, fitted)
+    assert note.endswith("do not fit the model's heads: the largest is used everywhere")
+
+
+@pytest.mark.parametrize(("tp", "fits"), [(1, True), (2, True), (4, True), (3, False), (0, False)])
+def test_degrees_that_fit_are_told_from_those_that_do_not(tp: int, fits: bool) -> None:
+    assert fits_heads(TWO_HEADS, tp) is fits
+    if not fits:
+        with pytest.raises(UsageError, match=f"--tp {tp}"):
+            convert_table(_table(_pair(1.0)), fmt=E4M3FN, tp=tp, per_head=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "factor"),
+    [
+        (E4M3FN, E4M3FN, 1.0),
+        (E4M3FNUZ, E4M3FNUZ, 1.0),
+        (E4M3FN, E4M3FNUZ, 2.0),
+        (E4M3FNUZ, E4M3FN, 0.5),
+    ],
+)
+def test_every_code_keeps_its_value_in_the_other_format(
+    source: Fp8Format, target: Fp8Format, factor: float
+) -> None:
+    table = _table(_pair(0.1, 0.3), fmt=source)
+    fitted = convert_table(table, fmt=target, tp=2, per_head=False)
+    before = table.scales[_attention(FOUR_HEADS).site(Role.K)].values
+    assert fitted.fmt is target
+    assert _values(fitted) == (before * factor).tolist()
+    for code in range(1, 0x7F):  # 0x7F is NaN in e4m3fn, 240 in e4m3fnuz
+        was, now = source.value_of(code) * 0.25, target.value_of(code) * 0.25 * factor
+        assert was == now
+
+
+def test_what_a_change_of_format_costs_is_said() -> None:
+    fnuz = _table(_pair(0.25), fmt=E4M3FNUZ)
+    assert explain_fit(fnuz, convert_table(fnuz, fmt=E4M3FN, per_head=False)) == (
+        "the scales for e4m3fnuz are halved for e4m3fn, so that dequantized values stay the same",
+        "values in the top 6.7 % of the range of e4m3fnuz clip",
+    )
+    plain = _table(_pair(0.25))
+    (note,) = explain_fit(plain, convert_table(plain, fmt=E4M3FNUZ, per_head=False))
+    assert note.startswith("the scales for e4m3fn are doubled for e4m3fnuz")
+
+
+def test_scales_at_the_ends_of_fp32_stay_scales() -> None:
+    smallest = _table(_pair(2.0**-126), fmt=E4M3FNUZ)
+    assert _values(convert_table(smallest, fmt=E4M3FN, per_head=False)) == [2.0**-126]
+    tiny = _table(_pair(2.0**-140))
+    assert _values(convert_table(tiny, fmt=E4M3FN, per_head=False)) == [2.0**-140]
+    largest = _table({Role.K: (3e38,), Role.V: (1.0,)})
+    with pytest.raises(ExportError, match=r"self_attn\.k: 3e\+38 cannot"):
+        convert_table(largest, fmt=E4M3FNUZ, per_head=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "tp", "per_head", "note"),
+    [
+        ((1.0, 2.0), 1, False, "the scales of 2 ranks, which differ, became one: the largest"),
+        ((2.0, 2.0), 1, False, "the scales of 2 ranks, which are equal, became one: the largest"),
+        (
+            (1.0, 2.0),
+            1,
+            True,
+            "the scales of 2 ranks, which differ, became the scales of the heads on each rank",
+        ),
+        (
+            (1.0, 2.0),
+            4,
+            False,
+            "the scales of 2 ranks, which differ, became 4: each is the largest of the rank's "
+            "heads",
+        ),
+        (
+            (1.0,),
+            1,
+            True,
+            "every head gets the one scale of its layer: scales per head gain nothing here",
+        ),
+        (
+            (1.0,),
+            2,
+            False,
+            "each of 2 ranks gets the one scale of its layer",
+        ),
+    ],
+)
+def test_what_became_of_ranks_and_heads_is_said(
+    found: Sequence[float], tp: int, per_head: bool, note: str
+) -> None:
+    table = _table(_pair(*found))
+    fitted = convert_table(table, fmt=E4M3FN, tp=tp, per_head=per_head)
+    assert explain_fit(table, fitted) == (note,)
+
+
+def test_nothing_is_said_where_nothing_was_done() -> None:
+    for table in (
+        _table(_pair(1.0)),
+        _table(_pair(1.0, 2.0)),
+        _table(_pair(1, 2, 3, 4), per_head=True),
+    ):
+        fitted = convert_table(table, fmt=E4M3FN, tp=table.tp, per_head=table.per_head)
+        assert explain_fit(table, fitted) == ()
+        assert fitted.scales == table.scales
+
+
+def test_the_origin_of_a_scale_stays_with_it() -> None:
+    fitted = convert_table(_table(_pair(1.0)), fmt=E4M3FNUZ, tp=2, per_head=False)
+    assert {scale.source for scale in fitted.scales.values()} == {ScaleSource.SHARED}
+
+
+def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
+    assert explain_joint(_table({Role.K: (1.0, 2.0), Role.V: (1.0, 2.0)})) == ()
+    per_head = _table({Role.K: (1, 2, 3, 4), Role.V: (4, 3, 2, 1)}, per_head=True)
+    assert explain_joint(per_head) == ()
+    unequal, query = explain_joint(_table({**_pair(1.0), Role.Q: (1.0,)}))
+    assert unequal.endswith("in 1 of 1 layers they differ")
+    assert query == "q_scale is left out: this dialect cannot store it"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "scale", "limit"),
+    [
+        # 448 at scale 1 is 224 of e4m3fnuz at scale 2, which ends at 240: nothing saturates
+        (E4M3FN, E4M3FNUZ, 1.0, 448.0),
+        # 240 at scale 1 would be 480 of e4m3fn at scale 0.5, which ends at 448: 224 is left
+        (E4M3FNUZ, E4M3FN, 1.0, 224.0),
+    ],
+)
+def test_the_same_bytes_mean_the_same_numbers_to_torch(
+    source: Fp8Format, target: Fp8Format, scale: float, limit: float
+) -> None:
+    dtypes = {E4M3FN: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz}
+    table = _table(_pair(scale), fmt=source)
+    (fitted,) = _values(convert_table(table, fmt=target, per_head=False))
+    codes = torch.arange(256, dtype=torch.int64).to(torch.uint8)
+    was = codes.view(dtypes[source]).float() * scale
+    now = codes.view(dtypes[target]).float() * fitted
+    # 0x80 is -0.0 and NaN, 0x7F and 0xFF are NaN in e4m3fn: no other code differs
+    differing = [code for code in range(256) if was[code] != now[code]]
+    assert differing == [0x7F, 0x80, 0xFF]
+    assert float(now[now.isfinite()].max()) == {E4M3FN: 448 * fitted, E4M3FNUZ: 480.0}[target]
+    largest = torch.tensor(torch.finfo(dtypes[source]).max * scale)
+    reached = (largest / fitted).clamp(max=torch.finfo(dtypes[target]).max).to(dtypes[target])
+    assert float(reached.float() * fitted) == limit

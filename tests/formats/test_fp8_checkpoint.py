@@ -1,0 +1,622 @@
+"""FP8 checkpoints of every tool, made by hand, read as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
+from fp8calib.formats.fp8.quantization_config import Activation
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.numerics.schemes import InputScaling
+from tests.formats.fp8_handmade import (
+    AUTOFP8_DYNAMIC,
+    AUTOFP8_STATIC,
+    CODES,
+    CT_BLOCK,
+    CT_CHANNEL,
+    CT_STATIC,
+    FBGEMM,
+    FINEGRAINED,
+    LINEAR,
+    MODELOPT,
+    PER_TOKEN,
+    VALUES,
+    Tensors,
+    codes,
+    compressed_tensors,
+    group,
+    linear,
+    modelopt,
+    quantizer,
+    quark,
+    save,
+    scalar,
+)
+
+WEIGHT = f"{LINEAR}.weight"
+EXPERTS = "model.layers.3.mlp.experts"
+
+STATIC = Activation(kind=InputScaling.STATIC, scale=0.125)
+TOKEN = Activation(kind=InputScaling.TOKEN)
+GROUP = Activation(kind=InputScaling.GROUP)
+NONE = Activation(kind=InputScaling.NONE)
+
+HALF = scalar(0.5)
+INPUT = scalar(0.125)
+HALVED = [[value * 0.5 for value in row] for row in VALUES]
+ROWS = torch.tensor([0.5, 4.0])
+BY_ROW = [[value * 0.5 for value in VALUES[0]], [value * 4 for value in VALUES[1]]]
+
+PER_CHANNEL = quantizer(strategy="channel")
+QUARK_TOKEN = {"dtype": "fp8_e4m3", "is_dynamic": True, "qscheme": "per_channel"}
+
+FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activation, str]] = {
+    "compressed-tensors static": (
+        CT_STATIC,
+        linear(scale=HALF.bfloat16().reshape(1), input_scale=INPUT.bfloat16().reshape(1)),
+        HALVED,
+        STATIC,
+        "compressed-tensors",
+    ),
+    "compressed-tensors channel": (
+        CT_CHANNEL,
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        TOKEN,
+        "compressed-tensors",
+    ),
+    "compressed-tensors weights only": (
+        compressed_tensors(group(PER_CHANNEL, None), format="naive-quantized"),
+        linear(scale=ROWS.reshape(2, 1).to(torch.float16)),
+        BY_ROW,
+        NONE,
+        "compressed-tensors",
+    ),
+    "compressed-tensors few keys": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"type": "float"},
+                    "input_activations": {"type": "float"},
+                }
+            },
+        },
+        linear(scale=HALF, input_scale=INPUT),
+        HALVED,
+        STATIC,
+        "compressed-tensors",
+    ),
+    "compressed-tensors groups without a strategy": (
+        compressed_tensors(
+            group(PER_CHANNEL, {"type": "float", "dynamic": True, "group_size": 128})
+        ),
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        GROUP,
+        "compressed-tensors",
+    ),
+    "compressed-tensors capitals and old blocks": (
+        compressed_tensors(
+            group(
+                quantizer(strategy="BLOCK", type="FLOAT", block_structure="1x4"),
+                PER_TOKEN,
+            )
+        ),
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        TOKEN,
+        "compressed-tensors",
+    ),
+    "compressed-tensors zero point": (
+        CT_STATIC,
+        linear(scale=HALF, input_scale=INPUT)
+        | {
+            f"{LINEAR}.weight_zero_point": torch.zeros(1, dtype=torch.float8_e4m3fn),
+            f"{LINEAR}.input_zero_point": torch.zeros(1, dtype=torch.float8_e4m3fn),
+        },
+        HALVED,
+        STATIC,
+        "compressed-tensors",
+    ),
+    "autofp8 static": (
+        AUTOFP8_STATIC,
+        linear(scale=HALF, input_scale=INPUT),
+        HALVED,
+        STATIC,
+        "autofp8",
+    ),
+    "autofp8 dynamic": (AUTOFP8_DYNAMIC, linear(scale=HALF), HALVED, TOKEN, "autofp8"),
+    "transformers per tensor": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["vision_tower"],
+        },
+        linear()
+        | {
+            f"{LINEAR}.weight_scale_inv": HALF.bfloat16(),
+            f"{LINEAR}.activation_scale": INPUT.bfloat16(),
+        },
+        HALVED,
+        STATIC,
+        "finegrained",
+    ),
+    "modelopt": (MODELOPT, linear(scale=HALF, input_scale=INPUT), HALVED, STATIC, "modelopt"),
+    "modelopt channel": (
+        modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
+        linear(scale=ROWS),
+        BY_ROW,
+        TOKEN,
+        "modelopt",
+    ),
+    "modelopt mixed": (
+        modelopt("MIXED_PRECISION")
+        | {"quant_method": "modelopt_mixed"}
+        | {"quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}},
+        linear(scale=HALF, input_scale=INPUT),
+        HALVED,
+        STATIC,
+        "modelopt",
+    ),
+    "quark static": (quark(), linear(scale=HALF, input_scale=INPUT), HALVED, STATIC, "quark"),
+    "quark token": (quark(QUARK_TOKEN), linear(scale=HALF), HALVED, TOKEN, "quark"),
+    "quark list": (quark([QUARK_TOKEN]), linear(scale=HALF), HALVED, TOKEN, "quark"),
+    "quark weights only": (quark(None), linear(scale=HALF), HALVED, NONE, "quark"),
+    "fbgemm": (
+        FBGEMM,
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        Activation(kind=InputScaling.TOKEN, upper_bound=1200.0),
+        "fbgemm_fp8",
+    ),
+}
+
+
+def _open(folder: Path, tensors: Tensors, config: object, *, fuse: bool = False) -> Fp8Checkpoint:
+    return Fp8Checkpoint.open(save(folder, tensors, config), fuse=fuse)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bool) -> None:
+    config, tensors, expected, activation, method = FORMS[form]
+    checkpoint = _open(tmp_path, dict(tensors), config, fuse=fuse)
+    assert checkpoint.read(WEIGHT).tolist() == expected
+    assert checkpoint.read(WEIGHT).dtype == checkpoint.dtype(WEIGHT) == torch.float32
+    assert checkpoint.activation(WEIGHT) == activation
+    assert checkpoint.dialect.name == method
+    assert checkpoint.quantized == {WEIGHT}
+    assert list(checkpoint.tensors) == [WEIGHT]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "foreign"),
+    [
+        (torch.float8_e4m3fn, E4M3FN, ml_dtypes.float8_e4m3fn),
+        (torch.float8_e4m3fnuz, E4M3FNUZ, ml_dtypes.float8_e4m3fnuz),
+        (torch.float8_e5m2, E5M2, ml_dtypes.float8_e5m2),
+    ],
+)
+def test_every_code_has_the_value_of_its_own_format(
+    tmp_path: Path, dtype: torch.dtype, fmt: object, foreign: type
+) -> None:
+    every = np.arange(256, dtype=np.uint8)
+    finite = every[np.isfinite(every.view(foreign).astype(np.float32))]
+    weight = torch.from_numpy(finite.copy()).view(dtype).reshape(1, -1)
+    checkpoint = _open(tmp_path, linear(weight=weight, scale=scalar(3.0)), AUTOFP8_DYNAMIC)
+    expected = finite.view(foreign).astype(np.float32) * np.float32(3)
+    assert checkpoint.fmt is fmt
+    assert checkpoint.read(WEIGHT).flatten().tolist() == expected.tolist()
+
+
+def test_a_product_is_rounded_once_in_fp32(tmp_path: Path) -> None:
+    scale = np.float32(0.0123456789)
+    checkpoint = _open(tmp_path, linear(scale=torch.tensor(scale)), AUTOFP8_DYNAMIC)
+    expected = np.array(VALUES, dtype=np.float32) * scale
+    assert checkpoint.read(WEIGHT).numpy().tobytes() == expected.tobytes()
+    assert checkpoint.weight_scale(WEIGHT).tolist() == float(scale)
+
+
+def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a weight [130, 300], its scales [2, 3], and element by element the product."""
+    weight = torch.arange(130 * 300).remainder(0x7F).to(torch.uint8).reshape(130, 300)
+    scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    values = weight.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64).tolist()
+    scales = scale.tolist()
+    expected = [
+        [value * scales[row // 128][column // 128] for column, value in enumerate(values[row])]
+        for row in range(130)
+    ]
+    return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt", "modelopt, older"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
+    tmp_path: Path, form: str, fuse: bool
+) -> None:
+    weight, scale, expected = _make_blocks()
+    config = {
+        "compressed-tensors": CT_BLOCK,
+        "autofp8": FINEGRAINED,
+        "modelopt": modelopt("fp8_pb_wo"),
+        "modelopt, older": modelopt("MIXED_PRECISION")
+        | {"quantized_layers": {LINEAR: {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}}},
+    }[form]
+    name = f"{LINEAR}.weight_scale_inv" if form == "autofp8" else f"{LINEAR}.weight_scale"
+    stored = scale.reshape(2, 1, 3, 1) if form == "modelopt" else scale
+    checkpoint = _open(tmp_path, linear(weight=weight) | {name: stored}, config, fuse=fuse)
+    assert torch.equal(checkpoint.read(WEIGHT), expected)
+    for start, stop in ((0, 130), (127, 129), (129, 130), (5, 5)):
+        assert torch.equal(checkpoint.read_rows(WEIGHT, start, stop), expected[start:stop])
+    assert checkpoint.activation(WEIGHT) == GROUP
+    assert form.startswith(checkpoint.dialect.name)
+    assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
+
+
+def test_scales_may_be_stored_as_powers_of_two(tmp_path: Path) -> None:
+    """So transformers saves them under `scale_fmt: ue8m0`: a byte of exponent, plus 127."""
+    weight, _, _ = _make_blocks()
+    exponents = torch.tensor([[127, 126, 130], [117, 127, 137]], dtype=torch.uint8)
+    tensors = {f"{LINEAR}.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    checkpoint = _open(tmp_path, linear(weight=weight) | tensors, FINEGRAINED)
+    found = checkpoint.read(WEIGHT)
+    for row, column, scale in ((0, 0, 1), (0, 128, 0.5), (0, 256, 8), (128, 0, 2**-10)):
+        assert found[row, column] == weight[row, column].float() * scale
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_those_of_the_whole(tmp_path: Path, form: str) -> None:
+    config, tensors, expected, _, _ = FORMS[form]
+    checkpoint = _open(tmp_path, dict(tensors), config)
+    assert checkpoint.read_rows(WEIGHT, 1, 2).tolist() == expected[1:2]
+    with pytest.raises(IndexError):
+        checkpoint.read_rows(WEIGHT, 1, 3)
+
+
+def test_what_is_not_fp8_comes_as_it_is_stored_and_scales_are_out_of_sight(tmp_path: Path) -> None:
+    norm = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    others = {
+        "model.norm.weight": norm,
+        "model.layers.0.self_attn.k_scale": HALF,
+        "model.layers.0.self_attn.v_proj.v_scale": HALF,
+        "model.layers.0.self_attn.q_zero_point": HALF,
+        "model.layers.0.self_attn.qkv_proj.output_scale": HALF,
+        "model.layers.0.altup.correct_output_scale": HALF,
+    }
+    checkpoint = _open(tmp_path, linear(scale=HALF) | others, AUTOFP8_DYNAMIC)
+    kept = {WEIGHT, "model.norm.weight", "model.layers.0.altup.correct_output_scale"}
+    assert set(checkpoint.tensors) == kept
+    assert torch.equal(checkpoint.read("model.norm.weight"), norm)
+    assert checkpoint.dtype("model.norm.weight") == torch.bfloat16
+    assert checkpoint.tensors[WEIGHT].shape == (2, 4)
+    assert WEIGHT in checkpoint.tensors
+    assert f"{LINEAR}.weight_scale" not in checkpoint.tensors
+    assert checkpoint.folder == tmp_path
+    assert checkpoint.load_config()["model_type"] == "llama"
+
+
+# 416 * 1.5 = 624, which under a scale of 2 lies between 576 and 640; 15 * 1.5 = 22.5 between 22
+# and 24.
+FUSED = codes([[0x7D, 0x57]])
+ROUNDED_AGAIN = [[640.0, 22.0]]
+AS_STORED = [[624.0, 22.5]]
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"),
+        ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.q_proj"),
+        ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+        ("model.layers.1.linear_attn.in_proj_z", "model.layers.1.linear_attn.in_proj_qkv"),
+        ("model.layers.1.linear_attn.in_proj_b", "model.layers.1.linear_attn.in_proj_a"),
+        ("transformer.h.1.mlp.c_fc_1", "transformer.h.1.mlp.c_fc_0"),
+        ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"),
+        (f"{EXPERTS}.7.gate_proj", f"{EXPERTS}.7.up_proj"),
+        (
+            "model.layers.1.block_sparse_moe.experts.0.w3",
+            "model.layers.1.block_sparse_moe.experts.0.w1",
+        ),
+    ],
+)
+def test_fused_projections_are_rounded_again_with_the_largest_of_their_scales(
+    tmp_path: Path, small: str, large: str
+) -> None:
+    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
+    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
+    fused = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
+    assert fused.read(f"{small}.weight").tolist() == ROUNDED_AGAIN
+    assert fused.weight_scale(f"{small}.weight").tolist() == 2.0
+    assert fused.read(f"{large}.weight").tolist() == [[832.0, 30.0]]
+    assert fused.activation(f"{small}.weight").scale == 0.5
+    assert fused.activation(f"{large}.weight").scale == 0.5
+    stored = Fp8Checkpoint.open(tmp_path, fuse=False)
+    assert stored.read(f"{small}.weight").tolist() == AS_STORED
+    assert stored.weight_scale(f"{small}.weight").tolist() == 1.5
+    assert stored.activation(f"{small}.weight").scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ("model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.k_proj"),
+        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"),
+        ("model.layers.1.self_attn.q_proj", "model.layers.1.cross_attn.k_proj"),
+        ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"),
+        ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("model.layers.1.experts.0.w1", "model.layers.1.experts.0.w2"),
+        ("model.layers.1.gate_proj", "model.layers.2.up_proj"),
+    ],
+)
+def test_what_is_not_fused_keeps_its_scales(tmp_path: Path, small: str, large: str) -> None:
+    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
+    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
+    checkpoint = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
+    assert checkpoint.read(f"{small}.weight").tolist() == AS_STORED
+    assert checkpoint.activation(f"{small}.weight").scale == 0.25
+
+
+def test_experts_share_input_scales_over_the_layer_but_weight_scales_only_inside_one(
+    tmp_path: Path,
+) -> None:
+    tensors: Tensors = {}
+    for layer, expert, projection, scale, input_scale in (
+        (3, 0, "gate_proj", 1.5, 0.25),
+        (3, 0, "up_proj", 1.5, 0.25),
+        (3, 1, "gate_proj", 2.0, 0.5),
+        (3, 1, "up_proj", 2.0, 2.0),
+        (3, 0, "down_proj", 1.5, 4.0),
+        (3, 1, "down_proj", 2.0, 1.0),
+        (4, 0, "up_proj", 2.0, 8.0),
+    ):
+        module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+        tensors |= linear(
+            module, weight=FUSED, scale=scalar(scale), input_scale=scalar(input_scale)
+        )
+    checkpoint = _open(tmp_path, tensors, MODELOPT, fuse=True)
+    inputs = {
+        name.removeprefix("model.layers.").removesuffix("_proj.weight"): checkpoint.activation(name)
+        for name in sorted(checkpoint.quantized)
+    }
+    assert {name: item.scale for name, item in inputs.items()} == {
+        "3.mlp.experts.0.gate": 2.0,
+        "3.mlp.experts.0.up": 2.0,
+        "3.mlp.experts.1.gate": 2.0,
+        "3.mlp.experts.1.up": 2.0,
+        "3.mlp.experts.0.down": 4.0,
+        "3.mlp.experts.1.down": 4.0,
+        "4.mlp.experts.0.up": 8.0,
+    }
+    assert checkpoint.read(f"{EXPERTS}.0.gate_proj.weight").tolist() == AS_STORED
+    assert checkpoint.read(f"{EXPERTS}.0.down_proj.weight").tolist() == AS_STORED
+
+
+def test_equal_scales_leave_fused_weights_bit_for_bit(tmp_path: Path) -> None:
+    scale = scalar(0.0123456789)
+    tensors = linear("a.q_proj", scale=scale) | linear("a.k_proj", scale=scale)
+    fused = _open(tmp_path, tensors, AUTOFP8_DYNAMIC, fuse=True)
+    stored = Fp8Checkpoint.open(tmp_path, fuse=False)
+    assert torch.equal(fused.read("a.q_proj.weight"), stored.read("a.q_proj.weight"))
+
+
+def test_scales_per_channel_and_per_block_are_never_fused(tmp_path: Path) -> None:
+    small = {"weight": FUSED, "scale": scalar(1.5).reshape(1, 1)}
+    large = {"weight": FUSED, "scale": scalar(2.0).reshape(1, 1)}
+    for config in (CT_CHANNEL, CT_BLOCK):
+        tensors = linear("a.q_proj", **small) | linear("a.k_proj", **large)
+        checkpoint = _open(tmp_path, tensors, config, fuse=True)
+        assert checkpoint.read("a.q_proj.weight").tolist() == AS_STORED
+
+
+def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
+    # 240 * 0.75 = 180, between 176 and 192; 7.5 * 0.75 = 5.625, between 5.5 and 6.
+    weight = codes([[0x7F, 0x57]], torch.float8_e4m3fnuz)
+    tensors = linear("a.q_proj", weight=weight, scale=scalar(0.75))
+    tensors |= linear("a.k_proj", weight=weight, scale=scalar(1.0))
+    checkpoint = _open(tmp_path, tensors, AUTOFP8_DYNAMIC, fuse=True)
+    assert checkpoint.fmt is E4M3FNUZ
+    assert checkpoint.read("a.q_proj.weight").tolist() == [[176.0, 5.5]]
+    assert checkpoint.read("a.k_proj.weight").tolist() == [[240.0, 7.5]]
+
+
+STACKED = codes([list(CODES[0]), list(CODES[1])]).reshape(2, 2, 2)
+STACKED_VALUES = torch.tensor(VALUES).reshape(2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "scale", "config"),
+    [
+        ("_weight_scale", torch.tensor([0.5, 4.0]), AUTOFP8_DYNAMIC),
+        ("_scale_inv", torch.tensor([[[0.5]], [[4.0]]]), AUTOFP8_DYNAMIC),
+        ("_scale_inv", torch.tensor([[[0.5]], [[4.0]]]), FINEGRAINED),
+        ("_scale", torch.tensor([[[0.5], [2.0]], [[4.0], [8.0]]]), FBGEMM),
+        ("_scale", torch.tensor([[[0.5, 2.0]], [[4.0, 8.0]]]), FBGEMM),
+        ("_weight_scale", torch.tensor(0.5), AUTOFP8_DYNAMIC),
+    ],
+)
+def test_stacked_experts_are_read_whole_and_one_by_one(
+    tmp_path: Path, suffix: str, scale: torch.Tensor, config: dict[str, object]
+) -> None:
+    name = f"{EXPERTS}.gate_up_proj"
+    checkpoint = _open(tmp_path, {name: STACKED, name + suffix: scale}, config, fuse=True)
+    expected = STACKED_VALUES * (scale.reshape(-1, 1, 1) if scale.dim() == 1 else scale)
+    assert torch.equal(checkpoint.read(name), expected)
+    assert torch.equal(checkpoint.read_rows(name, 1, 2), expected[1:2])
+    assert list(checkpoint.tensors) == [name]
+
+
+def test_stacked_experts_in_blocks_have_blocks_of_their_own(tmp_path: Path) -> None:
+    weight, scale, expected = _make_blocks()
+    name = f"{EXPERTS}.down_proj"
+    tensors = {
+        name: torch.stack([weight, weight]),
+        f"{name}_scale_inv": torch.stack([scale, scale * 2]),
+    }
+    checkpoint = _open(tmp_path, tensors, FINEGRAINED)
+    assert torch.equal(checkpoint.read(name), torch.stack([expected, expected * 2]))
+    assert torch.equal(checkpoint.read_rows(name, 1, 2), expected[None] * 2)
+
+
+GROUPS = compressed_tensors(
+    group(quantizer(), quantizer(), "re:.*gate_proj$", "re:.*up_proj$"),
+    group(PER_CHANNEL, PER_TOKEN, "model.layers.0.mlp.gate_proj", "Linear"),
+    group(quantizer(), None, "Embedding"),
+    group(quantizer(num_bits=4, type="int"), None, "re:.*experts.*"),
+)
+
+
+def test_each_group_of_compressed_tensors_has_its_own_scheme(tmp_path: Path) -> None:
+    mlp = "model.layers.0.mlp"
+    rows = ROWS.reshape(2, 1)
+    tensors = (
+        linear(f"{mlp}.up_proj", scale=HALF, input_scale=INPUT)
+        | linear(f"{mlp}.gate_proj", scale=rows)
+        | linear(f"{mlp}.down_proj", scale=rows)
+        | linear("model.embed_tokens", scale=HALF)
+    )
+    checkpoint = _open(tmp_path, tensors, GROUPS)
+    kinds = {name: checkpoint.activation(name) for name in checkpoint.quantized}
+    assert kinds == {
+        f"{mlp}.up_proj.weight": STATIC,
+        f"{mlp}.gate_proj.weight": TOKEN,
+        f"{mlp}.down_proj.weight": TOKEN,
+        "model.embed_tokens.weight": NONE,
+    }
+
+
+def test_quark_takes_the_rule_by_name_before_that_by_class_before_that_for_all(
+    tmp_path: Path,
+) -> None:
+    whole = quark()["global_quant_config"]
+    bare = quark(None)["global_quant_config"]
+    token = quark(QUARK_TOKEN)["global_quant_config"]
+    config = quark(
+        layer_quant_config={"*down_proj": bare},
+        layer_type_quant_config={"<class 'torch.nn.modules.linear.Linear'>": token},
+    )
+    assert whole != token
+    tensors = linear("a.down_proj", scale=HALF) | linear("a.up_proj", scale=HALF)
+    checkpoint = _open(tmp_path, tensors, config)
+    assert checkpoint.activation("a.down_proj.weight") == NONE
+    assert checkpoint.activation("a.up_proj.weight") == TOKEN
+
+
+def test_the_config_may_stand_in_a_file_of_modelopt_or_in_the_text_config(tmp_path: Path) -> None:
+    tensors = linear(scale=HALF, input_scale=INPUT)
+    folder = save(tmp_path, tensors, None)
+    quantization = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
+    document = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(document))
+    assert Fp8Checkpoint.open(folder, fuse=False).activation(WEIGHT) == STATIC
+    (folder / "hf_quant_config.json").unlink()
+    nested = {"model_type": "gemma3", "text_config": {"quantization_config": CT_STATIC}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert Fp8Checkpoint.open(folder, fuse=False).dialect.name == "compressed-tensors"
+
+
+TINY = scalar(2.0**-20)
+"""Codes up to 2^-6 times this scale are zero in fp16, whose smallest number is 2^-24."""
+EXACT = [[value * 2.0**-20 for value in row] for row in VALUES]
+AFTER_FP16 = [[0.0 if abs(value) <= 2.0**-26 else value for value in row] for row in EXACT]
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "scales", "keeps", "is_exact"),
+    [
+        (AUTOFP8_STATIC, ("a.q_proj", "a.k_proj"), (TINY, TINY), True, False),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY), True, True),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY), False, False),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY / 2), True, False),
+        (MODELOPT, ("a.o_proj", "b.o_proj"), (TINY, TINY), True, True),
+        (
+            AUTOFP8_STATIC,
+            ("m.experts.0.down_proj", "m.experts.1.down_proj"),
+            (TINY, TINY),
+            True,
+            True,
+        ),
+        (MODELOPT, ("m.experts.0.gate_proj", "m.experts.0.up_proj"), (TINY, TINY), True, False),
+    ],
+)
+def test_which_weights_go_through_fp16_at_load(
+    tmp_path: Path,
+    config: dict[str, object],
+    modules: tuple[str, str],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    keeps: bool,
+    is_exact: bool,
+) -> None:
+    tensors: Tensors = {}
+    for module, scale in zip(modules, scales, strict=True):
+        tensors |= linear(module, scale=scale, input_scale=INPUT)
+    save(tmp_path, tensors, config)
+    name = f"{modules[0]}.weight"
+
+    with Fp8Checkpoint.open(
+        tmp_path, fuse=True, through_float16=True, keeps_equal_scales=keeps
+    ) as checkpoint:
+        assert checkpoint.read(name).tolist() == (EXACT if is_exact else AFTER_FP16)
+
+
+def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path: Path) -> None:
+    save(tmp_path, linear(), AUTOFP8_DYNAMIC)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    scale_name = f"{LINEAR}.weight_scale"
+    save_file({scale_name: HALF}, tmp_path / "model-00002-of-00002.safetensors")
+    shards = {
+        WEIGHT: "model-00001-of-00002.safetensors",
+        scale_name: "model-00002-of-00002.safetensors",
+    }
+    index = json.dumps({"metadata": {}, "weight_map": shards})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with Fp8Checkpoint.open(tmp_path, fuse=True) as checkpoint:
+        assert checkpoint.read(WEIGHT).tolist() == HALVED
+
+
+def test_fp8_is_told_by_headers_alone(tmp_path: Path) -> None:
+    fp8 = save(tmp_path / "fp8", linear(scale=HALF), None)
+    assert is_fp8_checkpoint(fp8)
+    plain = save(tmp_path / "plain", {WEIGHT: torch.ones(2, 4, dtype=torch.bfloat16)}, CT_STATIC)
+    assert not is_fp8_checkpoint(plain)
+    fp4 = {
+        f"{LINEAR}.weight": torch.zeros(2, 4, dtype=torch.uint8),
+        f"{LINEAR}.weight_scale": codes(CODES),
+        "model.layers.0.self_attn.k_zero_point": codes([[0]]).reshape(1),
+    }
+    assert not is_fp8_checkpoint(save(tmp_path / "fp4", fp4, None))
+    rank = {
+        "transformer.layers.0.attention.qkv.weight": codes(CODES),
+        "transformer.layers.0.attention.qkv.weights_scaling_factor": HALF,
+    }
+    (tmp_path / "trtllm").mkdir()
+    save_file(rank, tmp_path / "trtllm" / "rank0.safetensors")
+    assert not is_fp8_checkpoint(tmp_path / "trtllm")
+    assert not is_fp8_checkpoint(tmp_path / "nowhere")
+    assert not is_fp8_checkpoint(fp8 / "model.safetensors")
+    (tmp_path / "empty").mkdir()
+    assert not is_fp8_checkpoint(tmp_path / "empty")
+
+
+def test_fp8_is_told_even_where_a_shard_is_missing(tmp_path: Path) -> None:
+    save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    shards = {WEIGHT: "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert is_fp8_checkpoint(tmp_path)

@@ -1,0 +1,541 @@
+"""A fault in an FP8 checkpoint is one error that names the file and the tensor."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import require_format
+from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
+from tests.formats.fp8_handmade import (
+    AUTOFP8_DYNAMIC,
+    AUTOFP8_STATIC,
+    CODES,
+    CT_BLOCK,
+    CT_CHANNEL,
+    CT_STATIC,
+    FBGEMM,
+    FINEGRAINED,
+    LINEAR,
+    MODELOPT,
+    PER_GROUP,
+    PER_TOKEN,
+    Tensors,
+    codes,
+    compressed_tensors,
+    group,
+    linear,
+    modelopt,
+    quantizer,
+    quark,
+    save,
+    scalar,
+)
+
+WEIGHT = f"{LINEAR}.weight"
+SCALE = f"{LINEAR}.weight_scale"
+INPUT_SCALE = f"{LINEAR}.input_scale"
+STACKED = "model.layers.0.mlp.experts.gate_up_proj"
+HALF = scalar(0.5)
+BAD = (0.0, -0.0, -0.5, float("nan"), float("inf"), -float("inf"))
+
+
+def _read_all(folder: Path, *, fuse: bool = True) -> None:
+    with Fp8Checkpoint.open(folder, fuse=fuse) as checkpoint:
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+            if name in checkpoint.quantized:
+                checkpoint.weight_scale(name)
+                checkpoint.activation(name)
+
+
+def _refuse(folder: Path, tensors: Tensors, config: object) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        _read_all(save(folder, tensors, config))
+    assert caught.value.message.startswith(str(folder))
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_scale_that_is_none_is_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    tensors = linear(scale=scalar(value).to(dtype))
+    message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
+    assert f"model.safetensors: {SCALE}: " in message
+
+
+@pytest.mark.parametrize("config", [CT_STATIC, CT_CHANNEL, CT_BLOCK])
+def test_a_config_of_compressed_tensors_without_a_format_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    groups = {
+        name: {key: value for key, value in item.items() if key != "format"}
+        for name, item in config["config_groups"].items()
+    }
+    bare = {key: value for key, value in config.items() if key != "format"}
+    require_format(tmp_path, {"quantization_config": config})
+    require_format(tmp_path, {"quantization_config": bare})
+    require_format(tmp_path, {"quantization_config": config | {"config_groups": groups}})
+    with pytest.raises(ModelError, match="'group_0' of config_groups has no format"):
+        require_format(tmp_path, {"quantization_config": bare | {"config_groups": groups}})
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_an_input_scale_that_is_none_is_refused(tmp_path: Path, value: float) -> None:
+    tensors = linear(scale=HALF, input_scale=scalar(value))
+    assert INPUT_SCALE in _refuse(tmp_path, tensors, MODELOPT).message
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_one_bad_scale_among_many_is_enough(tmp_path: Path, value: float) -> None:
+    tensors = linear(scale=torch.tensor([[1.0], [value]]))
+    assert SCALE in _refuse(tmp_path, tensors, CT_CHANNEL).message
+
+
+def test_a_scale_lost_in_fp16_says_so(tmp_path: Path) -> None:
+    tensors = linear(scale=scalar(1e-8).to(torch.float16))
+    assert "fp16" in _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).hint
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [
+        (torch.float8_e4m3fn, 0x7F),
+        (torch.float8_e4m3fn, 0xFF),
+        (torch.float8_e4m3fnuz, 0x80),
+        (torch.float8_e5m2, 0x7D),
+        (torch.float8_e5m2, 0xFC),
+    ],
+)
+def test_a_code_that_is_no_number_is_refused(tmp_path: Path, dtype: torch.dtype, code: int) -> None:
+    tensors = linear(weight=codes([[0x38, code]], dtype), scale=HALF)
+    message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
+    assert message.endswith(f"model.safetensors: {WEIGHT} holds NaN or infinity at [0, 1]")
+
+
+def test_a_code_that_is_no_number_is_refused_in_rows_too(tmp_path: Path) -> None:
+    tensors = linear(weight=codes([[0x38, 0x38], [0x38, 0x7F]]), scale=HALF)
+    checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, AUTOFP8_DYNAMIC), fuse=False)
+    assert checkpoint.read_rows(WEIGHT, 0, 1).tolist() == [[0.5, 0.5]]
+    with pytest.raises(ModelError, match="NaN"):
+        checkpoint.read_rows(WEIGHT, 1, 2)
+
+
+def test_a_scale_that_the_index_leaves_out_is_found_for_the_user(tmp_path: Path) -> None:
+    save(tmp_path, linear(), AUTOFP8_DYNAMIC)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    second = {SCALE: HALF, "model.norm.weight": torch.ones(2)}
+    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    shards = {
+        WEIGHT: "model-00001-of-00002.safetensors",
+        "model.norm.weight": "model-00002-of-00002.safetensors",
+    }
+    index = json.dumps({"metadata": {}, "weight_map": shards})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="weight_scale") as caught:
+        Fp8Checkpoint.open(tmp_path, fuse=False)
+    assert "model-00002-of-00002.safetensors, but not in the index" in caught.value.hint
+
+
+ROWS = torch.ones(2, 1)
+BIG = torch.zeros(130, 300, dtype=torch.float8_e4m3fn)
+FAULTS: dict[str, tuple[Tensors, object, str]] = {
+    # a scale is missing
+    "weight scale": (linear(), AUTOFP8_DYNAMIC, SCALE),
+    "weight scale of one": (
+        linear("a.q_proj", scale=HALF) | linear("a.k_proj"),
+        AUTOFP8_DYNAMIC,
+        "a.k_proj.weight_scale",
+    ),
+    "input scale": (linear(scale=HALF), AUTOFP8_STATIC, INPUT_SCALE),
+    "input scale of compressed-tensors": (linear(scale=HALF), CT_STATIC, INPUT_SCALE),
+    "input scale of modelopt": (linear(scale=HALF), MODELOPT, INPUT_SCALE),
+    "input scale of quark": (linear(scale=HALF), quark(), INPUT_SCALE),
+    "input scale of one": (
+        linear("a.q_proj", scale=HALF, input_scale=HALF) | linear("a.k_proj", scale=HALF),
+        AUTOFP8_STATIC,
+        "a.k_proj.input_scale",
+    ),
+    "scale of stacked experts": (
+        {STACKED: codes(CODES).reshape(2, 2, 2)},
+        AUTOFP8_DYNAMIC,
+        STACKED,
+    ),
+    # a scale has a wrong shape
+    "three in a tensor": (linear(scale=torch.ones(3)), AUTOFP8_DYNAMIC, "shape [3]"),
+    "row scales as columns": (linear(scale=torch.ones(1, 4)), CT_CHANNEL, "shape [1, 4]"),
+    "one row too few": (linear(scale=torch.ones(1, 1)), CT_CHANNEL, "shape [1, 1]"),
+    "element by element": (linear(scale=torch.ones(2, 4)), CT_CHANNEL, "shape [2, 4]"),
+    "one block too few": (linear(weight=BIG, scale=torch.ones(2, 2)), CT_BLOCK, "shape [2, 2]"),
+    "blocks the other way": (linear(weight=BIG, scale=torch.ones(3, 2)), CT_BLOCK, "shape [3, 2]"),
+    "blocks of another size": (
+        linear(weight=BIG, scale=torch.ones(3, 5)),
+        CT_BLOCK,
+        "shape [3, 5]",
+    ),
+    "no numbers": (linear(scale=torch.ones(0)), AUTOFP8_DYNAMIC, "shape [0]"),
+    "an input scale a row": (
+        linear(scale=HALF, input_scale=torch.ones(2)),
+        AUTOFP8_STATIC,
+        "shape [2]",
+    ),
+    "experts' halves": (
+        {STACKED: codes(CODES).reshape(2, 2, 2), f"{STACKED}_scale": torch.ones(2, 2)},
+        AUTOFP8_DYNAMIC,
+        "shape [2, 2]",
+    ),
+    "a vector": (
+        {"a.weight": codes([[0x38]]).reshape(1), "a.weight_scale": HALF},
+        CT_STATIC,
+        "shape [1]",
+    ),
+    "an empty weight": (linear(weight=BIG[:0], scale=HALF), AUTOFP8_DYNAMIC, "shape [0, 300]"),
+    # the config contradicts the tensors
+    "channel scales, config says tensor": (
+        linear(scale=ROWS, input_scale=HALF),
+        CT_STATIC,
+        "per channel; the config says per tensor",
+    ),
+    "one scale, config says channel": (linear(scale=HALF), CT_CHANNEL, "per tensor"),
+    "one scale, config says block": (linear(scale=HALF), CT_BLOCK, "per tensor"),
+    "blocks without their size": (
+        linear(weight=BIG) | {f"{SCALE}_inv": torch.ones(2, 3)},
+        AUTOFP8_DYNAMIC,
+        "per block; the config says per tensor",
+    ),
+    "one inverse, config says block": (
+        linear() | {f"{SCALE}_inv": HALF},
+        FINEGRAINED,
+        "per tensor; the config says per block",
+    ),
+    "dynamic inputs with a scale": (
+        linear(scale=HALF, input_scale=HALF),
+        AUTOFP8_DYNAMIC,
+        "input_scale",
+    ),
+    "weights alone with an input scale": (
+        linear(scale=ROWS, input_scale=HALF),
+        compressed_tensors(group(quantizer(strategy="channel"), None)),
+        "input_scale",
+    ),
+    "left out by name": (
+        linear(scale=HALF),
+        AUTOFP8_DYNAMIC | {"ignored_layers": [LINEAR]},
+        "the config excludes",
+    ),
+    "left out with what holds it": (
+        linear(scale=HALF),
+        AUTOFP8_DYNAMIC | {"modules_to_not_convert": ["model.layers.0"]},
+        "the config excludes",
+    ),
+    "left out by expression": (
+        linear(scale=HALF, input_scale=HALF),
+        compressed_tensors(group(quantizer(), quantizer()), ignore=["re:.*o_proj"]),
+        "the config excludes",
+    ),
+    "left out by wildcard": (
+        linear(scale=HALF, input_scale=HALF),
+        MODELOPT | {"ignore": ["*self_attn*"]},
+        "the config excludes",
+    ),
+    "left out by the older modelopt": (
+        linear(scale=HALF, input_scale=HALF),
+        {
+            "quant_method": "modelopt",
+            "quantization": {"quant_algo": "FP8", "exclude_modules": ["model.layers.0*"]},
+        },
+        "the config excludes",
+    ),
+    "left out by quark": (
+        linear(scale=HALF, input_scale=HALF),
+        quark(exclude=["*.o_proj"]),
+        "the config excludes",
+    ),
+    "of no group": (
+        linear(scale=HALF, input_scale=HALF),
+        compressed_tensors(group(quantizer(), quantizer(), "re:.*mlp.*")),
+        "no config group",
+    ),
+    "no groups": (linear(scale=HALF), compressed_tensors(), "no config group"),
+    "int8": (
+        linear(scale=HALF, input_scale=HALF),
+        compressed_tensors(group(quantizer(type="int"), quantizer())),
+        "int",
+    ),
+    "4 bits": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(num_bits=4), None)),
+        "4 bits",
+    ),
+    "int8 inputs": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(), quantizer(type="int", dynamic=True))),
+        "int",
+    ),
+    "no weights": (linear(scale=HALF), compressed_tensors(group({}, None)), "int"),
+    "nvfp4": (linear(scale=HALF), modelopt("NVFP4"), "NVFP4"),
+    "mixed, but not this one": (
+        linear(scale=HALF),
+        modelopt("MIXED_PRECISION") | {"quantized_layers": {}},
+        "None",
+    ),
+    "quark in int8": (linear(scale=HALF), quark({"dtype": "int8"}), "int8"),
+    "the inverse in compressed-tensors": (
+        linear(input_scale=HALF) | {f"{SCALE}_inv": HALF},
+        CT_STATIC,
+        "weight_scale_inv, but quant_method is compressed-tensors",
+    ),
+}
+UNREAD: dict[str, tuple[Tensors, object, str]] = {
+    "no config": (linear(scale=HALF), None, "quantization_config"),
+    "an unknown method": (linear(scale=HALF), {"quant_method": "awq"}, "awq"),
+    "no method": (linear(scale=HALF), {}, "quant_method is None"),
+    "no activation scheme": (linear(scale=HALF), {"quant_method": "fp8"}, "activation_scheme"),
+    "static inputs in blocks": (
+        linear(scale=HALF),
+        FINEGRAINED | {"activation_scheme": "static"},
+        "weight_block_size",
+    ),
+    "a block of one size": (
+        linear(scale=HALF),
+        FINEGRAINED | {"weight_block_size": [128]},
+        "[128]",
+    ),
+    "a block of nothing": (
+        linear(scale=HALF),
+        FINEGRAINED | {"weight_block_size": [0, 128]},
+        "[0, 128]",
+    ),
+    "groups of 64": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(), PER_GROUP | {"group_size": 64})),
+        "64",
+    ),
+    "inputs per channel": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(), quantizer(strategy="channel"))),
+        "channel",
+    ),
+    "weights in groups": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(strategy="group", group_size=128), None)),
+        "group",
+    ),
+    "blocks without a size": (
+        linear(scale=torch.ones(1, 1)),
+        compressed_tensors(group(quantizer(strategy="block"), PER_GROUP)),
+        "block size is missing",
+    ),
+    "dynamic weights": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(dynamic=True), None)),
+        "dynamic",
+    ),
+    "local": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(), PER_TOKEN | {"dynamic": "local"})),
+        "local",
+    ),
+    "asymmetric": (
+        linear(scale=HALF),
+        compressed_tensors(group(quantizer(symmetric=False), None)),
+        "zero point",
+    ),
+    "rotated": (
+        linear(scale=HALF, input_scale=HALF),
+        CT_STATIC | {"transform_config": {"config_groups": {"R1": {}}}},
+        "transform_config",
+    ),
+    "no upper bound": (linear(scale=ROWS), FBGEMM | {"activation_scale_ub": None}, "None"),
+    "an upper bound of nothing": (linear(scale=ROWS), FBGEMM | {"activation_scale_ub": 0}, "0"),
+    "an endless upper bound": (
+        linear(scale=ROWS),
+        FBGEMM | {"activation_scale_ub": 10**400},
+        "activation_scale_ub",
+    ),
+    "not an expression": (
+        linear(scale=HALF, input_scale=HALF),
+        CT_STATIC | {"ignore": ["re:(", "re:*"]},
+        "regular expression",
+    ),
+    "an expression that never ends": (
+        linear(scale=HALF, input_scale=HALF),
+        CT_STATIC | {"ignore": ["re:(.*)*(.*)*x$"]},
+        "exponential time",
+    ),
+    "a zero point that is not zero": (
+        linear(scale=HALF, input_scale=HALF) | {f"{LINEAR}.weight_zero_point": torch.ones(1)},
+        CT_STATIC,
+        "weight_zero_point",
+    ),
+    "two scales": (
+        linear(scale=HALF) | {f"{SCALE}_inv": HALF},
+        AUTOFP8_DYNAMIC,
+        "weight_scale, " + SCALE + "_inv",
+    ),
+    "integer scales": (linear(scale=torch.ones(1, dtype=torch.uint8)), AUTOFP8_DYNAMIC, "U8"),
+    "fp8 scales": (linear(scale=codes([[0x38]]).reshape(1)), AUTOFP8_DYNAMIC, "F8_E4M3"),
+    "a scale of nothing": (
+        linear(scale=HALF) | {"model.layers.0.mlp.up_proj.weight_scale": HALF},
+        AUTOFP8_DYNAMIC,
+        "up_proj.weight_scale",
+    ),
+    "a scale of an int8 weight": (
+        linear(scale=HALF)
+        | linear("a.up_proj", weight=torch.ones(2, 4, dtype=torch.int8), scale=HALF),
+        AUTOFP8_DYNAMIC,
+        "a.up_proj.weight_scale",
+    ),
+    "two formats": (
+        linear(scale=HALF)
+        | linear("a.up_proj", weight=codes(CODES, torch.float8_e4m3fnuz), scale=HALF),
+        AUTOFP8_DYNAMIC,
+        "F8_E4M3FNUZ",
+    ),
+    "a format of no engine": (
+        linear(weight=codes(CODES, torch.float8_e5m2fnuz), scale=HALF),
+        AUTOFP8_DYNAMIC,
+        "F8_E5M2FNUZ",
+    ),
+    "no fp8": ({WEIGHT: torch.ones(2, 4)}, CT_STATIC, "no FP8 weights"),
+}
+
+
+@pytest.mark.parametrize("case", [*FAULTS, *UNREAD])
+def test_a_fault_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    tensors, config, words = (FAULTS | UNREAD)[case]
+    error = _refuse(tmp_path, dict(tensors), config)
+    assert words in error.message
+    assert error.hint or case in UNREAD
+
+
+def test_a_tensor_that_is_not_there_or_not_fp8_is_named(tmp_path: Path) -> None:
+    tensors = linear(scale=HALF) | {"model.norm.weight": torch.ones(2)}
+    checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, AUTOFP8_DYNAMIC), fuse=False)
+    readers: tuple[Callable[[str], object], ...] = (
+        checkpoint.read,
+        checkpoint.dtype,
+        checkpoint.weight_scale,
+        checkpoint.activation,
+        lambda name: checkpoint.read_rows(name, 0, 1),
+    )
+    for read in readers:
+        for name in ("model.nowhere.weight", SCALE):
+            with pytest.raises(ModelError, match=name):
+                read(name)
+    for read in (checkpoint.weight_scale, checkpoint.activation):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+            read("model.norm.weight")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    path = save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC) / "model.safetensors"
+    whole = path.read_bytes()
+    length = int(len(whole) * keep) if isinstance(keep, float) else keep
+    path.write_bytes(whole[:length])
+    for read in (is_fp8_checkpoint, _read_all):
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
+            read(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC) / "model.safetensors"
+    checkpoint = Fp8Checkpoint.open(tmp_path, fuse=False)
+    path.write_bytes(path.read_bytes()[:-16])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        checkpoint.read(WEIGHT)
+
+
+def test_a_missing_config_folder_or_shard_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        Fp8Checkpoint.open(tmp_path / "nowhere", fuse=False)
+    (save(tmp_path, linear(scale=HALF), CT_STATIC) / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        Fp8Checkpoint.open(tmp_path, fuse=False)
+
+
+JUNK: tuple[object, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1e308,
+    10**40,
+    "",
+    "re:(",
+    "static",
+    "\ud800",
+    [],
+    [[]],
+    [None],
+    {},
+    {"": {}},
+    ["Linear"],
+    {"a": None},
+)
+
+
+def _replace_one(value: object, chooser: random.Random) -> object:
+    """Give a copy of a JSON value in which one part, at any depth, is junk."""
+    children = list(value.items()) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        children = list(enumerate(value))
+    if not children or chooser.random() < 0.2:
+        return chooser.choice(JUNK)
+    key, child = chooser.choice(children)
+    copy = dict(children)
+    copy[key] = _replace_one(child, chooser)
+    return list(copy.values()) if isinstance(value, list) else copy
+
+
+CONFIGS: dict[str, tuple[object, Tensors]] = {
+    "compressed-tensors": (CT_STATIC, linear(scale=HALF, input_scale=HALF)),
+    "compressed-tensors block": (CT_BLOCK, linear(scale=torch.ones(1, 1))),
+    "autofp8": (AUTOFP8_STATIC, linear(scale=HALF, input_scale=HALF)),
+    "finegrained": (FINEGRAINED, linear() | {f"{SCALE}_inv": torch.ones(1, 1)}),
+    "modelopt": (MODELOPT, linear(scale=HALF, input_scale=HALF)),
+    "modelopt mixed": (
+        modelopt("MIXED_PRECISION") | {"quantized_layers": {LINEAR: {"quant_algo": "FP8"}}},
+        linear(scale=HALF, input_scale=HALF),
+    ),
+    "quark": (quark(layer_quant_config={"*": {}}), linear(scale=HALF, input_scale=HALF)),
+    "fbgemm": (FBGEMM, linear(scale=ROWS)),
+}
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_junk_in_a_config_is_refused_or_without_effect(tmp_path: Path, form: str) -> None:
+    config, tensors = CONFIGS[form]
+    folder = save(tmp_path, tensors, config)
+    for seed in range(100):
+        document = {"quantization_config": _replace_one(config, random.Random(seed))}  # noqa: S311
+        (folder / "config.json").write_text(json.dumps(document))
+        try:
+            _read_all(folder)
+        except ModelError as error:
+            assert "\n" not in error.message  # noqa: PT017 -- either outcome is right
+
+
+def test_flipped_bytes_are_refused_or_read(tmp_path: Path) -> None:
+    path = save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC) / "model.safetensors"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x5A]) + whole[position + 1 :])
+        try:
+            is_fp8_checkpoint(tmp_path)
+            _read_all(tmp_path)
+        except ModelError as error:
+            assert error.message  # noqa: PT017 -- either outcome is right

@@ -1,0 +1,472 @@
+"""Read scales stored as tensors, in checkpoints made by hand as each tool writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.errors import ModelError
+from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
+from fp8calib.formats.table import ScaleSource
+from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
+from tests.formats.handmade import latent_stats, make_attention, make_geometry, shared_stats
+
+Tensors = Mapping[str, torch.Tensor]
+
+TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
+PREFIX = "model.layers.{}.self_attn."
+CONFIGS: Mapping[str, dict[str, object]] = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    },
+    "autofp8": {"quant_method": "fp8", "kv_cache_scheme": "static"},
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    },
+    "quark": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}},
+}
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _pair(k: str = "k_scale", v: str = "v_scale", prefix: str = PREFIX) -> dict[str, torch.Tensor]:
+    """Name two scales a layer: 0.5 and 0.75, then 2.0 and 0.25."""
+    values = ((0.5, 0.75), (2.0, 0.25))
+    return {
+        prefix.format(layer) + name: _scalar(value)
+        for layer, pair in enumerate(values)
+        for name, value in zip((k, v), pair, strict=True)
+    }
+
+
+EXPECTED = {
+    "model.layers.0.self_attn.k": [0.5],
+    "model.layers.0.self_attn.v": [0.75],
+    "model.layers.1.self_attn.k": [2.0],
+    "model.layers.1.self_attn.v": [0.25],
+}
+
+
+def _save(folder: Path, tensors: Tensors, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(dict(tensors), folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    return folder
+
+
+def _values(found: FoundScales) -> Mapping[str, object]:
+    return {str(site): scale.values.tolist() for site, scale in found.table.scales.items()}
+
+
+def _refuse(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        read_scales(path, geometry)
+    assert caught.value.message.startswith(str(path))
+    return caught.value
+
+
+def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
+    return _refuse(path, geometry).message
+
+
+@pytest.mark.parametrize(
+    ("dialect", "k", "v"),
+    [
+        ("compressed-tensors", "k_scale", "v_scale"),
+        ("autofp8", "k_scale", "v_scale"),
+        ("modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+        ("quark", "k_proj.output_scale", "v_proj.output_scale"),
+    ],
+)
+def test_a_checkpoint_of_each_tool_is_read(tmp_path: Path, dialect: str, k: str, v: str) -> None:
+    weight = {"model.layers.0.self_attn.k_proj.weight": torch.ones(4, 8).to(torch.float8_e4m3fn)}
+    config = {"quantization_config": CONFIGS[dialect]}
+    found = read_scales(_save(tmp_path / "a", _pair(k, v) | weight, **config), TWO_LAYERS)
+
+    assert found.dialect == dialect
+    assert _values(found) == EXPECTED
+    assert (found.table.tp, found.table.per_head, found.table.fmt) == (1, False, E4M3FN)
+    assert found.has_weights
+    assert found.notes == ()
+    assert {scale.source for scale in found.table.scales.values()} == {ScaleSource.OBSERVED}
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "config", "dialect"),
+    [
+        ("k_proj.k_scale", "v_proj.v_scale", "autofp8", "modelopt"),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale", "autofp8", "modelopt"),
+        ("k_proj.output_scale", "v_proj.output_scale", "autofp8", "quark"),
+        ("k_scale", "v_scale", "quark", "quark"),  # AutoFP8's names
+    ],
+)
+def test_names_go_before_the_config(
+    tmp_path: Path, k: str, v: str, config: str, dialect: str
+) -> None:
+    folder = _save(tmp_path / "a", _pair(k, v), quantization_config=CONFIGS[config])
+    assert read_scales(folder, TWO_LAYERS).dialect == dialect
+
+
+def test_scales_without_a_config_are_only_scales(tmp_path: Path) -> None:
+    save_file(_pair(), tmp_path / "kv_scales.safetensors")
+    for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
+        found = read_scales(path, TWO_LAYERS)
+        assert (found.dialect, found.has_weights) == ("kv-scales", False)
+        assert _values(found) == EXPECTED
+
+
+def test_scales_beside_plain_weights_are_in_tgis_form(tmp_path: Path) -> None:
+    weight = {"model.embed_tokens.weight": torch.ones(4, 8, dtype=torch.bfloat16)}
+    found = read_scales(_save(tmp_path / "a", _pair() | weight, torch_dtype="x"), TWO_LAYERS)
+    assert (found.dialect, found.has_weights) == ("tgi", False)
+
+
+@pytest.mark.parametrize(
+    ("config", "dialect"),
+    [
+        ({"kv_cache_torch_dtype": "float8_e4m3fn"}, "tgi"),
+        ({"quantization_config": CONFIGS["autofp8"]}, "autofp8"),
+        ({}, "tgi"),
+    ],
+)
+def test_one_kv_scale_fills_k_and_v(
+    tmp_path: Path, config: dict[str, object], dialect: str
+) -> None:
+    tensors = {
+        PREFIX.format(0) + "kv_scale": _scalar(0.5),
+        PREFIX.format(1) + "kv_scale": _scalar(2),
+    }
+    found = read_scales(_save(tmp_path / "a", tensors, **config), TWO_LAYERS)
+
+    assert found.dialect == dialect
+    assert list(_values(found).values()) == [[0.5], [0.5], [2.0], [2.0]]
+    assert found.notes == ("one scale per layer is used for both k and v",)
+
+
+def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -> None:
+    right = {
+        PREFIX.format(0) + "kv_scale": _scalar(0.75),
+        PREFIX.format(1) + "kv_scale": _scalar(2),
+    }
+    assert _values(read_scales(_save(tmp_path / "a", _pair() | right), TWO_LAYERS)) == EXPECTED
+
+    wrong = {PREFIX.format(1) + "kv_scale": _scalar(0.25)}
+    assert _refusal(_save(tmp_path / "b", _pair() | wrong)).endswith(
+        "model.layers.1.self_attn.kv_scale = 0.25 (model.safetensors) is not the larger of k_scale "
+        "and v_scale beside it (2.0 and 0.25)"
+    )
+
+
+def test_a_kv_scale_does_not_stand_in_for_half_a_pair(tmp_path: Path) -> None:
+    tensors = _pair() | {PREFIX.format(1) + "kv_scale": _scalar(2)}
+    del tensors[PREFIX.format(1) + "v_scale"]
+    assert _refusal(_save(tmp_path / "a", tensors)).endswith("layer 1: k_scale without v_scale")
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_a_scale_may_have_any_float_dtype_and_is_read_as_fp32(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensors = {name: scale.reshape(shape).to(dtype) for name, scale in _pair().items()}
+    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
+
+    assert _values(found) == EXPECTED
+    assert {scale.values.dtype for scale in found.table.scales.values()} == {torch.float32}
+
+
+def test_a_bf16_scale_keeps_the_value_it_was_rounded_to(tmp_path: Path) -> None:
+    tensors = _pair() | {PREFIX.format(0) + "k_scale": _scalar(0.0152239).to(torch.bfloat16)}
+    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
+    assert _values(found)["model.layers.0.self_attn.k"] == [0.01519775390625]
+
+
+def test_per_head_scales_are_a_row_and_q_has_the_attention_heads(tmp_path: Path) -> None:
+    tensors = {}
+    for layer in range(2):
+        prefix = PREFIX.format(layer)
+        tensors[f"{prefix}k_scale"] = torch.tensor([0.25, 0.5]).reshape(2, 1, 1).bfloat16()
+        tensors[f"{prefix}v_scale"] = torch.tensor([0.125, 0.75]).reshape(2, 1, 1).bfloat16()
+        tensors[f"{prefix}q_scale"] = torch.tensor([1.0, 2, 3, 4]).reshape(4, 1, 1)
+        tensors[f"{prefix}k_zero_point"] = torch.zeros(2, 1, 1).to(torch.float8_e4m3fn)
+    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
+
+    assert (found.table.per_head, found.table.tp) == (True, 1)
+    assert not found.has_weights
+    assert list(_values(found).items())[3:] == [
+        ("model.layers.1.self_attn.k", [[0.25, 0.5]]),
+        ("model.layers.1.self_attn.v", [[0.125, 0.75]]),
+        ("model.layers.1.self_attn.q", [[1.0, 2.0, 3.0, 4.0]]),
+    ]
+
+
+@pytest.mark.parametrize("q", ["q_scale", "q_proj.q_scale", "q_proj.output_scale"])
+def test_q_is_read_where_it_is_there(tmp_path: Path, q: str) -> None:
+    queries = {PREFIX.format(layer) + q: _scalar(layer + 1) for layer in range(2)}
+    found = read_scales(_save(tmp_path / "a", _pair() | queries), TWO_LAYERS)
+
+    assert found.table.scales[make_attention(1).site(Role.Q)].values.tolist() == [2.0]
+    del queries[PREFIX.format(0) + q]
+    assert _refusal(_save(tmp_path / "b", _pair() | queries)).endswith(
+        "there is no q_scale for layer 0, but other layers have one"
+    )
+
+
+def test_latent_attention_has_one_head_under_both_names(tmp_path: Path) -> None:
+    tensors = {
+        PREFIX.format(0) + name: torch.full((1, 1, 1), 0.5) for name in ("k_scale", "v_scale")
+    }
+    found = read_scales(_save(tmp_path / "a", tensors), latent_stats().geometry)
+    assert list(_values(found).values()) == [[[0.5]], [[0.5]]]
+
+
+@pytest.mark.parametrize(("inner", "is_told"), [("{}_proj.", True), ("", False)])
+def test_scales_of_expanded_heads_are_told(tmp_path: Path, inner: str, is_told: bool) -> None:
+    """ModelOpt's own names imply where it measured."""
+    names = [f"{inner.format(role)}{role}_scale" for role in "kv"]
+    tensors = {PREFIX.format(0) + name: torch.tensor(0.5) for name in names}
+    found = read_scales(_save(tmp_path / "a", tensors), latent_stats().geometry)
+    assert any("expanded to heads" in note for note in found.notes) is is_told
+
+
+K0, V1 = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
+NONE = "{} is not a scale"
+HINT = "a scale is a finite number above zero"
+SMALL = "{:.4g} is too small for a scale"
+REFUSED: Mapping[str, tuple[Tensors, str, str]] = {
+    **{
+        f"shape {list(shape)}": ({V1: torch.ones(shape)}, f"{V1} has shape {list(shape)}", "")
+        for shape in ((3, 1, 1), (1, 1, 1), (2,), (0,), (1, 1))
+    },
+    **{
+        str(dtype): ({K0: torch.ones((), dtype=dtype)}, f"{K0} is of dtype {name}", "")
+        for dtype, name in ((torch.int32, "I32"), (torch.uint8, "U8"), (torch.bool, "BOOL"))
+    },
+    "zero": ({V1: _scalar(0.0)}, f"{V1}: {NONE.format(0.0)}", HINT),
+    "minus zero": ({V1: _scalar(-0.0).bfloat16()}, f"{V1}: {NONE.format(-0.0)}", HINT),
+    "negative": ({V1: _scalar(-1.0).half()}, f"{V1}: {NONE.format(-1.0)}", HINT),
+    "nan": ({V1: _scalar(float("nan"))}, f"{V1}: {NONE.format('nan')}", HINT),
+    "inf": ({V1: _scalar(float("inf")).half()}, f"{V1}: {NONE.format('inf')}", HINT),
+    "a double that fp32 cannot hold": (
+        {K0: torch.tensor(1e300, dtype=torch.float64)},
+        f"{K0}: {NONE.format('inf')}",
+        HINT,
+    ),
+    "zero in fp16": (
+        {K0: _scalar(1e-8).half()},
+        f"{K0}: {NONE.format(0.0)}",
+        "a scale under 6e-8 is 0 in fp16; write it in fp32",
+    ),
+    "not kept in fp16": ({V1: _scalar(6e-8).half()}, f"{SMALL.format(5.96e-8)} in fp16", ""),
+    "nearly kept in fp16": ({V1: _scalar(9e-7).half()}, f"{SMALL.format(8.941e-7)} in fp16", ""),
+    # the reciprocals are infinite
+    "1e-45": ({V1: _scalar(1e-45)}, f"{V1}: {SMALL.format(1.401e-45)}", ""),
+    "1e-39": ({V1: _scalar(1e-39)}, f"{V1}: {SMALL.format(1e-39)}", ""),
+    "1e-39 in bf16": ({V1: _scalar(1e-39).bfloat16()}, f"{V1}: {SMALL.format(1.01e-39)}", ""),
+    "a layer too many": (
+        {"model.layers.2.self_attn.k_scale": _scalar(1)},
+        "model.layers.2.self_attn.k_scale: the model has no such attention",
+        "",
+    ),
+}
+"""Tensors beside the right ones or in their place; how message and hint end and begin."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_scale_of_the_model_is_refused(tmp_path: Path, case: str) -> None:
+    tensors, message, hint = REFUSED[case]
+    error = _refuse(_save(tmp_path / "a", _pair() | dict(tensors)))
+    assert error.message.endswith(message)
+    assert error.hint.startswith(hint)
+
+
+def test_one_bad_head_is_enough(tmp_path: Path) -> None:
+    heads = {name: torch.ones(2, 1, 1) for name in _pair()}
+    heads[K0] = torch.tensor([1.0, 0.0]).reshape(2, 1, 1)
+    assert _refusal(_save(tmp_path / "a", heads)).endswith("k_scale: 0.0 is not a scale")
+
+
+def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
+    tensors = {PREFIX.format(layer) + "kv_scale": torch.ones(2, 1, 1) for layer in range(2)}
+    assert _refusal(_save(tmp_path / "a", tensors)).endswith("kv_scale has shape [2, 1, 1]")
+
+
+def test_heads_beside_tensors_are_refused(tmp_path: Path) -> None:
+    message = _refusal(_save(tmp_path / "a", _pair() | {V1: torch.ones(2, 1, 1)}))
+    assert "both per-head scales (model.layers.1.self_attn.v) and per-tensor scales" in message
+
+
+def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
+    small = {
+        PREFIX.format(0) + "k_scale": _scalar(2.0**-126),
+        PREFIX.format(0) + "v_scale": _scalar(2.0**-20).to(torch.float16),
+        PREFIX.format(1) + "k_scale": _scalar(2.0**-24).to(torch.bfloat16),
+    }
+    found = read_scales(_save(tmp_path / "a", _pair() | small), TWO_LAYERS)
+    assert list(_values(found).values())[:3] == [[2.0**-126], [2.0**-20], [2.0**-24]]
+
+
+def test_zero_points_are_zero(tmp_path: Path) -> None:
+    zero = torch.zeros(1).to(torch.float8_e4m3fn)
+    points = {
+        PREFIX.format(layer) + f"{r}_zero_point": zero.clone() for layer in (0, 1) for r in "kvq"
+    }
+    found = read_scales(_save(tmp_path / "a", _pair() | points), TWO_LAYERS)
+    assert _values(found) == EXPECTED
+    assert not found.has_weights
+
+    points[PREFIX.format(1) + "v_zero_point"] = torch.ones(1, dtype=torch.int8)
+    assert _refusal(_save(tmp_path / "b", _pair() | points)).endswith("v_zero_point is not zero")
+
+
+def test_missing_layers_are_all_named(tmp_path: Path) -> None:
+    geometry = make_geometry([make_attention(index) for index in range(20)])
+    message = _refusal(_save(tmp_path / "a", _pair()), geometry)
+    assert message.endswith("there is no KV scale for layers 2-19 (18 of 20 are missing)")
+
+
+@pytest.mark.parametrize(("lacking", "other"), [("v", "k"), ("k", "v")])
+def test_half_a_pair_is_refused(tmp_path: Path, lacking: str, other: str) -> None:
+    tensors = _pair()
+    del tensors[PREFIX.format(1) + f"{lacking}_scale"]
+    message = _refusal(_save(tmp_path / "a", tensors))
+    assert message.endswith(f"layer 1: {other}_scale without {lacking}_scale")
+
+
+def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: Path) -> None:
+    geometry = shared_stats().geometry
+    found = read_scales(_save(tmp_path / "a", _pair()), geometry)
+    assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
+    assert _values(found)["model.layers.3.self_attn.v"] == [0.75]
+    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.ABSENT
+
+    half = _pair() | {PREFIX.format(3) + "k_scale": _scalar(0.5)}
+    message = _refusal(_save(tmp_path / "b", half), geometry)
+    assert message.endswith("layer 3: only one of k_scale and v_scale")
+
+
+def test_the_same_scale_under_two_names_counts_once(tmp_path: Path) -> None:
+    inner = _pair(prefix=PREFIX + "attn.")
+    assert _values(read_scales(_save(tmp_path / "a", _pair() | inner), TWO_LAYERS)) == EXPECTED
+
+    inner[PREFIX.format(0) + "attn.k_scale"] = _scalar(0.25)
+    message = _refusal(_save(tmp_path / "b", _pair() | inner))
+    assert "two scales for model.layers.0.self_attn.k: " in message
+    assert "model.layers.0.self_attn.attn.k_scale = 0.25 (model.safetensors)" in message
+
+
+def test_two_files_with_two_values_are_refused(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "a", _pair())
+    save_file(_pair(), folder / "kv_scales.safetensors")
+    assert _values(read_scales(folder, TWO_LAYERS)) == EXPECTED
+
+    save_file(
+        _pair() | {PREFIX.format(0) + "k_scale": _scalar(1)}, folder / "kv_scales.safetensors"
+    )
+    message = _refusal(folder)
+    assert "0.self_attn.k_scale = 1.0 (kv_scales.safetensors)" in message
+    assert "0.self_attn.k_scale = 0.5 (model.safetensors)" in message
+
+
+def _save_shards(folder: Path) -> Path:
+    """Save one layer a shard, with an index."""
+    folder.mkdir()
+    weight_map = {}
+    for layer in range(2):
+        name = f"model-{layer + 1:05}-of-00002.safetensors"
+        tensors = {key: scale for key, scale in _pair().items() if f".{layer}." in key}
+        tensors[f"model.layers.{layer}.mlp.weight"] = torch.ones(2, 2)
+        save_file(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    assert _values(read_scales(_save_shards(tmp_path / "a"), TWO_LAYERS)) == EXPECTED
+
+
+def test_a_file_beside_the_index_is_read_as_well(tmp_path: Path) -> None:
+    folder = _save_shards(tmp_path / "a")
+    save_file({PREFIX.format(0) + "q_scale": _scalar(1)}, folder / "kv_scales.safetensors")
+    save_file({PREFIX.format(1) + "q_scale": _scalar(2)}, folder / "more.safetensors")
+    found = read_scales(folder, TWO_LAYERS)
+    assert found.table.scales[make_attention(1).site(Role.Q)].values.tolist() == [2.0]
+
+
+def test_a_shard_with_listed_scales_may_not_be_missing(tmp_path: Path) -> None:
+    folder = _save_shards(tmp_path / "a")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+    assert has_kv_scales(folder)
+    assert "the index lists 2 scales that no file has (model.layers.1." in _refusal(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert has_kv_scales(folder)
+    assert "the index lists 4 scales that no file has (model.layers.0." in _refusal(folder)
+
+
+def test_a_shard_with_weights_alone_may_be_missing(tmp_path: Path) -> None:
+    folder = _save_shards(tmp_path / "a")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = "model-00003-of-00003.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert _values(read_scales(folder, TWO_LAYERS)) == EXPECTED
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
+def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+    folder = _save_shards(tmp_path / "a")
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json: " in _refusal(folder)
+
+
+@pytest.mark.parametrize("cut", [4, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
+    folder = _save(tmp_path / "a", _pair())
+    raw = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(raw[:cut])
+    assert "truncated" in _refusal(folder)
+    with pytest.raises(ModelError, match="truncated"):
+        has_kv_scales(folder)
+
+
+def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
+    tensors = {PREFIX.format(layer) + "kv_scale": _scalar(0.5) for layer in range(2)}
+    folder = _save(tmp_path / "a", tensors, kv_cache_torch_dtype="float8_e4m3fnuz")
+
+    for path in (folder, folder / "model.safetensors"):
+        found = read_scales(path, TWO_LAYERS)
+        assert (found.table.fmt, found.dialect) == (E4M3FNUZ, "tgi")
+        assert _values(found)["model.layers.0.self_attn.k"] == [0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_weights_in_8_bit_floats_are_seen(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = {"model.layers.0.mlp.down_proj.weight": torch.ones(2, 2).to(dtype)}
+    assert read_scales(_save(tmp_path / "a", _pair() | weight), TWO_LAYERS).has_weights
+
+
+def test_scales_outside_the_decoder_are_told(tmp_path: Path) -> None:
+    others = {f"mtp.layers.0.self_attn.{name}": _scalar(9) for name in ("k_scale", "v_scale")}
+    found = read_scales(_save(tmp_path / "a", _pair() | others), TWO_LAYERS)
+
+    assert _values(found) == EXPECTED
+    assert found.notes == (
+        "2 scales outside the decoder are ignored "
+        "(mtp.layers.0.self_attn.k_scale, mtp.layers.0.self_attn.v_scale)",
+    )

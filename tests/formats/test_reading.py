@@ -1,0 +1,299 @@
+"""Finding scales in a file or folder; our own files read back to equal numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.formats.read import has_kv_scales, read_scales
+from fp8calib.formats.table import ScaleSource, ScaleTable
+from fp8calib.model.shapes import Role
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.stats.calibration_stats import CalibrationStats
+from tests.formats.handmade import (
+    hybrid_stats,
+    latent_stats,
+    linear_stats,
+    make_attention,
+    make_geometry,
+    make_kv_sites,
+    make_stats,
+    plain_stats,
+    save_source,
+    shared_stats,
+    write_scales,
+)
+
+GEOMETRY = plain_stats().geometry
+SCALES = {
+    f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.5)
+    for layer in range(2)
+    for name in ("k_scale", "v_scale")
+}
+JSON = json.dumps(
+    {
+        "model_type": "llama",
+        "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 2.0}}},
+    }
+)
+
+
+def gpt2_stats() -> CalibrationStats:
+    """Two layers of gpt2, whose checkpoint leaves the model's prefix out."""
+    attentions = [
+        make_attention(i, module=f"transformer.h.{i}.attn", checkpoint_module=f"h.{i}.attn")
+        for i in range(2)
+    ]
+    geometry = make_geometry(attentions, model_type="gpt2")
+    return make_stats(geometry, make_kv_sites(geometry))
+
+
+STATS = {
+    "plain": plain_stats,
+    "shared": shared_stats,
+    "hybrid": hybrid_stats,
+    "latent": latent_stats,
+    "gpt2": gpt2_stats,
+}
+
+
+def _assert_same(found: ScaleTable, written: ScaleTable, *, one_value: bool) -> None:
+    assert (found.tp, found.per_head, found.fmt) == (written.tp, written.per_head, written.fmt)
+    assert found.scales.keys() == written.scales.keys()
+    for _, attention in written.geometry.attentions():
+        for role in Role.K, Role.V, Role.Q:
+            if (site := attention.site(role)) not in written.scales:
+                continue
+            expected = written.scales[site].values
+            if one_value:
+                ranks = range(written.tp)
+                expected = torch.tensor([written.kv(attention, rank) for rank in ranks])
+            assert torch.equal(found.scales[site].values, expected), site
+            is_shared = attention.producer is not None and role is not Role.Q
+            assert found.scales[site].source is (
+                ScaleSource.SHARED if is_shared else ScaleSource.OBSERVED
+            )
+
+
+READ_BACK: list[tuple[str, str, Fp8Format, dict[str, Any]]] = [
+    ("kv-overlay", "compressed-tensors", E4M3FN, {}),
+    ("kv-overlay", "compressed-tensors", E4M3FN, {"per_head": True}),
+    ("kv-overlay", "compressed-tensors", E4M3FN, {"query": True}),
+    ("tgi", "tgi", E4M3FN, {}),
+    ("tgi", "tgi", E4M3FNUZ, {}),
+    ("kv-scales", "kv-scales", E4M3FNUZ, {}),
+    ("vllm-json", "vllm-json", E4M3FN, {}),
+    ("vllm-json", "vllm-json", E4M3FN, {"tp": 4}),
+    ("vllm-json", "vllm-json", E4M3FNUZ, {"tp": 2}),
+]
+
+
+@pytest.mark.parametrize("make", STATS.values(), ids=STATS)
+@pytest.mark.parametrize(("form", "dialect", "fmt", "options"), READ_BACK)
+def test_every_form_reads_back(
+    tmp_path: Path,
+    make: Callable[[], CalibrationStats],
+    form: str,
+    dialect: str,
+    fmt: Fp8Format,
+    options: dict[str, Any],
+) -> None:
+    stats = make()
+    if make is latent_stats:
+        options = {name: value for name, value in options.items() if name != "query"}
+    table = compute_kv_scales(stats, fmt, **options)
+    source = None
+    if form in {"kv-overlay", "tgi"}:
+        source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
+    written = tmp_path / {"kv-scales": "a.safetensors", "vllm-json": "a.json"}.get(form, "out")
+    write_scales(form, table, written, source=source)
+    # a file of tensors does not name its format
+    found = read_scales(written, table.geometry, source_fmt=fmt if form == "kv-scales" else None)
+
+    assert (found.dialect, found.has_weights) == (dialect, False)
+    _assert_same(found.table, table, one_value=form in {"tgi", "vllm-json"})
+
+
+def test_the_json_of_the_rfc_reads_back(tmp_path: Path) -> None:
+    stats = linear_stats()
+    table = compute_kv_scales(stats, E4M3FN, tp=2)
+    linears = compute_linear_scales(stats, E4M3FN, tp=2)
+    write_scales("rfc", table, tmp_path / "a.json", linears=linears)
+    found = read_scales(tmp_path / "a.json", stats.geometry)
+
+    assert found.dialect == "rfc"
+    _assert_same(found.table, table, one_value=True)
+
+
+def test_the_sites_stand_in_the_order_of_the_model(tmp_path: Path) -> None:
+    names = list(SCALES)
+    save_file({name: SCALES[name] for name in reversed(names)}, tmp_path / "a.safetensors")
+    table = read_scales(tmp_path / "a.safetensors", GEOMETRY).table
+    assert [str(site) for site in table.scales] == [name.removesuffix("_scale") for name in names]
+    assert table.geometry is GEOMETRY
+
+
+@pytest.mark.parametrize(
+    ("source_fmt", "fmt"), [(None, E4M3FN), (E4M3FN, E4M3FN), (E4M3FNUZ, E4M3FNUZ)]
+)
+def test_a_file_that_names_no_dtype_has_that_of_the_user(
+    tmp_path: Path, source_fmt: Fp8Format | None, fmt: Fp8Format
+) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors")
+    found = read_scales(tmp_path / "a.safetensors", GEOMETRY, source_fmt=source_fmt)
+    assert found.table.fmt is fmt
+    assert found.table.scales[make_attention(0).site(Role.K)].values.tolist() == [0.5]
+
+
+def test_the_files_dtype_and_the_users_may_not_differ(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "model.safetensors")
+    config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FN).table.fmt is E4M3FN
+    with pytest.raises(ModelError, match="states that its scales are for e4m3fn, not e4m3fnuz"):
+        read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FNUZ)
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.json", "missing/a.safetensors"])
+def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    for path in (tmp_path / name, tmp_path / "link"):
+        for call in (lambda p: read_scales(p, GEOMETRY), has_kv_scales):
+            with pytest.raises(UsageError, match="no such file or folder"):
+                call(path)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "scales", "scales.txt", "model.gguf", "a.yaml"])
+def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(JSON)
+    with pytest.raises(ModelError, match="not a scales file"):
+        read_scales(tmp_path / name, GEOMETRY)
+
+
+def test_what_is_no_file_at_all_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(ModelError, match="not a scales file"):
+        read_scales(tmp_path / "a.json", GEOMETRY)
+    with pytest.raises(ModelError, match="there are no KV scales"):
+        read_scales(tmp_path, GEOMETRY)
+
+
+def test_a_name_too_long_for_a_file_is_refused() -> None:
+    with pytest.raises((UsageError, ModelError)):
+        read_scales(Path("x" * 5000), GEOMETRY)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(mode=0o000)
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_scales(tmp_path / "a", GEOMETRY)
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_scales(tmp_path / "a" / "b.json", GEOMETRY)
+
+
+def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "kv_cache_scales.tp1.json").write_text(JSON)
+    (tmp_path / "report.json").write_text('{"kv_cache": {}}')
+    (tmp_path / "tokenizer.json").write_text('{"broken')
+    assert has_kv_scales(tmp_path)
+    assert read_scales(tmp_path, GEOMETRY).dialect == "vllm-json"
+
+    (tmp_path / "kv_cache_scales.tp2.json").write_text(JSON)
+    with pytest.raises(ModelError, match=r"several files .*tp1\.json, .*tp2\.json"):
+        read_scales(tmp_path, GEOMETRY)
+
+
+def test_scales_among_the_tensors_go_before_a_json_beside_them(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "kv_scales.safetensors")
+    (tmp_path / "kv_cache_scales.json").write_text(JSON)
+    assert read_scales(tmp_path, GEOMETRY).dialect == "kv-scales"
+
+
+def test_hidden_files_are_not_read(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors")
+    (tmp_path / ".a.safetensors").write_text("torn")
+    assert read_scales(tmp_path, GEOMETRY).dialect == "kv-scales"
+
+
+WEIGHTS = {"model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "hint"),
+    [
+        (WEIGHTS, None, "there are only weights; `fp8calib calibrate` makes scales"),
+        (
+            WEIGHTS,
+            {"fp8calib": "{}"},
+            "these are statistics: `fp8calib export` makes scales from them",
+        ),
+        (
+            {},
+            None,
+            "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`",
+        ),
+    ],
+)
+def test_files_without_scales_are_told_apart(
+    tmp_path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: dict[str, str] | None,
+    hint: str,
+) -> None:
+    save_file(dict(tensors), tmp_path / "a.safetensors", metadata=metadata)
+    for path in (tmp_path, tmp_path / "a.safetensors"):
+        assert not has_kv_scales(path)
+        with pytest.raises(ModelError) as caught:
+            read_scales(path, GEOMETRY)
+        assert caught.value.message == f"{path}: there are no KV scales"
+        assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("text", ["{}", '{"scaling_factor": 1}', '{"model_type": "llama"}'])
+def test_a_json_about_something_else_has_no_scales(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert not has_kv_scales(tmp_path / "a.json")
+    with pytest.raises(ModelError, match=r"a\.json: there are no KV scales"):
+        read_scales(tmp_path / "a.json", GEOMETRY)
+
+
+def test_an_empty_folder_has_no_scales(tmp_path: Path) -> None:
+    assert not has_kv_scales(tmp_path)
+    with pytest.raises(ModelError, match="there are no KV scales"):
+        read_scales(tmp_path, GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.self_attn.k_scale", True),
+        ("model.layers.0.self_attn.kv_scale", True),
+        ("model.layers.0.self_attn.v_proj.output_scale", True),
+        ("model.layers.0.self_attn.q_scale", False),
+        ("model.layers.0.self_attn.k_proj.weight_scale", False),
+    ],
+)
+def test_any_scale_of_k_or_v_is_something_to_read(
+    tmp_path: Path, name: str, expected: bool
+) -> None:
+    save_file({name: torch.ones(())}, tmp_path / "a.safetensors")
+    assert has_kv_scales(tmp_path) is expected
+    assert has_kv_scales(tmp_path / "a.safetensors") is expected
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ModelError, match="model_type is 'mistral', the model's is"):
+            read_scales(path, GEOMETRY)

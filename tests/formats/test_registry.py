@@ -1,0 +1,369 @@
+"""Write several formats at once, and refuse what cannot be written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.formats.registry import find_dialect, list_format_names
+from fp8calib.formats.write import (
+    Note,
+    WrittenFormats,
+    check_export,
+    check_overlay_source,
+    list_outputs,
+    write_formats,
+)
+from fp8calib.model.shapes import Role
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
+from fp8calib.numerics.rules import AMAX, Fallback, Rule, parse_rule
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.statistic import SiteStats
+from tests.formats.handmade import (
+    amax_of,
+    expert_stats,
+    hybrid_stats,
+    latent_stats,
+    linear_stats,
+    plain_stats,
+    save_source,
+    shared_stats,
+)
+
+ALL = (
+    *("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc"),
+    *("lightllm", "lightllm-head"),
+)
+LIGHTLLM_FILES = ("kv_cache_calib.json", "kv_cache_calib_per_head.json")
+OVERLAY_FILES = (
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
+
+
+def _write(
+    stats: CalibrationStats,
+    out: Path,
+    formats: tuple[str, ...],
+    *,
+    tps: tuple[int, ...] = (1,),
+    query: bool = False,
+    fallback: Fallback | None = None,
+    rule: Rule = AMAX,
+) -> WrittenFormats:
+    needs_model = any(find_dialect(name).needs_model for name in formats)
+    source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
+    return write_formats(
+        stats,
+        formats,
+        out,
+        fmt=E4M3FN,
+        tps=tps,
+        source=source,
+        query=query,
+        fallback=fallback,
+        rule=rule,
+    )
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Make an empty output folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> None:
+    written = _write(linear_stats(), out, ALL, tps=(1, 2))
+
+    overlays = [f"{name}/{file}" for name in ALL[:3] for file in OVERLAY_FILES]
+    files = ["kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "kv_scales.safetensors"]
+    assert list(written.files) == sorted(
+        [*overlays, *files, *LIGHTLLM_FILES, "rfc.tp1.json", "rfc.tp2.json"]
+    )
+    assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
+    assert set(written.notes) == {
+        Note("model.gguf", f"left out of {name}: belongs to weights in another format")
+        for name in ALL[:3]
+    }
+
+
+def test_the_paths_of_formats_are_their_top_level_names() -> None:
+    assert list_outputs(["rfc", "kv-overlay"], (1, 4)) == {
+        "rfc.tp1.json",
+        "rfc.tp4.json",
+        "kv-overlay",
+    }
+    assert list_outputs(["kv-scales", "tgi"], (8,)) == {"kv_scales.safetensors", "tgi"}
+    assert list_outputs(["vllm-json", "kv-overlay-head"], (1,)) == {
+        "kv_cache_scales.tp1.json",
+        "kv-overlay-head",
+    }
+
+
+def test_one_run_gives_the_same_scale_in_every_form(out: Path) -> None:
+    _write(linear_stats(), out, ALL, tps=(1, 2))
+
+    shard = "model-00002-of-00002.safetensors"
+    name = "model.layers.0.self_attn"
+    assert load_file(out / "kv-overlay" / shard)[f"{name}.k_scale"].item() == 0.5
+    assert load_file(out / "kv-overlay-head" / shard)[f"{name}.k_scale"].flatten().tolist() == [
+        0.25,
+        0.5,
+    ]
+    assert load_file(out / "tgi" / shard)[f"{name}.kv_scale"].item() == 0.75
+    assert load_file(out / "kv_scales.safetensors")[f"{name}.v_scale"].item() == 0.75
+    factors = {
+        file: json.loads((out / file).read_text())["kv_cache"]["scaling_factor"]
+        for file in ("kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "rfc.tp2.json")
+    }
+    assert factors["kv_cache_scales.tp1.json"]["0"]["0"] == 0.75
+    assert factors["kv_cache_scales.tp2.json"]["0"]["0"] == 0.25
+    assert factors["rfc.tp2.json"]["rank0"]["0"] == 0.25
+    rfc = json.loads((out / "rfc.tp2.json").read_text())
+    gates = {
+        rank: layers["0"]["gate_proj"]
+        for rank, layers in rfc["mlp"]["weight"]["scaling_factor"].items()
+    }
+    assert gates == {"rank0": 1.0, "rank1": 9.0}
+
+
+@pytest.mark.parametrize("query", [False, True])
+def test_q_is_written_only_when_asked_and_only_as_tensors(out: Path, query: bool) -> None:
+    formats = ("kv-overlay", "kv-scales", "tgi", "vllm-json")
+    _write(plain_stats(), out, formats, query=query)
+
+    name, shard = "model.layers.0.self_attn.q_scale", "model-00002-of-00002.safetensors"
+    for file in (out / "kv-overlay" / shard, out / "kv_scales.safetensors"):
+        scales = load_file(file)
+        assert (name in scales) is query
+        assert len(scales) == (6 if query else 4)
+    assert len(load_file(out / "tgi" / shard)) == 2
+
+
+def test_fnuz_scales_are_those_of_240(out: Path) -> None:
+    write_formats(
+        plain_stats(),
+        ["kv-scales"],
+        out,
+        fmt=E4M3FNUZ,
+        tps=(1,),
+        source=None,
+        query=False,
+        fallback=None,
+    )
+
+    scales = load_file(out / "kv_scales.safetensors")
+    assert scales["model.layers.1.self_attn.k_scale"].item() == 3.7333333492279053
+
+
+def test_layers_that_share_or_lack_a_cache_are_named(out: Path) -> None:
+    shared = _write(shared_stats(), out, ("vllm-json",), tps=(1, 2)).notes
+    why = "reads another layer's K and V, so it carries that layer's scale"
+    assert list(shared) == [
+        Note(f"model.layers.{layer}.self_attn.{role}", why) for layer in (2, 3) for role in "kv"
+    ]
+
+    (out / "b").mkdir()
+    hybrid = _write(hybrid_stats(), out / "b", ("rfc", "vllm-json", "kv-scales")).notes
+    why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
+    assert list(hybrid) == [Note("model.layers.0", why)]
+    (out / "c").mkdir()
+    assert _write(hybrid_stats(), out / "c", ("kv-scales",)).notes == ()
+
+
+def _with_dead_v(stats: CalibrationStats, *, scales: tuple[float, float]) -> CalibrationStats:
+    site = stats.geometry.layers[0].attention.site(Role.V)  # type: ignore[union-attr]
+    return dataclasses.replace(
+        stats, sites={**stats.sites, site: SiteStats(count=8, amax=amax_of(scales))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fallback", "expected"), [(None, 0.75), (Fallback.LAYER_MAX, 0.75), (Fallback.ONE, 1.0)]
+)
+def test_a_dead_head_takes_the_fallback_and_is_named(
+    out: Path, fallback: Fallback | None, expected: float
+) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
+    written = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
+
+    scales = load_file(out / "kv-overlay-head" / "model-00002-of-00002.safetensors")
+    assert scales["model.layers.0.self_attn.v_scale"].flatten().tolist() == [expected, 0.75]
+    note = Note("model.layers.0.self_attn.v", "only zeros were seen, so its scale is the fallback")
+    assert note in written.notes
+
+
+def test_a_dead_layer_takes_one_where_nothing_else_is_known(out: Path) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.0))
+    _write(stats, out, ("kv-scales",))
+
+    scales = load_file(out / "kv_scales.safetensors")
+    assert scales["model.layers.0.self_attn.v_scale"].item() == 1.0
+
+
+def test_a_dead_head_can_be_refused_and_then_nothing_is_written(out: Path) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
+
+    with pytest.raises(ExportError, match=r"1 site \(model\.layers\.0\.self_attn\.v\)"):
+        write_formats(
+            stats,
+            ["vllm-json"],
+            out,
+            fmt=E4M3FN,
+            tps=(2,),
+            source=None,
+            query=False,
+            fallback=Fallback.REFUSE,
+        )
+    assert list(out.iterdir()) == []
+
+
+def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Path) -> None:
+    stats = plain_stats()
+    site = stats.geometry.layers[0].attention.site(Role.K)  # type: ignore[union-attr]
+    unseen = SiteStats(count=0, amax=torch.zeros(2))
+    stats = dataclasses.replace(stats, sites={**stats.sites, site: unseen})
+
+    with pytest.raises(ExportError, match=r"no token reached model\.layers\.0\.self_attn\.k"):
+        _write(stats, out, ("kv-scales",))
+    written = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
+    assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
+    why = "no token reached it, so its scale is the fallback, 1"
+    assert written.notes == (Note(str(site), why),)
+
+
+def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
+    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2)).notes
+
+    assert [note.subject for note in notes] == [
+        f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")
+    ]
+
+
+def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match="--format vllm: unknown format") as caught:
+        find_dialect("vllm")
+    assert caught.value.hint == f"did you mean vllm-json? known formats: {', '.join(ALL)}"
+    assert list_format_names() == ALL
+
+
+@pytest.mark.parametrize(
+    ("formats", "tp", "message"),
+    [
+        (["nothing"], 1, "unknown format"),
+        (["vllm-json"], 3, "does not divide the 4 attention heads"),
+        (["rfc"], 0, "whole number from 1 up"),
+        (["rfc"], 8, "does not divide the 4 attention heads"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_from_the_geometry_alone(
+    formats: list[str], tp: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_export(linear_stats().geometry, formats, [1, tp], E4M3FN)
+
+
+def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
+    geometry = expert_stats().geometry
+    layer = geometry.layers[0]
+    narrow = [linear.model_copy(update={"expert_block": 8}) for linear in layer.linears]
+    layer = layer.model_copy(update={"linears": tuple(narrow)})
+    geometry = geometry.model_copy(update={"layers": (layer,)})
+
+    check_export(geometry, ["vllm-json"], [2], E4M3FN)
+    with pytest.raises(UsageError, match="the stats keep 1 blocks"):
+        check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
+
+
+@pytest.mark.parametrize("tp", [0, -4, 3])
+def test_a_degree_that_cannot_be_is_refused_whatever_is_written(tp: int) -> None:
+    with pytest.raises(UsageError, match=f"--tp {tp}"):
+        check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [tp], E4M3FN)
+
+
+def test_one_note_says_where_a_rule_could_not_be_followed(out: Path) -> None:
+    written = _write(plain_stats(), out, ("kv-scales",), query=True, rule=parse_rule("mse"))
+    why = "mse needs a histogram, which is missing: amax is used"
+    assert written.notes == (Note("model.layers.0.self_attn.k and 5 more", why),)
+
+
+def test_a_rule_reaches_kv_inputs_and_no_weights(out: Path) -> None:
+    stats = linear_stats()
+    found = []
+    for text in ("amax", "headroom:2"):
+        folder = out / text.partition(":")[0]
+        folder.mkdir()
+        assert _write(stats, folder, ("rfc",), rule=parse_rule(text)).notes == ()
+        found.append(json.loads((folder / "rfc.tp1.json").read_text()))
+    plain, roomy = found
+    for section, factor in (("activation", 2), ("weight", 1)):
+        for part in ("mlp", "attention"):
+            before = plain[part][section]["scaling_factor"]["rank0"]["0"]
+            after = roomy[part][section]["scaling_factor"]["rank0"]["0"]
+            assert after == {name: factor * scale for name, scale in before.items()}
+    before, after = (each["kv_cache"]["scaling_factor"]["rank0"] for each in found)
+    assert after == {layer: 2 * scale for layer, scale in before.items()}
+
+
+def test_a_side_of_zeros_leaves_the_one_scale_of_its_layer_to_the_other(out: Path) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.0))
+    _write(stats, out, ("vllm-json", "kv-scales"))
+    k_scale = load_file(out / "kv_scales.safetensors")["model.layers.0.self_attn.k_scale"].item()
+    document = json.loads((out / "kv_cache_scales.tp1.json").read_text())
+    assert document["kv_cache"]["scaling_factor"]["0"]["0"] == k_scale
+
+
+def test_a_refused_degree_leaves_nothing_written_for_the_others(out: Path) -> None:
+    with pytest.raises(UsageError, match="--tp 3 does not divide"):
+        _write(linear_stats(), out, ("rfc", "kv-scales"), tps=(1, 3))
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["kv-overlay", "kv-overlay-head", "tgi"])
+def test_an_overlay_without_a_model_is_refused(out: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"--format {name} needs --model"):
+        write_formats(
+            plain_stats(),
+            ["kv-scales", name],
+            out,
+            fmt=E4M3FN,
+            tps=(1,),
+            source=None,
+            query=False,
+            fallback=None,
+        )
+    assert list(out.iterdir()) == []
+
+
+def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> None:
+    source = save_source(latent_stats(), tmp_path / "model")  # it has one layer only
+
+    with pytest.raises(ExportError, match=r"no tensor is under model\.layers\.1\.self_attn"):
+        check_overlay_source(plain_stats().geometry, ["kv-overlay"], source)
+    check_overlay_source(plain_stats().geometry, ["kv-scales"], source)
+
+
+def test_an_overlay_of_a_quantized_model_refuses_its_scales_and_its_other_scheme(
+    tmp_path: Path,
+) -> None:
+    stats = plain_stats()
+    scheme = {"quant_method": "fp8", "kv_cache_scheme": {"type": "int", "num_bits": 8}}
+    source = save_source(stats, tmp_path / "m", quantization_config=scheme)
+
+    with pytest.raises(ExportError, match="a KV cache of another kind already: kv_cache_scheme"):
+        check_overlay_source(stats.geometry, ["kv-overlay"], source)
+    with pytest.raises(UsageError, match="beside quant_method fp8 engines read one KV scale"):
+        check_overlay_source(stats.geometry, ["kv-overlay-head"], source)
+    check_overlay_source(stats.geometry, ["kv-overlay"], source, replaces_scales=True)
+    check_overlay_source(stats.geometry, ["tgi"], source)

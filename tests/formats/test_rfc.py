@@ -1,0 +1,230 @@
+"""The RFC's JSON: every number typed by hand from the rows and columns in `handmade`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.errors import ExportError
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.rules import Fallback
+from fp8calib.stats.calibration_stats import CalibrationStats
+from tests.formats.handmade import (
+    DATA,
+    MODEL,
+    expert_stats,
+    hybrid_stats,
+    linear_stats,
+    write_scales,
+)
+
+EXPECTED = {
+    1: {
+        "kv": [[0.75, 2.0]],
+        "qkv_in": [4.0],
+        "q": [8.0],
+        "k": [3.0],
+        "v": [6.0],
+        "o_in": [8.0],
+        "o": [4.0],
+        "gate_in": [0.5],
+        "gate": [9.0],
+        "up": [7.0],
+        "down_in": [4.0],
+        "down": [5.0],
+    },
+    2: {
+        "kv": [[0.25, 2.0], [0.75, 0.0625]],
+        "qkv_in": [4.0, 4.0],
+        "q": [4.0, 8.0],
+        "k": [3.0, 2.0],
+        "v": [5.0, 6.0],
+        "o_in": [8.0, 4.0],
+        "o": [2.0, 4.0],
+        "gate_in": [0.5, 0.5],
+        "gate": [1.0, 9.0],
+        "up": [7.0, 3.0],
+        "down_in": [1.0, 4.0],
+        "down": [3.0, 5.0],
+    },
+    4: {
+        "kv": [[0.25, 2.0], [0.25, 2.0], [0.75, 0.0625], [0.75, 0.0625]],
+        "qkv_in": [4.0, 4.0, 4.0, 4.0],
+        "q": [2.0, 4.0, 6.0, 8.0],
+        "k": [3.0, 3.0, 2.0, 2.0],
+        "v": [5.0, 5.0, 6.0, 6.0],
+        "o_in": [8.0, 6.0, 4.0, 2.0],
+        "o": [1.0, 2.0, 3.0, 4.0],
+        "gate_in": [0.5, 0.5, 0.5, 0.5],
+        "gate": [1.0, 1.0, 2.0, 9.0],
+        "up": [7.0, 1.0, 1.0, 3.0],
+        "down_in": [1.0, 0.25, 2.0, 4.0],
+        "down": [3.0, 1.0, 1.0, 5.0],
+    },
+}
+
+
+def _write(
+    stats: CalibrationStats,
+    path: Path,
+    *,
+    tp: int = 1,
+    fmt: Fp8Format = E4M3FN,
+    fallback: Fallback | None = None,
+) -> dict[str, Any]:
+    kv = compute_kv_scales(stats, fmt, tp=tp)
+    linears = compute_linear_scales(stats, fmt, tp=tp, fallback=fallback)
+    write_scales("rfc", kv, path, linears=linears)
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def _per_rank(rank: int, keys: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Give layer 0 as typed and layer 1 doubled, as `handmade` makes them."""
+    return {
+        str(layer): {name: scales[rank] * (layer + 1) for name, scales in keys.items()}
+        for layer in range(2)
+    }
+
+
+def _section(
+    inputs: dict[str, list[float]], weights: dict[str, list[float]], tp: int
+) -> dict[str, Any]:
+    return {
+        "activation": {
+            "dtype": "bfloat16",
+            "target_dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, inputs) for rank in range(tp)},
+        },
+        "weight": {
+            "dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, weights) for rank in range(tp)},
+        },
+    }
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_rank_has_the_scales_of_its_rows_columns_and_heads(
+    tmp_path: Path, tp: int, is_fused: bool
+) -> None:
+    document = _write(linear_stats(is_fused=is_fused), tmp_path / "rfc.json", tp=tp)
+
+    n = EXPECTED[tp]
+    factors = {
+        f"rank{rank}": {"0": scales[0], "1": scales[1]} for rank, scales in enumerate(n["kv"])
+    }
+    assert document == {
+        "model_type": "llama",
+        "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors},
+        "mlp": _section(
+            {"gate_proj": n["gate_in"], "up_proj": n["gate_in"], "down_proj": n["down_in"]},
+            {"gate_proj": n["gate"], "up_proj": n["up"], "down_proj": n["down"]},
+            tp,
+        ),
+        "attention": _section(
+            dict.fromkeys(("q_proj", "k_proj", "v_proj"), n["qkv_in"]) | {"o_proj": n["o_in"]},
+            {"q_proj": n["q"], "k_proj": n["k"], "v_proj": n["v"], "o_proj": n["o"]},
+            tp,
+        ),
+        "_fp8calib": {"model": MODEL, "data": DATA, "text": "+/////////8HAAAAAAAAAA=="},
+    }
+
+
+def test_sections_stand_in_the_order_of_the_rfc(tmp_path: Path) -> None:
+    document = _write(linear_stats(), tmp_path / "rfc.json")
+
+    assert list(document) == ["model_type", "kv_cache", "mlp", "attention", "_fp8calib"]
+    assert list(document["mlp"]) == ["activation", "weight"]
+    assert list(document["mlp"]["activation"]) == ["dtype", "target_dtype", "scaling_factor"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "served"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+)
+def test_activations_are_named_in_the_dtype_a_server_runs(
+    tmp_path: Path, checkpoint_dtype: str, served: str
+) -> None:
+    document = _write(linear_stats(checkpoint_dtype=checkpoint_dtype), tmp_path / "rfc.json")
+
+    assert document["mlp"]["activation"]["dtype"] == served
+    assert document["attention"]["activation"]["dtype"] == served
+
+
+def test_fnuz_scales_name_their_format_everywhere(tmp_path: Path) -> None:
+    text = json.dumps(_write(linear_stats(), tmp_path / "rfc.json", fmt=E4M3FNUZ))
+
+    assert text.count('"float8_e4m3fnuz"') == 5
+    assert 'e4m3fn"' not in text
+
+
+@pytest.mark.parametrize(
+    ("tp", "weights"),
+    [
+        (1, [{"gate": (4, 8), "up": (4, 2), "down": (16, 1)}]),
+        (
+            2,
+            [
+                {"gate": (2, 6), "up": (4, 1), "down": (4, 1)},
+                {"gate": (4, 8), "up": (2, 2), "down": (16, 1)},
+            ],
+        ),
+    ],
+)
+def test_experts_have_scales_of_their_own(
+    tmp_path: Path, tp: int, weights: list[dict[str, tuple[float, float]]]
+) -> None:
+    document = _write(expert_stats(), tmp_path / "rfc.json", tp=tp)
+
+    assert document["mlp"]["weight"]["scaling_factor"] == {
+        f"rank{rank}": {
+            "0": {
+                f"experts.{expert}.{name}_proj": scales[expert]
+                for name, scales in of_rank.items()
+                for expert in range(2)
+            }
+        }
+        for rank, of_rank in enumerate(weights)
+    }
+
+
+@pytest.mark.parametrize(
+    ("fallback", "gate", "down"),
+    [(None, 2.0, 4.0), (Fallback.LAYER_MAX, 2.0, 4.0), (Fallback.ONE, 1.0, 1.0)],
+)
+def test_an_expert_no_token_reached_takes_the_fallback(
+    tmp_path: Path, fallback: Fallback | None, gate: float, down: float
+) -> None:
+    document = _write(expert_stats(), tmp_path / "rfc.json", tp=2, fallback=fallback)
+
+    of_rank = document["mlp"]["activation"]["scaling_factor"]
+    assert of_rank["rank0"]["0"] == {
+        "experts.0.gate_proj": 2.0,
+        "experts.1.gate_proj": gate,
+        "experts.0.up_proj": 2.0,
+        "experts.1.up_proj": gate,
+        "experts.0.down_proj": 2.0,
+        "experts.1.down_proj": down,
+    }
+    assert of_rank["rank1"]["0"]["experts.0.down_proj"] == 4.0
+
+
+def test_an_expert_no_token_reached_can_be_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ExportError, match=r"3 sites \(model\.layers\.0\.mlp\.experts\.1\.gate_proj"
+    ):
+        _write(expert_stats(), tmp_path / "rfc.json", fallback=Fallback.REFUSE)
+
+
+def test_layers_without_projections_have_no_entry_but_every_layer_a_kv_scale(
+    tmp_path: Path,
+) -> None:
+    document = _write(hybrid_stats(), tmp_path / "rfc.json")
+
+    assert document["kv_cache"]["scaling_factor"] == {"rank0": {"0": 1.0, "1": 2.0}}
+    assert document["mlp"]["weight"]["scaling_factor"] == {"rank0": {}}

@@ -1,0 +1,165 @@
+"""Scales written in any dialect read back equal, as far as the dialect can hold them."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8calib.errors import UsageError
+from fp8calib.formats.convert import convert_table
+from fp8calib.formats.read import read_scales
+from fp8calib.formats.registry import list_format_names
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.formats.write import write_table
+from fp8calib.model.shapes import Role, Site
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from tests.formats.handmade import make_attention, make_geometry, make_stats, save_source
+
+HEADS, KV_HEADS = 8, 4
+WIDE = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+PLAIN = make_geometry([make_attention(index, **WIDE) for index in range(3)])
+HYBRID = make_geometry([None, make_attention(1, **WIDE), None, make_attention(3, **WIDE)])
+SHARED = make_geometry(
+    [make_attention(index, producer=who, **WIDE) for index, who in enumerate((None, None, 1, 0))]
+)
+FILES: Mapping[str, str] = {
+    "kv-scales": "kv_scales.safetensors",
+    "vllm-json": "scales.json",
+    "rfc": "rfc.json",
+    "lightllm": "kv_cache_calib.json",
+    "lightllm-head": "kv_cache_calib.json",
+}
+PER_HEAD = {"kv-overlay-head", "lightllm-head"}
+LIGHTLLM = {"lightllm", "lightllm-head"}
+"""Only for e4m3fn, without shared caches, and with one scale of q for the heads of a group."""
+JOINT = {"tgi", "vllm-json", "rfc"}
+RANKED = {"vllm-json", "rfc"}
+
+# What fp32 holds, and twice and half of it: scales of real models lie far inside.
+scales = st.floats(2.0**-100, 2.0**100, width=32)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> ScaleTable:
+    """Draw a table of any shape: ranks or heads, shared and missing caches, q or none."""
+    geometry = draw(st.sampled_from([PLAIN, HYBRID, SHARED]))
+    per_head = draw(st.booleans())
+    tp = 1 if per_head else draw(st.sampled_from([1, 2, 4, 8]))
+    roles = (Role.K, Role.V, Role.Q) if draw(st.booleans()) else (Role.K, Role.V)
+    found: dict[Site, Scale] = {}
+    for _, attention in geometry.attentions():
+        for role in roles:
+            heads = HEADS if role is Role.Q else KV_HEADS
+            count = heads if per_head else tp
+            values = torch.tensor(draw(st.lists(scales, min_size=count, max_size=count)))
+            found[attention.site(role)] = Scale(
+                values=values.unsqueeze(0) if per_head else values, source=ScaleSource.OBSERVED
+            )
+    for _, attention in geometry.attentions():
+        if attention.producer is not None:
+            producer = geometry.layers[attention.producer].attention
+            assert producer is not None
+            for role in (Role.K, Role.V):
+                found[attention.site(role)] = found[producer.site(role)]
+    fmt = draw(st.sampled_from([E4M3FN, E4M3FNUZ]))
+    return ScaleTable(geometry=geometry, fmt=fmt, tp=tp, per_head=per_head, scales=found)
+
+
+def _spread(table: ScaleTable, site: Site) -> list[float]:
+    """Give the scale of every head: by hand, for 4 or 8 heads on 1, 2, 4 or 8 ranks."""
+    numbers = table.scales[site].values.flatten().tolist()
+    heads = HEADS if site.role is Role.Q else KV_HEADS
+    if table.per_head:
+        return [float(number) for number in numbers]
+    if len(numbers) > heads:  # 8 ranks, 4 heads: two ranks hold the same head
+        return [max(numbers[2 * head : 2 * head + 2]) for head in range(heads)]
+    return [numbers[head * len(numbers) // heads] for head in range(heads)]
+
+
+def _expect(table: ScaleTable, name: str, fmt: Fp8Format, tp: int) -> dict[Site, list[float]]:
+    """Compute by hand what a dialect keeps of a table: heads or ranks, k and v or one of both."""
+    factor = {(E4M3FN, E4M3FNUZ): 2.0, (E4M3FNUZ, E4M3FN): 0.5}.get((table.fmt, fmt), 1.0)
+    kept: dict[Site, list[float]] = {}
+    for site in table.scales:
+        spread = _spread(table, site)
+        if name in PER_HEAD:
+            kept[site] = spread
+        elif tp == table.tp and not table.per_head:
+            kept[site] = table.scales[site].values.tolist()
+        else:
+            step = len(spread) / tp
+            kept[site] = [
+                max(spread[int(rank * step) : max(int((rank + 1) * step), int(rank * step) + 1)])
+                for rank in range(tp)
+            ]
+    if name == "lightllm":
+        kept = {site: numbers for site, numbers in kept.items() if site.role is not Role.Q}
+    if name == "lightllm-head":
+        group = HEADS // KV_HEADS
+        for site in (site for site in kept if site.role is Role.Q):
+            numbers = kept[site]
+            kept[site] = [max(numbers[i // group * group :][:group]) for i in range(HEADS)]
+    if name in JOINT:
+        kept = {site: numbers for site, numbers in kept.items() if site.role is not Role.Q}
+        for module in {site.module for site in kept}:
+            pair = [kept[Site(module, role)] for role in (Role.K, Role.V)]
+            both = [max(numbers) for numbers in zip(*pair, strict=True)]
+            kept |= {Site(module, role): both for role in (Role.K, Role.V)}
+    return {site: [number * factor for number in numbers] for site, numbers in kept.items()}
+
+
+def _round_trip(table: ScaleTable, name: str) -> ScaleTable:
+    with tempfile.TemporaryDirectory() as folder:
+        source = save_source(make_stats(table.geometry, {}), Path(folder) / "source")
+        target = Path(folder) / "out" / FILES.get(name, "")
+        target.parent.mkdir(exist_ok=True)
+        with source:
+            write_table(table, name, target, source=source)
+        return read_scales(target, table.geometry, needs_dtype=True).table
+
+
+@pytest.mark.parametrize("name", list_format_names())
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), table=tables(), fmt=st.sampled_from([E4M3FN, E4M3FNUZ]))
+def test_every_dialect_reads_back_what_it_can_hold(
+    data: st.DataObject, table: ScaleTable, fmt: Fp8Format, name: str
+) -> None:
+    tp = data.draw(st.sampled_from([1, 2, 4, 8])) if name in RANKED else 1
+    if name in LIGHTLLM:
+        fmt = E4M3FN
+        if table.geometry == SHARED:
+            with pytest.raises(UsageError, match="counts layers that read another layer's cache"):
+                _round_trip(convert_table(table, fmt=fmt, per_head=False), name)
+            return
+    fitted = convert_table(table, fmt=fmt, tp=tp, per_head=name in PER_HEAD)
+
+    back = _round_trip(fitted, name)
+
+    expected = _expect(table, name, fmt, tp)
+    read = {site: scale.values.flatten().tolist() for site, scale in back.scales.items()}
+    assert read == expected
+    assert (back.fmt, back.tp, back.per_head) == (fmt, tp, name in PER_HEAD)
+    assert back.geometry == table.geometry
+
+
+def test_a_second_conversion_loses_nothing_more() -> None:
+    values = {Role.K: (1.0, 2.0, 3.0, 4.0), Role.V: (0.5, 8.0, 0.25, 1.0)}
+    found = {
+        attention.site(role): Scale(values=torch.tensor([numbers]), source=ScaleSource.OBSERVED)
+        for _, attention in PLAIN.attentions()
+        for role, numbers in values.items()
+    }
+    table = ScaleTable(geometry=PLAIN, fmt=E4M3FN, tp=1, per_head=True, scales=found)
+    for first, second in itertools.product(list_format_names(), repeat=2):
+        once = _round_trip(convert_table(table, fmt=E4M3FN, per_head=first in PER_HEAD), first)
+        twice = _round_trip(convert_table(once, fmt=E4M3FN, per_head=second in PER_HEAD), second)
+        again = _round_trip(convert_table(twice, fmt=E4M3FN, per_head=second in PER_HEAD), second)
+        same = {site: scale.values.tolist() for site, scale in twice.scales.items()}
+        assert {site: scale.values.tolist() for site, scale in again.scales.items()} == same

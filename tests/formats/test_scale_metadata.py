@@ -1,0 +1,169 @@
+"""What files of scales record about themselves, and that readers use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.errors import ModelError
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.formats.metadata import Provenance, find_recorded_format, make_metadata
+from fp8calib.formats.read import check_origin, read_scales
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from tests.formats.handmade import (
+    DATA,
+    MODEL,
+    TEXT,
+    linear_stats,
+    plain_stats,
+    save_source,
+    write_scales,
+)
+
+STATS = plain_stats()
+FORMATS = (E4M3FN, E4M3FNUZ)
+SCALES = {
+    f"model.layers.{layer}.self_attn.{role}_scale": torch.tensor(0.5)
+    for layer in range(2)
+    for role in "kv"
+}
+
+
+def _save(path: Path, dtype: str) -> Path:
+    save_file(SCALES, path, metadata={"fp8calib.kv_cache_dtype": dtype})
+    return path
+
+
+def test_nothing_to_say_is_nothing_said() -> None:
+    assert make_metadata(fmt=None, origin=None, provenance=None) == {}
+
+
+def test_the_format_and_the_origin_are_said() -> None:
+    provenance = Provenance(dialect="quark", files=("q/a", "q/b"), has_fp8_weights=False)
+    metadata = make_metadata(fmt=E4M3FNUZ, origin=None, provenance=provenance)
+    assert metadata["fp8calib.kv_cache_dtype"] == "float8_e4m3fnuz"
+    assert json.loads(metadata["fp8calib.provenance"])["files"] == ["q/a", "q/b"]
+    assert provenance.describe().startswith("scales of a quantized model (quark: q/a, q/b): ")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_a_file_of_scales_reads_back_in_its_format(tmp_path: Path, fmt: Fp8Format) -> None:
+    path = tmp_path / "kv_scales.safetensors"
+    write_scales("kv-scales", compute_kv_scales(STATS, fmt), path)
+    assert read_scales(path, STATS.geometry, needs_dtype=True).table.fmt is fmt
+    assert find_recorded_format(TensorFile(path)) is fmt
+    other = next(each for each in FORMATS if each is not fmt)
+    with pytest.raises(ModelError, match=f"states that its scales are for {fmt.name}, not"):
+        read_scales(path, STATS.geometry, source_fmt=other)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_an_overlay_names_the_format_that_its_config_does_not_mean(
+    tmp_path: Path, fmt: Fp8Format
+) -> None:
+    source = save_source(STATS, tmp_path / "model")
+    write_scales("kv-overlay", compute_kv_scales(STATS, fmt), tmp_path / "out", source=source)
+    shard = TensorFile(tmp_path / "out" / "model-00002-of-00002.safetensors")
+    assert find_recorded_format(shard) is (None if fmt is E4M3FN else E4M3FNUZ)
+    assert read_scales(tmp_path / "out", STATS.geometry, needs_dtype=True).table.fmt is fmt
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "e4m3fn", ""])
+def test_a_format_that_kv_scales_are_not_for_is_refused(tmp_path: Path, dtype: str) -> None:
+    path = _save(tmp_path / "a.safetensors", dtype)
+    with pytest.raises(ModelError, match=r"fp8calib\.kv_cache_dtype is '"):
+        read_scales(path, STATS.geometry)
+
+
+def test_config_and_file_may_not_differ(tmp_path: Path) -> None:
+    _save(tmp_path / "model.safetensors", "float8_e4m3fnuz")
+    config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="several formats: e4m3fn, e4m3fnuz"):
+        read_scales(tmp_path, STATS.geometry)
+
+
+def test_foreign_metadata_says_nothing(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors", metadata={"kv_cache_dtype": "float8_e4m3fnuz"})
+    assert find_recorded_format(TensorFile(tmp_path / "a.safetensors")) is None
+
+
+def _write_every_form(folder: Path) -> list[Path]:
+    table, source = compute_kv_scales(STATS, E4M3FN), save_source(STATS, folder / "model")
+    per_head = compute_kv_scales(STATS, E4M3FN, per_head=True)
+    write_scales("kv-overlay", table, folder / "kv-overlay", source=source)
+    write_scales("kv-overlay-head", per_head, folder / "kv-overlay-head", source=source)
+    write_scales("tgi", table, folder / "tgi", source=source)
+    write_scales("kv-scales", table, folder / "kv_scales.safetensors")
+    write_scales("vllm-json", table, folder / "vllm.json")
+    linear = linear_stats()
+    kv = compute_kv_scales(linear, E4M3FN)
+    linears = compute_linear_scales(linear, E4M3FN)
+    write_scales("rfc", kv, folder / "rfc.json", linears=linears)
+    source.close()
+    names = (
+        "kv-overlay",
+        "kv-overlay-head",
+        "tgi",
+        "kv_scales.safetensors",
+        "vllm.json",
+        "rfc.json",
+    )
+    return [folder / name for name in names]
+
+
+def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
+    for path in _write_every_form(tmp_path):
+        measured = read_scales(path, STATS.geometry).table.origin
+        assert measured is not None, path
+        assert (measured.model, measured.data) == (MODEL, DATA)
+        assert torch.equal(measured.text, TEXT)
+
+
+def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
+    for path in _write_every_form(tmp_path):
+        table = read_scales(path, STATS.geometry).table
+        check_origin("x", table.origin, MODEL)
+        with pytest.raises(ModelError) as caught:
+            check_origin("x", table.origin, MODEL[:32] + "f" * 32)
+        assert caught.value.message == (
+            "x: these scales are of another model: different weights (01234567, here ffffffff)"
+        )
+        assert "calibrate this one" in caught.value.hint
+
+
+def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors")
+    table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
+    assert table.origin is None
+    check_origin("x", table.origin, MODEL)
+
+
+@pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])
+def test_a_damaged_word_on_the_model_is_refused(tmp_path: Path, text: str) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors", metadata={"fp8calib.measured_on": text})
+    with pytest.raises(ModelError, match=r"a\.safetensors: fp8calib\.measured_on is damaged"):
+        read_scales(tmp_path / "a.safetensors", STATS.geometry)
+
+
+def test_a_damaged_word_in_a_json_is_refused(tmp_path: Path) -> None:
+    write_scales("vllm-json", compute_kv_scales(STATS, E4M3FN), tmp_path / "a.json")
+    document = json.loads((tmp_path / "a.json").read_text())
+    document["_fp8calib"]["model"] = "yes"
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"a\.json: _fp8calib is damaged: not a fingerprint"):
+        read_scales(tmp_path / "a.json", STATS.geometry)
+
+
+def test_files_of_several_models_are_refused(tmp_path: Path) -> None:
+    for layer, model in enumerate((MODEL, MODEL[::-1])):
+        own = {name: scale for name, scale in SCALES.items() if f".{layer}." in name}
+        metadata = {"fp8calib.measured_on": json.dumps({"model": model})}
+        save_file(own, tmp_path / f"{layer}.safetensors", metadata=metadata)
+    with pytest.raises(ModelError, match="scales of several models"):
+        read_scales(tmp_path, STATS.geometry)
