@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,13 +17,13 @@ from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.plugins.server.assess import ServerAnswers, ServerEvidence
-from fp8calib.plugins.server.client import RequestCount, find_endpoint
+from fp8calib.plugins.server.client import Endpoint, find_endpoint
 from fp8calib.plugins.server.decoding import DecodingAnswers
 from fp8calib.plugins.server.faults import SEQUENCES
-from fp8calib.plugins.server.recognise import require_kind
+from fp8calib.plugins.server.kinds import KINDS
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER
-from fp8calib.plugins.server.score import ConnectedServer, ServerOptions, connect
+from fp8calib.plugins.server.score import Server, connect
 from fp8calib.plugins.server.written import count_given, write_text
 from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.verification.report import SCALE_ONE
@@ -38,9 +38,8 @@ _REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
 class Servers:
     """The server, and the unquantized one if it is named."""
 
-    request: ServerRequest
-    server: ConnectedServer
-    reference: ConnectedServer | None
+    server: Server
+    reference: Server | None
 
     def ask(
         self, plan: DataPlan, model: LoadedModel | None, progress: Progress
@@ -53,23 +52,27 @@ class Servers:
             ServerError: a server fails.
             VerificationError: the model gives NaN or inf.
         """
-        server, reference, request = self.server, self.reference, self.request
+        server, reference, request = self.server, self.reference, self.server.request
         if request.sampled and reference is not None:
             plan = replace_sequences(plan, reference.write(plan.sequences, progress))
         elif request.sampled:
             assert model is not None  # noqa: S101 -- a streamed one is refused before it runs
             plan = replace_sequences(plan, write_text(model, plan.sequences, progress))
         every, few = plan.sequences, plan.sequences[:SEQUENCES]
-        both = [one for one in (server, reference) if one is not None]
+        scores = server.score(every, progress, stage="asking the server")
+        again = server.score(few, progress, stage="asking the server again")
+        unquantized, repeated = None, 0
+        if reference is not None:
+            stage = "asking the unquantized server"
+            unquantized = reference.score(every, progress, stage=stage)
+            repeated = reference.count.repeated
         return plan, ServerAnswers(
-            scores=server.score(every, progress, stage="asking the server"),
-            again=server.score(few, progress, stage="asking the server again"),
-            reference=None
-            if reference is None
-            else reference.score(every, progress, stage="asking the unquantized server"),
+            scores=scores,
+            again=again,
+            reference=unquantized,
             decoding=_ask_decoding(server, every, progress) if request.decode else None,
             num_given=count_given(every) if request.sampled else None,
-            repeated=sum(one.options.count.repeated for one in both),
+            repeated=repeated + server.count.repeated,
         )
 
 
@@ -97,39 +100,29 @@ def open_servers(
         ServerError: a server fails.
         ModelError: it has another model.
     """
-    tokenizer = request.tokenizer or _load_tokenizer(source)
+    tokenizer = request.tokenizer
+    if tokenizer is None:
+        with suppress(ModelError):  # data of token ids needs none, and there may be none
+            tokenizer = load_tokenizer(source)
 
-    def open_one(
-        option: str, url: str, key: str, model: str | None, kind: str | None
-    ) -> ConnectedServer:
-        options = ServerOptions(
-            endpoint=find_endpoint(option, url, key),
-            model=model,
-            kind=kind,
-            likely_kind=request.server_kind,
-            num_top=request.server_logprobs,
-            concurrency=request.server_concurrency,
-            timeout_s=request.server_timeout,
-            count=RequestCount(say=say),
-        )
+    def open_one(endpoint: Endpoint, model: str | None, kind: str | None) -> Server:
         vocab_size = int(source.text_config.vocab_size)
-        return connect(options, plan.sequences, tokenizer, vocab_size=vocab_size)
+        asked = (request, endpoint, (model, kind), plan.sequences, tokenizer)
+        return connect(*asked, vocab_size=vocab_size, say=say)
 
-    server = open_one("URL", request.url, _SERVER_KEY, request.server_model, request.server_kind)
-    reference = None
+    endpoint = find_endpoint("URL", request.url, _SERVER_KEY)
+    server, reference = open_one(endpoint, request.server_model, request.server_kind), None
     if (url := request.reference_server) is not None:
-        named = request.reference_server_model
-        reference = open_one("--reference-server", url, _REFERENCE_KEY, named, None)
-    both = [one for one in (server, reference) if one is not None]
-    if len({(one.options.endpoint.url, one.server.model) for one in both}) < len(both):
-        raise UsageError(
-            f"--reference-server: {server.options.endpoint.url} is the server itself",
-            hint="name a server of the unquantized model, or --reference-server-model",
-        )
-    notes = (one.server.note for one in both if one.server.note)
-    return replace(plan, warnings=(*plan.warnings, *notes)), Servers(
-        request=request, server=server, reference=reference
-    )
+        other = find_endpoint("--reference-server", url, _REFERENCE_KEY)
+        reference = open_one(other, request.reference_server_model, None)
+        if (other.url, reference.model) == (endpoint.url, server.model):
+            raise UsageError(
+                f"--reference-server: {endpoint.url} is the server itself",
+                hint="name a server of the unquantized model, or --reference-server-model",
+            )
+    notes = [one.note for one in (server, reference) if one is not None and one.note]
+    plan = replace(plan, warnings=(*plan.warnings, *notes))
+    return plan, Servers(server=server, reference=reference)
 
 
 def check_text(request: ServerRequest, plan: DataPlan) -> None:
@@ -143,14 +136,16 @@ def check_text(request: ServerRequest, plan: DataPlan) -> None:
         raise UsageError(
             f"server: the data has {kinds}, and this takes text alone", hint="use rows of text"
         )
-    require_kind(request.server_kind)
+    if request.server_kind not in {None, *KINDS}:
+        known = f"known: {', '.join(KINDS)}"
+        raise UsageError(f"--server-kind {request.server_kind}: unknown", hint=known)
     if request.decode and max(plan.lengths) <= 2:
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
 
 
 def _ask_decoding(
-    server: ConnectedServer, every: Sequence[torch.Tensor], progress: Progress
+    server: Server, every: Sequence[torch.Tensor], progress: Progress
 ) -> DecodingAnswers:
     """Let the server write, then score what it wrote, each twice for the first sequences."""
     decoded = server.decode(every, progress, stage="letting the server write")
@@ -189,14 +184,6 @@ def check_dump(request: ServerRequest) -> None:
         )
 
 
-def _load_tokenizer(source: ModelSource) -> Any | None:
-    """Load the model's tokenizer; None where data of token ids needs none and there is none."""
-    try:
-        return load_tokenizer(source)
-    except ModelError:
-        return None
-
-
 def gather_alone(plan: DataPlan, dump: Path | None) -> ServerEvidence:
     """Gather what a server is compared with where nothing runs here: a dump, or nothing.
 
@@ -213,7 +200,6 @@ def gather_alone(plan: DataPlan, dump: Path | None) -> ServerEvidence:
         if reference is not None
     }
     return ServerEvidence(
-        sequences=plan.sequences,
         reference=reference,
         watched=None,
         candidates=changes,

@@ -26,7 +26,7 @@ from fp8calib.plugins.server.result import (
     ServerResult,
     UnquantizedServer,
 )
-from fp8calib.plugins.server.sentences import Context, describe_diagnosis
+from fp8calib.plugins.server.sentences import describe_diagnosis
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.summary import (
     Summary,
@@ -70,8 +70,6 @@ class ServerAnswers:
 class ServerEvidence:
     """What a server is compared with. N tokens, of all sequences in order."""
 
-    sequences: Sequence[torch.Tensor]
-    """Their token ids."""
     reference: torch.Tensor | None
     """Log-probabilities by the unquantized model: fp32 [N]; None if it did not run."""
     watched: torch.Tensor | None
@@ -97,44 +95,51 @@ class Assessment:
     """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-def assess(answers: ServerAnswers, evidence: ServerEvidence) -> Assessment:
-    """Compare a server with the unquantized model, here or in a server, and with candidates."""
-    lengths = list(map(len, evidence.sequences))
+def assess(
+    answers: ServerAnswers, evidence: ServerEvidence, sequences: Sequence[torch.Tensor]
+) -> Assessment:
+    """Compare a server with the unquantized model, here or in a server, and with candidates.
+
+    `sequences` are the token ids of the text.
+    """
+    lengths = list(map(len, sequences))
     scores = answers.scores
     reference = evidence.reference if answers.reference is None else answers.reference.logprobs
     assert reference is not None  # noqa: S101 -- there is a model or a server
-    changes = (scores.logprobs - reference).double()
-    top = _find_top(answers, evidence)
-    estimates = _estimate(answers, reference, top, lengths)
+    top = _find_top(answers, evidence, sequences)
+    klds = _estimate(answers, reference, top, lengths)
+    low, bound = klds.get("kld_low_variance"), klds.get("kld_at_least")
     summary = summarize_logprobs(
         scores.logprobs,
         reference,
         lengths,
         agrees=_find_agreement(answers, evidence),
-        kld=(None, None) if estimates.low is None else (estimates.low.value, estimates.low.se),
+        kld=(None, None) if low is None else (low.value, low.se),
     )
+    words = ""
+    if known := low or bound:
+        about = "KLD" if low else "KLD at least"
+        words = f"{about} {format_mean_kld(known.value, known.se)}"
+    changes = (scores.logprobs - reference).double()
     found, faults = _diagnose(answers, evidence, changes, lengths)
-    context = Context(
-        faults=faults,
-        has_scales=evidence.has_scales,
-        has_reference=answers.reference is not None,
-        ppl_ratio=summary.ppl_ratio,
-        kld=estimates.describe(),
-    )
     result = ServerResult(
         url=scores.url,
         kind=scores.kind,
         model=scores.model,
         finding=found.finding.value,
         explained_by=found.name,
-        sentence=describe_diagnosis(found, context),
+        sentence=describe_diagnosis(
+            found,
+            faults,
+            has_scales=evidence.has_scales,
+            has_reference=answers.reference is not None,
+            ppl_ratio=summary.ppl_ratio,
+            kld=words,
+        ),
         change_rms=found.size,
         noise_rms=answers.noise**0.5,
         engine=_compare_engines(answers.reference, evidence.reference),
-        kld_low_variance=estimates.low,
-        kld_log_ratio=estimates.ratio,
-        kld_top=estimates.top,
-        kld_at_least=estimates.bound,
+        **klds,
         top_covered=None if top is None else top.covered,
         repeated_requests=answers.repeated,
         decoding=None if answers.decoding is None else assess_decoding(answers.decoding),
@@ -145,33 +150,7 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence) -> Assessment:
             for fit in found.fits
         ),
     )
-    return Assessment(
-        summary=summary,
-        result=result,
-        logprobs=scores.logprobs,
-        reference=reference,
-    )
-
-
-# --- estimates of the KL divergence -------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Estimates:
-    low: EstimateResult | None = None
-    ratio: EstimateResult | None = None
-    top: EstimateResult | None = None
-    bound: EstimateResult | None = None
-
-    def describe(self) -> str:
-        """Describe the best of them; empty without any."""
-        if self.low is not None:
-            return f"KLD {format_mean_kld(self.low.value, self.low.se)}"
-        return (
-            ""
-            if self.bound is None
-            else f"KLD at least {format_mean_kld(self.bound.value, self.bound.se)}"
-        )
+    return Assessment(summary=summary, result=result, logprobs=scores.logprobs, reference=reference)
 
 
 def _estimate(
@@ -179,23 +158,28 @@ def _estimate(
     reference: torch.Tensor,
     top: TopTokens | None,
     lengths: Sequence[int],
-) -> _Estimates:
+) -> dict[str, EstimateResult]:
+    """Estimate the KL divergence: the fields of a `ServerResult` that the answers allow."""
     server = answers.scores.logprobs
     if answers.num_given is None:
         if top is None:
-            return _Estimates()
+            return {}
         value, se = average(top.merged(), lengths)
-        return _Estimates(bound=EstimateResult(value=value, se=se))
+        return {"kld_at_least": EstimateResult(value=value, se=se)}
     written = WrittenText(lengths=lengths, num_given=answers.num_given)
-    return _Estimates(
-        low=written.mean(low_variance(reference, server)),
-        ratio=written.mean((reference - server).double()),
-        top=None if top is None else written.mean(top.corrected(reference, server)),
-        bound=None if top is None else written.mean(top.merged()),
-    )
+    found = {
+        "kld_low_variance": written.mean(low_variance(reference, server)),
+        "kld_log_ratio": written.mean((reference - server).double()),
+    }
+    if top is not None:
+        found["kld_top"] = written.mean(top.corrected(reference, server))
+        found["kld_at_least"] = written.mean(top.merged())
+    return found
 
 
-def _find_top(answers: ServerAnswers, evidence: ServerEvidence) -> TopTokens | None:
+def _find_top(
+    answers: ServerAnswers, evidence: ServerEvidence, sequences: Sequence[torch.Tensor]
+) -> TopTokens | None:
     """Find what both know about the tokens that the server names; None if nothing."""
     if not answers.scores.num_top:
         return None
@@ -208,7 +192,7 @@ def _find_top(answers: ServerAnswers, evidence: ServerEvidence) -> TopTokens | N
         p = evidence.watched[:, :-1]
     else:
         return None
-    sent = torch.cat([sequence[1:] for sequence in evidence.sequences]).unsqueeze(1)
+    sent = torch.cat([sequence[1:] for sequence in sequences]).unsqueeze(1)
     has_sent = ((ids == sent) & p.isfinite()).any(1)
     return TopTokens(p=p.double(), q=q.double(), has_sent=has_sent)
 
@@ -236,18 +220,12 @@ def _compare_engines(
 ) -> UnquantizedServer | None:
     if scores is None:
         return None
+    found = UnquantizedServer(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
     if reference is None:
-        return UnquantizedServer(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
+        return found
     changes = (scores.logprobs - reference).double()
-    return UnquantizedServer(
-        url=scores.url,
-        kind=scores.kind,
-        change_rms=mean_square(changes) ** 0.5,
-        ppl_ratio=bounded_exp(-float(changes.mean())),
-    )
-
-
-# --- diagnosis ----------------------------------------------------------------------------------
+    rms, ratio = mean_square(changes) ** 0.5, bounded_exp(-float(changes.mean()))
+    return found.model_copy(update={"change_rms": rms, "ppl_ratio": ratio})
 
 
 def _diagnose(

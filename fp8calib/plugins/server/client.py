@@ -144,10 +144,10 @@ def hidden_key(endpoint: Endpoint) -> Iterator[None]:
 class RequestCount:
     """The requests of a run to one server."""
 
-    repeated: int = 0
-    """Requests that were sent again."""
-    say: Callable[[str], None] = field(default=lambda _text: None)
+    say: Callable[[str], None]
     """Gets a note on requests that are sent again."""
+    repeated: int = 0
+    """How many they are."""
     _say_at: float = -math.inf
 
     def repeat(self, why: str) -> None:
@@ -209,7 +209,7 @@ class ServerClient:
     """Sends requests to one server; each ends within `timeout_s`, repetitions included."""
 
     def __init__(
-        self, endpoint: Endpoint, *, timeout_s: float, concurrency: int, count: RequestCount
+        self, endpoint: Endpoint, timeout_s: float, concurrency: int, count: RequestCount
     ) -> None:
         """Make the client; it connects later.
 

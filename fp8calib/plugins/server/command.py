@@ -40,16 +40,16 @@ from fp8calib.plugins.server.ask import (
     gather_alone,
     open_servers,
 )
-from fp8calib.plugins.server.assess import Assessment, ServerAnswers, ServerEvidence, assess
+from fp8calib.plugins.server.assess import ServerEvidence, assess
 from fp8calib.plugins.server.faults import FaultRunner, changes_of, list_faults
 from fp8calib.plugins.server.hypotheses import Fault
 from fp8calib.plugins.server.request import ServerRequest
-from fp8calib.plugins.server.result import SERVER, ServedResult, ServerVerifyResult
+from fp8calib.plugins.server.result import SERVER, ServerVerifyResult
 from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.streaming.model import StreamedModel
-from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.verify import Verification, Verified, verify
 
 
@@ -123,33 +123,29 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
                 watched=answers.watched,
                 measures_noise=True,
             )
-            assessment = _explain(verified, scored, answers, faults, reporter)
+            evidence = _gather(verified, scored, faults, reporter)
+            assessment = assess(answers, evidence, text.sequences)
     report = complete_report(verified, request, mode, peak)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)
     asked = verified.verification
-    report = add_server(report, assessment, _find_gate(asked), text)
+    gate = asked.gate or GATES[asked.candidates[0].default_gate]
+    report = add_server(report, assessment, gate, text)
     logprobs = {**verified.logprobs, SERVER: assessment.logprobs}
     result = finish(request, asked, report, logprobs, reporter, hashes)
-    served: tuple[ServedResult, ...] = ()
-    if request.decode:
-        served = compare_served(asked.candidates, verified.scores, text.lengths)
+    scores = verified.scores
+    served = compare_served(asked.candidates, scores, text.lengths) if request.decode else ()
     return ServerVerifyResult(**dict(result), server=assessment.result, served=served)
 
 
-def _find_gate(asked: Verification) -> Gate:
-    return asked.gate or GATES[asked.candidates[0].default_gate]
-
-
-def _explain(
+def _gather(
     verified: Verified,
     model: PreparedModel | StreamedModel,
-    answers: ServerAnswers,
     faults: Mapping[str, Fault],
     reporter: Reporter,
-) -> Assessment:
-    """Find what explains the server's answers."""
+) -> ServerEvidence:
+    """Gather what the server is compared with."""
     asked, scores = verified.verification, verified.scores
     runner = FaultRunner(
         model=model,
@@ -159,8 +155,7 @@ def _explain(
         progress=reporter,
     )
     names = [*(candidate.name for candidate in asked.candidates), *faults]
-    evidence = ServerEvidence(
-        sequences=asked.plan.sequences,
+    return ServerEvidence(
         reference=scores.reference.logprobs,
         watched=scores.reference.watched,
         candidates={name: changes_of(scores, name) for name in names},
@@ -168,7 +163,6 @@ def _explain(
         faults=faults,
         layer_faults=runner,
     )
-    return assess(answers, evidence)
 
 
 def _compare_alone(
@@ -179,7 +173,7 @@ def _compare_alone(
     evidence = gather_alone(asked.plan, dump)
     started = time.monotonic()
     text, answers = servers.ask(asked.plan, None, reporter)
-    assessment = assess(answers, replace(evidence, sequences=text.sequences))
+    assessment = assess(answers, evidence, text.sequences)
     report, logprobs = report_alone(
         asked.model,
         asked.numerics.name,

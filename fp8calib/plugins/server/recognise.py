@@ -3,124 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fp8calib.errors import ModelError, ServerError, UsageError, cut_list, shorten
+from fp8calib.errors import ModelError, ServerError, cut_list, shorten
 from fp8calib.plugins.server.client import Response, ServerClient
-from fp8calib.plugins.server.kinds.kind import ServerKind
-from fp8calib.plugins.server.kinds.sglang import SglangServer
-from fp8calib.plugins.server.kinds.vllm import VllmServer
+from fp8calib.plugins.server.kinds import KINDS, ServerKind
 
-_ALL: tuple[ServerKind, ...] = (VllmServer(), SglangServer())
-KINDS = {kind.name: kind for kind in _ALL}
 _PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): return x**2'
 _PROBE_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """What runs behind a URL."""
-
-    kind: ServerKind
-    model: str
-    """The name that requests give."""
-    max_length: int | None
-    """The longest prompt and answer together, in tokens; None if the server does not say."""
-    note: str = ""
-    """What could not be checked."""
-
-
 async def recognise(
-    client: ServerClient, *, kind: str | None, model: str | None, likely_kind: str | None = None
-) -> Server:
+    client: ServerClient, *, kind: str | None, model: str | None, likely_kind: str | None
+) -> tuple[ServerKind, str, int | None]:
     """Find the kind and the model of a server; `kind` and `model` are what the user named.
 
     A server that is not recognised is of the `likely_kind`.
+
+    Returns:
+        Its kind, the name that requests give the model, and the longest prompt and answer together,
+        in tokens; None if the server does not say.
 
     Raises:
         ServerError: it is no server of a known kind, or it fails.
         ModelError: it serves another model than the one named, or several.
     """
     models = await client.get("/v1/models")
-    cards = _list_cards(models)
-    found = KINDS[kind] if kind else _find_kind(client, models, cards, likely_kind)
-    card = _choose_card(client, cards, model)
-    return Server(
-        kind=found,
-        model=model or _read_name(card.get("id")),
-        max_length=_read_length(card.get("max_model_len")),
-    )
-
-
-def _list_cards(models: Response) -> list[dict[str, Any]]:
     data = models.body.get("data") if isinstance(models.body, dict) else None
-    return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
-
-
-def _find_kind(
-    client: ServerClient, models: Response, cards: Sequence[dict[str, Any]], likely: str | None
-) -> ServerKind:
-    for card in cards:
-        if (owner := _read_name(card.get("owned_by"))) in KINDS:
-            return KINDS[owner]
-    if likely:
-        return KINDS[likely]
-    raise ServerError(
-        f"{client.endpoint.url}: no vLLM or SGLang server: /v1/models answers "
-        f"{models.status}: {models.text}",
-        hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
-    )
+    cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+    owners = [owner for card in cards if (owner := _read_name(card, "owned_by")) in KINDS]
+    known = kind or next(iter(owners), likely_kind)
+    if known is None:
+        raise ServerError(
+            f"{client.endpoint.url}: no vLLM or SGLang server: /v1/models answers "
+            f"{models.status}: {models.text}",
+            hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
+        )
+    card = _choose_card(client, cards, model)
+    length = card.get("max_model_len")
+    is_length = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return KINDS[known], model or _read_name(card, "id"), length if is_length else None
 
 
 def _choose_card(
     client: ServerClient, cards: Sequence[dict[str, Any]], model: str | None
 ) -> dict[str, Any]:
-    names = [_read_name(card.get("id")) for card in cards]
+    names = [_read_name(card, "id") for card in cards]
     if model is None and len(cards) == 1:
         return cards[0]
     if model in names:
         return cards[names.index(model)]
-    if model is not None and not cards:
-        return {}  # a server that does not list its models
-    if model is None and not cards:
-        raise ServerError(
-            f"{client.endpoint.url}: the server lists no models",
-            hint=f"name the model with {client.endpoint.model_option}",
-        )
+    hint = f"with {client.endpoint.model_option}"
+    if not cards:
+        if model is not None:
+            return {}  # a server that does not list its models
+        why = f"{client.endpoint.url}: the server lists no models"
+        raise ServerError(why, hint=f"name the model {hint}")
     what = f"does not serve {shorten(model)}" if model else f"serves {len(cards)} models"
     raise ModelError(
         f"{client.endpoint.url}: the server {what}; it has {cut_list(names)}",
-        hint=f"name one of them with {client.endpoint.model_option}",
+        hint=f"name one of them {hint}",
     )
 
 
-def _read_name(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _read_length(value: Any) -> int | None:
-    is_length = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if is_length else None
-
-
-def check_length(server: Server, client: ServerClient, longest: int) -> None:
-    """Refuse sequences that are too long for the server; it generates one token after each.
-
-    Raises:
-        ServerError: naming the server's option.
-    """
-    if server.max_length is not None and longest + 1 > server.max_length:
-        raise ServerError(
-            f"{client.endpoint.url}: the server takes {server.max_length} tokens, and a sequence "
-            f"of {longest} needs {longest + 1}",
-            hint=f"use --seq-len {server.max_length - 1}, or start the server with "
-            f"{server.kind.length_flag} {longest + 1}",
-        )
+def _read_name(card: dict[str, Any], key: str) -> str:
+    return value if isinstance(value := card.get(key), str) else ""
 
 
 async def check_tokenizer(
-    server: Server, client: ServerClient, tokenizer: Any, ids: Sequence[int]
+    model: str, client: ServerClient, tokenizer: Any, ids: Sequence[int]
 ) -> str:
     """Compare the server's tokenizer with the model's, on a text and on the beginning of `ids`.
 
@@ -132,7 +83,7 @@ async def check_tokenizer(
     """
     for text in (_PROBE, tokenizer.decode(list(ids[:_PROBE_TOKENS]))):
         here = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        there = await _tokenize(server, client, text)
+        there = await _tokenize(client, model, text)
         if there is None:
             return "the tokenizers were not compared: the server has no /tokenize"
         if there != here:
@@ -154,18 +105,8 @@ def _show(ids: Sequence[int], place: int) -> str:
     return f"{'..., ' if first else ''}{shown} ({len(ids)} tokens)"
 
 
-async def _tokenize(server: Server, client: ServerClient, text: str) -> list[Any] | None:
-    body: dict[str, Any] = {"model": server.model, "prompt": text, "add_special_tokens": False}
-    answer = await client.post("/tokenize", body)
+async def _tokenize(client: ServerClient, model: str, text: str) -> list[Any] | None:
+    body: dict[str, Any] = {"model": model, "prompt": text, "add_special_tokens": False}
+    answer: Response = await client.post("/tokenize", body)
     tokens = answer.body.get("tokens") if answer.is_ok and isinstance(answer.body, dict) else None
     return tokens if isinstance(tokens, list) else None
-
-
-def require_kind(name: str | None) -> None:
-    """Refuse a kind of server that is not known.
-
-    Raises:
-        UsageError: naming the known ones.
-    """
-    if name is not None and name not in KINDS:
-        raise UsageError(f"--server-kind {name}: unknown", hint=f"known: {', '.join(KINDS)}")

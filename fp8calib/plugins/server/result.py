@@ -70,13 +70,13 @@ class ServerResult(Frozen):
     """The same from one scoring of the server to the next."""
     engine: UnquantizedServer | None
     """`--reference-server`."""
-    kld_low_variance: EstimateResult | None
+    kld_low_variance: EstimateResult | None = None
     """On text that the unquantized model wrote: the mean of q/p - 1 - log(q/p)."""
-    kld_log_ratio: EstimateResult | None
+    kld_log_ratio: EstimateResult | None = None
     """There: the mean of log(p/q)."""
-    kld_top: EstimateResult | None
+    kld_top: EstimateResult | None = None
     """There: the lower bound, and an estimate of what it leaves out."""
-    kld_at_least: EstimateResult | None
+    kld_at_least: EstimateResult | None = None
     """Lower bound from the most likely tokens that the server names; on any text."""
     top_covered: float | None
     """The unquantized model's probability of these tokens, on average."""

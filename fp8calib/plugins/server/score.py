@@ -1,10 +1,10 @@
-"""Let a server score sequences, several at once."""
+"""A server that is ready to score and to write text, several sequences at once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,24 +20,16 @@ from fp8calib.plugins.server.client import (
     run_to_end,
 )
 from fp8calib.plugins.server.decoding import Decoded, count_written
-from fp8calib.plugins.server.kinds.kind import (
-    AnswerError,
-    SequenceScores,
-    ServerKind,
-    ServerScores,
-)
-from fp8calib.plugins.server.recognise import (
-    Server,
-    check_length,
-    check_tokenizer,
-    recognise,
-)
+from fp8calib.plugins.server.kinds import ServerKind
+from fp8calib.plugins.server.kinds.kind import AnswerError, SequenceScores, ServerScores
+from fp8calib.plugins.server.recognise import check_tokenizer, recognise
+from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.written import SEED, count_given
 
 T = TypeVar("T")
 _CONNECTING_S = 60.0
 """The longest wait for an answer before the text is sent: none of these requests runs the model."""
-_OTHER_VOCABULARY = ("vocab",)
+_OTHER_MODEL = "the server has another model: name the one that is served"
 _TOO_LONG = (
     "context length",
     "max_model_len",
@@ -46,34 +38,24 @@ _TOO_LONG = (
     "too long",
     "longer",
 )
-_TOO_MANY_LOGPROBS = ("logprobs",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """How a server is asked."""
+class Server:
+    """A server that is ready."""
 
+    request: ServerRequest
+    """How it is asked."""
     endpoint: Endpoint
-    model: str | None
-    kind: str | None
-    likely_kind: str | None
-    """Of a server that is not recognised."""
-    num_top: int
-    """The tokens at every position whose log-probabilities are asked for."""
-    concurrency: int
-    timeout_s: float
-    count: RequestCount = field(default_factory=RequestCount)
-    """Counts grow during the run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectedServer:
-    """A server that is ready to score text."""
-
-    options: ServerOptions
-    server: Server
+    count: RequestCount
+    """Grows during the run."""
+    kind: ServerKind
+    model: str
+    """The name that requests give."""
     vocab_size: int
     """The size of the model's vocabulary."""
+    note: str = ""
+    """What could not be checked."""
 
     def score(
         self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
@@ -84,12 +66,11 @@ class ConnectedServer:
             ServerError: the server fails, or answers with something else.
             ModelError: it has another model.
         """
-        kind, num_top = self.server.kind, self.options.num_top
+        kind, num_top = self.kind, self.request.server_logprobs
 
         async def ask(client: ServerClient, number: int) -> SequenceScores:
             ids = sequences[number].tolist()
-            request = kind.make_scoring(self.server.model, ids, num_top)
-            answer = await client.post(kind.path, request)
+            answer = await client.post(kind.path, kind.make_scoring(self.model, ids, num_top))
             where = f"{client.endpoint.url}{kind.path}: "
             if not answer.is_ok:
                 raise _refuse(kind, where, answer, len(ids), num_top)
@@ -109,9 +90,9 @@ class ConnectedServer:
             return scores
 
         return ServerScores(
-            url=self.options.endpoint.url,
+            url=self.endpoint.url,
             kind=kind.name,
-            model=self.server.model,
+            model=self.model,
             sequences=self._ask_each(sequences, ask, progress, stage),
         )
 
@@ -123,14 +104,13 @@ class ConnectedServer:
         Raises:
             ServerError: the server fails, or cannot continue token ids.
         """
-        kind, given = self.server.kind, count_given(sequences)
+        kind, given = self.kind, count_given(sequences)
 
         async def ask(client: ServerClient, number: int) -> torch.Tensor:
             start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-            request = kind.make_writing(self.server.model, start, count, SEED + number)
-            more = await self._continue(
-                client, number, request, lambda body: kind.read_written(body, count)
-            )
+            body = kind.make_writing(self.model, start, count, SEED + number)
+            read = kind.read_written
+            more = await self._continue(client, number, body, lambda answer: read(answer, count))
             self._require_vocabulary(self._name_continuation(number), more)
             return torch.tensor([*start, *more])
 
@@ -144,15 +124,14 @@ class ConnectedServer:
         Raises:
             ServerError: the server fails, or cannot continue token ids.
         """
-        kind = self.server.kind
+        kind = self.kind
 
         async def ask(client: ServerClient, number: int) -> Decoded:
             count = count_written(len(sequences[number]))
             start = sequences[number][:-count].tolist()
-            request = kind.make_decoding(self.server.model, start, count)
-            more = await self._continue(
-                client, number, request, lambda body: kind.read_decoded(body, count)
-            )
+            body = kind.make_decoding(self.model, start, count)
+            read = kind.read_decoded
+            more = await self._continue(client, number, body, lambda answer: read(answer, count))
             tokens, logprobs = zip(*more, strict=True)
             self._require_vocabulary(self._name_continuation(number), tokens)
             ids = torch.tensor([*start, *tokens])
@@ -164,32 +143,31 @@ class ConnectedServer:
         self,
         client: ServerClient,
         number: int,
-        request: Mapping[str, Any],
+        body: Mapping[str, Any],
         read: Callable[[Any], T],
     ) -> T:
         """Ask for the continuation of a sequence."""
-        path = self.server.kind.path
         try:
-            answer = await client.post(path, request)
+            answer = await client.post(self.kind.path, body)
             if not answer.is_ok:
                 raise AnswerError(f"is {answer.status}: {answer.text}")
             return read(answer.body)
         except AnswerError as error:
+            where = f"{client.endpoint.url}{self.kind.path}"
             raise ServerError(
-                f"{client.endpoint.url}{path}: the continuation of sequence {number} "
-                f"{error.message}",
+                f"{where}: the continuation of sequence {number} {error.message}",
                 hint=error.hint or "the server's log may name the cause",
             ) from error
 
     def _name_continuation(self, number: int) -> str:
-        return f"{self.options.endpoint.url}: the continuation of sequence {number}"
+        return f"{self.endpoint.url}: the continuation of sequence {number}"
 
     def _require_vocabulary(self, where: str, tokens: Sequence[int]) -> None:
         largest = max(tokens, default=0)
         if largest >= self.vocab_size:
             raise ModelError(
                 f"{where} has token {largest}, and the model has {self.vocab_size} tokens",
-                hint="the server has another model: name the one that is served",
+                hint=_OTHER_MODEL,
             )
 
     def _ask_each(
@@ -210,11 +188,15 @@ class ConnectedServer:
                 progress.advance(len(sequences[number]))
 
         async def run() -> None:
-            async with _open_client(self.options) as client, asyncio.TaskGroup() as tasks:
-                for _ in range(self.options.concurrency):
+            concurrency, timeout_s = self.request.server_concurrency, self.request.server_timeout
+            async with (
+                ServerClient(self.endpoint, timeout_s, concurrency, self.count) as client,
+                asyncio.TaskGroup() as tasks,
+            ):
+                for _ in range(concurrency):
                     tasks.create_task(work(client))
 
-        with hidden_key(self.options.endpoint):
+        with hidden_key(self.endpoint):
             try:
                 run_to_end(run())
             except ExceptionGroup as group:
@@ -223,46 +205,55 @@ class ConnectedServer:
 
 
 def connect(
-    options: ServerOptions,
+    request: ServerRequest,
+    endpoint: Endpoint,
+    named: tuple[str | None, str | None],
     sequences: Sequence[torch.Tensor],
     tokenizer: Any | None,
     *,
     vocab_size: int,
-) -> ConnectedServer:
+    say: Callable[[str], None],
+) -> Server:
     """Find out what runs behind the URL, and refuse what cannot score `sequences`.
+
+    `named` are the model and the kind that the user named; `say` gets notes on requests that are
+    sent again.
 
     Raises:
         ServerError: it is no server of a known kind, it fails, or takes only shorter text.
         ModelError: it has another model.
     """
+    count = RequestCount(say=say)
 
     async def ask() -> Server:
-        timeout_s = min(options.timeout_s, _CONNECTING_S)
-        async with _open_client(replace(options, timeout_s=timeout_s)) as client:
-            server = await recognise(
-                client,
-                kind=options.kind,
-                model=options.model,
-                likely_kind=options.likely_kind,
+        timeout_s = min(request.server_timeout, _CONNECTING_S)
+        async with ServerClient(endpoint, timeout_s, request.server_concurrency, count) as client:
+            kind, model, most = await recognise(
+                client, kind=named[1], model=named[0], likely_kind=request.server_kind
             )
-            check_length(server, client, max(map(len, sequences)))
+            longest = max(map(len, sequences))
+            if most is not None and longest + 1 > most:  # it generates a token after each sequence
+                raise ServerError(
+                    f"{endpoint.url}: the server takes {most} tokens, and a sequence of {longest} "
+                    f"needs {longest + 1}",
+                    hint=f"use --seq-len {most - 1}, or start the server with {kind.length_flag} "
+                    f"{longest + 1}",
+                )
             note = "the tokenizers were not compared: the model has none"
             if tokenizer is not None:
-                note = await check_tokenizer(server, client, tokenizer, sequences[0].tolist())
-            return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
+                note = await check_tokenizer(model, client, tokenizer, sequences[0].tolist())
+            return Server(
+                request=request,
+                endpoint=endpoint,
+                count=count,
+                kind=kind,
+                model=model,
+                vocab_size=vocab_size,
+                note=f"{endpoint.option}: {note}" if note else "",
+            )
 
-    with hidden_key(options.endpoint):
-        server = run_to_end(ask())
-    return ConnectedServer(options=options, server=server, vocab_size=vocab_size)
-
-
-def _open_client(options: ServerOptions) -> ServerClient:
-    return ServerClient(
-        options.endpoint,
-        timeout_s=options.timeout_s,
-        concurrency=options.concurrency,
-        count=options.count,
-    )
+    with hidden_key(endpoint):
+        return run_to_end(ask())
 
 
 def _refuse(
@@ -271,19 +262,15 @@ def _refuse(
     """Explain an answer that is an error; name the server's option where one helps."""
     text = answer.text.lower()
     what = f"{where}answers {answer.status}: {answer.text}"
-    if any(word in text for word in _OTHER_VOCABULARY):
-        return ModelError(what, hint="the server has another model: name the one that is served")
-    if any(word in text for word in _TOO_MANY_LOGPROBS):
-        hint = (
-            f"use a smaller --server-logprobs than {num_top}, or start the server with "
-            f"{kind.logprobs_flag}"
-        )
+    if "vocab" in text:
+        return ModelError(what, hint=_OTHER_MODEL)
+    hint = "the server's log may name the cause"
+    if "logprobs" in text:
+        hint = f"use a smaller --server-logprobs than {num_top}, or start the server with "
+        hint += kind.logprobs_flag
     elif any(word in text for word in _TOO_LONG):
-        hint = (
-            f"use a --seq-len below {length}, or start the server with a larger {kind.length_flag}"
-        )
+        hint = f"use a --seq-len below {length}, or start the server with a larger "
+        hint += kind.length_flag
     elif answer.status == 404:
         hint = f"it has no {kind.path}: name its kind with --server-kind"
-    else:
-        hint = "the server's log may name the cause"
     return ServerError(what, hint=hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fp8calib.plugins.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
 from fp8calib.plugins.server.hypotheses import Fault
@@ -16,99 +15,82 @@ _NOTHING = 1e-4
 less than scale 1.0, which clips; so smaller changes than at 1.0 alone do not exclude FP8."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What a sentence refers to."""
+def describe_diagnosis(
+    found: Diagnosis,
+    faults: Mapping[str, Fault],
+    *,
+    has_scales: bool,
+    has_reference: bool,
+    ppl_ratio: float,
+    kld: str,
+) -> str:
+    """Describe what was found in one sentence.
 
-    faults: Mapping[str, Fault]
-    """Faults by the name in the diagnosis."""
-    has_scales: bool
-    """Whether scales were named that the server should use."""
-    has_reference: bool
-    """Whether an unquantized server was asked too."""
-    ppl_ratio: float
-    kld: str
-    """The KL divergence, in words; empty if unknown."""
-
-
-def describe_diagnosis(found: Diagnosis, context: Context) -> str:
-    """Describe what was found in one sentence."""
+    Args:
+        found: the diagnosis.
+        faults: those that it may name.
+        has_scales: whether scales were named that the server should use.
+        has_reference: whether an unquantized server was asked too.
+        ppl_ratio: the server's perplexity over that of the unquantized model.
+        kld: the KL divergence, in words; empty if unknown.
+    """
     how = f"(correlation {found.correlation:.2f})"
+    and_kld = f", {kld}" if kld else ""
     match found.finding:
+        case ServerFinding.CANDIDATE if found.name in faults:
+            text = f"the server behaves like {found.name} {how}: {faults[found.name].effect}."
+        case ServerFinding.CANDIDATE if found.name == SCALE_ONE:
+            end = "your k/v scales are not in use" if has_scales else "FP8 without scales"
+            text = f"the server behaves like {SCALE_ONE} {how}: {end}."
         case ServerFinding.CANDIDATE:
-            return f"the server {_describe_candidate(found, how, context)}."
-        case ServerFinding.UNQUANTIZED if context.has_reference and not found.size:
-            return (
+            rest = "; the rest is the engine's arithmetic, or scales close to these"
+            rest = "" if found.correlation >= _CLOSE else rest
+            text = f"the server is explained by {found.name} {how}{rest}."
+        case ServerFinding.UNQUANTIZED if has_reference and not found.size:
+            text = (
                 "the server and --reference-server give the same log-probabilities, bit for bit: "
                 "neither has an FP8 KV cache, or both are one server."
             )
         case ServerFinding.UNQUANTIZED:
-            plain = _describe_plain(found, context)
-            return f"the server behaves like the unquantized model: {plain}."
+            emulated = [fit for fit in found.fits if fit.name != UNQUANTIZED]
+            least = min(emulated, key=lambda fit: fit.energy)
+            is_sure = has_scales or found.size < _NOTHING
+            other = "" if is_sure else ", or has scales that fit it: name them with --scales"
+            text = (
+                f"the server behaves like the unquantized model: its KV cache is not FP8{other} "
+                f"(its changes are {found.size:.2g} nats, those of {least.name} "
+                f"{least.energy**0.5:.2g})."
+            )
         case ServerFinding.OTHER_SCALES:
-            return (
+            text = (
                 f"the server differs from {found.name} in {_list_layers(found)}, at least: it has "
                 "other scales there, or it serves another checkpoint."
             )
-        case _:
-            return _describe_doubt(found, how, context)
-
-
-def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
-    match found.finding:
         case ServerFinding.EQUAL:
-            return (
-                f"{_name(found.name)} and {_name(found.other)} explain the server equally well "
-                f"{how}: use more text."
-            )
+            other = "the unquantized model" if found.other == UNQUANTIZED else found.other
+            text = f"{found.name} and {other} explain the server equally well {how}: use more text."
         case ServerFinding.NOISE:
-            return (
+            text = (
                 "nothing can be told: the server's answers differ more from one scoring to the "
                 "next than FP8 changes them; are there several servers behind the URL?"
             )
         case ServerFinding.UNLIKE:
-            more = "" if context.has_reference else "; is it the engine? use --reference-server"
-            return (
+            more = "" if has_reference else "; is it the engine? use --reference-server"
+            text = (
                 f"what the server does cannot be told: it differs as much as {found.name} does, "
                 f"but on other tokens {how}{more}."
             )
         case ServerFinding.NOTHING_EMULATED:
-            kld = f", {context.kld}" if context.kld else ""
-            return (
-                f"nothing was emulated: perplexity ratio {context.ppl_ratio:.4f} to the "
-                f"unquantized server{kld}."
+            text = (
+                f"nothing was emulated: perplexity ratio {ppl_ratio:.4f} to the unquantized "
+                f"server{and_kld}."
             )
-        case _:
-            kld = f", {context.kld}" if context.kld else ""
-            return (
-                f"the server differs from every candidate: perplexity ratio "
-                f"{context.ppl_ratio:.4g}{kld}; look at the backend, and at the model it serves."
+        case ServerFinding.UNKNOWN:
+            text = (
+                f"the server differs from every candidate: perplexity ratio {ppl_ratio:.4g}"
+                f"{and_kld}; look at the backend, and at the model it serves."
             )
-
-
-def _name(candidate: str) -> str:
-    return "the unquantized model" if candidate == UNQUANTIZED else candidate
-
-
-def _describe_candidate(found: Diagnosis, how: str, context: Context) -> str:
-    name = found.name
-    fault = context.faults.get(name)
-    if fault is None and name != SCALE_ONE:
-        close = found.correlation >= _CLOSE
-        rest = "" if close else "; the rest is the engine's arithmetic, or scales close to these"
-        return f"is explained by {name} {how}{rest}"
-    if fault is None:
-        end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
-        return f"behaves like {SCALE_ONE} {how}: {end}"
-    return f"behaves like {name} {how}: {fault.effect}"
-
-
-def _describe_plain(found: Diagnosis, context: Context) -> str:
-    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=lambda fit: fit.energy)
-    changes = f"{found.size:.2g} nats, those of {least.name} {least.energy**0.5:.2g}"
-    is_sure = context.has_scales or found.size < _NOTHING
-    other = "" if is_sure else ", or has scales that fit it: name them with --scales"
-    return f"its KV cache is not FP8{other} (its changes are {changes})"
+    return text
 
 
 def _list_layers(found: Diagnosis) -> str:

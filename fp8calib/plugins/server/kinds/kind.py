@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -69,131 +69,80 @@ class ServerScores:
         return self.sequences[0].top_ids.shape[1]
 
 
-class ServerKind(Protocol):
-    """The API of one kind of server."""
+def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> None:
+    """Refuse an answer about other tokens than 2..L of `ids`.
 
-    name: str
-    path: str
-    """Where token ids are sent."""
-    length_flag: str
-    """The option of the server that allows longer prompts."""
-    logprobs_flag: str
-    """The option of the server that allows log-probabilities of more tokens, or of any."""
-    cache_flag: str
-    """The option of the server that turns prompt caching off."""
-
-    def make_scoring(self, model: str, ids: Sequence[int], num_top: int) -> Mapping[str, Any]:
-        """Make the request for the log-probabilities of `ids`."""
-
-    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
-        """Read the answer.
-
-        Raises:
-            AnswerError: it is not what was asked for.
-        """
-
-    def make_writing(
-        self, model: str, ids: Sequence[int], count: int, seed: int
-    ) -> Mapping[str, Any]:
-        """Make the request to continue `ids` by `count` tokens, drawn at temperature 1."""
-
-    def read_written(self, body: Any, count: int) -> list[int]:
-        """Read the tokens of the continuation.
-
-        Raises:
-            AnswerError: they are not what was asked for.
-        """
-
-    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
-        """Make the request to continue `ids` by the `count` most likely tokens."""
-
-    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
-        """Read the tokens of the continuation with their log-probabilities.
-
-        Raises:
-            AnswerError: they are not what was asked for.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """What an answer says about one token."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def join_positions(
-    positions: Sequence[Position], ids: Sequence[int], num_top: int, kind: ServerKind
-) -> SequenceScores:
-    """Join what an answer says about tokens 2..L of `ids`, whose count was checked.
+    A cache of prompts, which the server's option `cache_flag` turns off, leaves out first ones.
 
     Raises:
-        AnswerError: there are other tokens, or no log-probabilities.
+        AnswerError: naming the first difference.
     """
-    for place, (position, expected) in enumerate(zip(positions, ids[1:], strict=True), start=1):
-        if position.token != expected:
+    sent = list(ids[1:])
+    if len(tokens) != len(sent):
+        hint = f"if the server caches prompts, start it with {cache_flag}"
+        if list(tokens) == sent[: len(tokens)]:
+            hint = (
+                "they are the first ones of the prompt: is there a proxy that cuts it, or a limit "
+                "of the server? name the server itself, or use a smaller --seq-len"
+            )
+        raise AnswerError(
+            f"has log-probabilities of {len(tokens)} tokens, not of {len(sent)}", hint=hint
+        )
+    for place, (token, expected) in enumerate(zip(tokens, sent, strict=True), start=1):
+        if token != expected:
             raise AnswerError(
-                f"is about another text: token {place} is {position.token}, not {expected}",
+                f"is about another text (position {place}): token {place} is {token}, not "
+                f"{expected}",
                 hint="is there a proxy that changes prompts? name the server itself",
             )
-        _require_logprob(position.logprob, place)
-        if len(position.top) < num_top:
+
+
+def join_scores(
+    logprobs: Sequence[float],
+    tops: Sequence[Sequence[tuple[int, float]]],
+    num_top: int,
+    logprobs_flag: str,
+) -> SequenceScores:
+    """Join the log-probabilities of tokens with those of the most likely ones, in any order.
+
+    Raises:
+        AnswerError: one is no log-probability, or there are fewer than `num_top` at a position.
+    """
+    rows = [sorted(top, key=lambda pair: -pair[1]) for top in tops]
+    for place, (logprob, row) in enumerate(zip(logprobs, rows, strict=True), start=1):
+        _require_logprob(logprob, place)
+        if len(row) < num_top:
             raise AnswerError(
-                f"has {len(position.top)} tokens at position {place}, and {num_top} were asked for",
-                hint=f"use a smaller --server-logprobs, or start the server with "
-                f"{kind.logprobs_flag}",
+                f"has {len(row)} tokens at position {place}, and {num_top} were asked for",
+                hint=f"use a smaller --server-logprobs, or start the server with {logprobs_flag}",
             )
-        for _, logprob in position.top:
-            _require_logprob(logprob, place)
-        if sum(math.exp(logprob) for _, logprob in position.top) > _MOST_PROBABILITY:
+        for _, likely in row:
+            _require_logprob(likely, place)
+        if sum(math.exp(likely) for _, likely in row) > _MOST_PROBABILITY:
             raise AnswerError(
                 f"has tokens at position {place} whose probabilities add up to more than 1",
                 hint="does it send logits (vLLM: --logprobs-mode)? is there a proxy?",
             )
-    tops = [position.top[:num_top] for position in positions]
+    shape = (len(rows), num_top)
     return SequenceScores(
-        logprobs=torch.tensor([position.logprob for position in positions], dtype=torch.float32),
-        top_ids=_make_table(tops, 0, torch.int64, num_top),
-        top_logprobs=_make_table(tops, 1, torch.float32, num_top),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        top_ids=torch.tensor(
+            [[token for token, _ in row[:num_top]] for row in rows], dtype=torch.int64
+        ).reshape(shape),
+        top_logprobs=torch.tensor(
+            [[likely for _, likely in row[:num_top]] for row in rows], dtype=torch.float32
+        ).reshape(shape),
     )
-
-
-def check_count(count: int, ids: Sequence[int], kind: ServerKind, *, is_first: bool) -> None:
-    """Refuse an answer about more or fewer tokens than 2..L of `ids`.
-
-    `is_first` tells that they are the first of them. A cache of prompts leaves out first ones.
-
-    Raises:
-        AnswerError: naming both numbers.
-    """
-    if count != len(ids) - 1:
-        raise AnswerError(
-            f"has log-probabilities of {count} tokens, not of {len(ids) - 1}",
-            hint="they are the first ones of the prompt: is there a proxy that cuts it, or a limit "
-            "of the server? name the server itself, or use a smaller --seq-len"
-            if is_first
-            else f"if the server caches prompts, start it with {kind.cache_flag}",
-        )
-
-
-def _make_table(
-    tops: Sequence[Sequence[tuple[int, float]]], column: int, dtype: torch.dtype, width: int
-) -> torch.Tensor:
-    rows = [[pair[column] for pair in top] for top in tops]
-    return torch.tensor(rows, dtype=dtype).reshape(len(tops), width)
 
 
 def _require_logprob(value: float, place: int) -> None:
     if math.isfinite(value) and value <= _ROUNDING:
         return
-    if value > 0 and math.isfinite(value):
+    said = "is NaN or inf"
+    hint = "the server's logits are broken: look at its scales, dtype and attention backend"
+    if math.isfinite(value):
         said = "is above 0"
         hint = "does it send logits (vLLM: --logprobs-mode)? if not, look at its attention backend"
-    else:
-        said = "is NaN or inf"
-        hint = "the server's logits are broken: look at its scales, dtype and attention backend"
     raise AnswerError(
         f"has a log-probability that {said} ({value:g}) at position {place}", hint=hint
     )
@@ -210,11 +159,6 @@ def join_decoded(tokens: Sequence[int], logprobs: Sequence[float]) -> list[tuple
     for place, logprob in enumerate(logprobs):
         _require_logprob(logprob, place)
     return list(zip(tokens, logprobs, strict=True))
-
-
-def sort_top(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Sort tokens by their log-probability, the largest first."""
-    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
 
 
 def find(body: Any, *path: str | int) -> Any:

@@ -13,17 +13,15 @@ from typing import Any
 from fp8calib.plugins.server.kinds.kind import (
     PLAIN_SAMPLING,
     AnswerError,
-    Position,
     SequenceScores,
-    check_count,
+    check_tokens,
     find,
     find_list,
     join_decoded,
-    join_positions,
+    join_scores,
     read_number,
     read_token,
     read_tokens,
-    sort_top,
 )
 
 
@@ -36,13 +34,8 @@ class SglangServer:
     logprobs_flag = "a larger --context-length"
     cache_flag = "--disable-radix-cache"
 
-    def make_scoring(
-        self,
-        model: str,  # noqa: ARG002 -- a server has one model
-        ids: Sequence[int],
-        num_top: int,
-    ) -> Mapping[str, Any]:
-        """Ask for the log-probabilities of a prompt from its first token on."""
+    def make_scoring(self, _: str, ids: Sequence[int], num_top: int) -> Mapping[str, Any]:
+        """Ask for the log-probabilities of a prompt; a server has one model."""
         return {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -57,31 +50,24 @@ class SglangServer:
         rows = [_read_pair(entry) for entry in found]
         if rows and math.isnan(rows[0][1]):
             del rows[0]
-        is_first = [token for token, _ in rows] == list(ids[1 : len(rows) + 1])
-        check_count(len(rows), ids, self, is_first=is_first)
-        tops = _read_tops(body, len(rows)) if num_top else [()] * len(rows)
         last = max(ids)
-        positions = [
+        tokens = [
             # it writes 0 for the last token of the vocabulary
-            Position(token=sent if sent == last and not token else token, logprob=logprob, top=top)
-            for (token, logprob), top, sent in zip(rows, tops, ids[1:], strict=True)
+            last if not token and list(ids[place : place + 1]) == [last] else token
+            for place, (token, _) in enumerate(rows, start=1)
         ]
-        return join_positions(positions, ids, num_top, self)
+        check_tokens(tokens, ids, self.cache_flag)
+        tops = _read_tops(body, len(rows)) if num_top else [[] for _ in rows]
+        return join_scores([logprob for _, logprob in rows], tops, num_top, self.logprobs_flag)
 
-    def make_writing(
-        self,
-        model: str,  # noqa: ARG002 -- a server has one model
-        ids: Sequence[int],
-        count: int,
-        seed: int,
-    ) -> Mapping[str, Any]:
+    def make_writing(self, _: str, ids: Sequence[int], count: int, seed: int) -> Mapping[str, Any]:
         """Ask for a continuation."""
         return {
             "input_ids": list(ids),
             "sampling_params": {
+                **PLAIN_SAMPLING,
                 "max_new_tokens": count,
                 "min_new_tokens": count,
-                **PLAIN_SAMPLING,
                 "top_k": -1,
                 "sampling_seed": seed,
             },
@@ -104,12 +90,12 @@ class SglangServer:
         return join_decoded(self.read_written(body, count), logprobs)
 
 
-def _read_tops(body: Any, count: int) -> list[tuple[tuple[int, float], ...]]:
+def _read_tops(body: Any, count: int) -> list[list[tuple[int, float]]]:
     found = find_list(body, "meta_info", "input_top_logprobs")
     rows = [row for row in found if row is not None]
     if len(rows) != count:
         raise AnswerError(f"has the most likely tokens of {len(rows)} positions, not of {count}")
-    return [sort_top([_read_pair(pair) for pair in find_list([row], 0)]) for row in rows]
+    return [[_read_pair(pair) for pair in find_list([row], 0)] for row in rows]
 
 
 def _read_pair(entry: Any) -> tuple[int, float]:

@@ -11,17 +11,15 @@ from typing import Any
 from fp8calib.plugins.server.kinds.kind import (
     PLAIN_SAMPLING,
     AnswerError,
-    Position,
     SequenceScores,
-    check_count,
+    check_tokens,
     find,
     find_list,
     join_decoded,
-    join_positions,
+    join_scores,
     read_number,
     read_token,
     read_tokens,
-    sort_top,
 )
 
 _CLAMPED = -9999.0
@@ -37,12 +35,7 @@ class VllmServer:
     logprobs_flag = "--max-logprobs"
     cache_flag = "--no-enable-prefix-caching"
 
-    def make_scoring(
-        self,
-        model: str,
-        ids: Sequence[int],
-        num_top: int,
-    ) -> Mapping[str, Any]:
+    def make_scoring(self, model: str, ids: Sequence[int], num_top: int) -> Mapping[str, Any]:
         """Ask for the log-probabilities of a prompt."""
         return {
             "model": model,
@@ -61,15 +54,15 @@ class VllmServer:
                 "has no prompt_logprobs", hint="is it a vLLM server? name it with --server-kind"
             )
         rows = [_read_row(row) for row in found if row is not None]
-        is_first = len(rows) < len(ids) and all(
-            token in row for row, token in zip(rows, ids[1:], strict=False)
-        )
-        check_count(len(rows), ids, self, is_first=is_first)
-        positions = [
-            _read_position(*pair, place)
-            for place, pair in enumerate(zip(rows, ids[1:], strict=True), 1)
+        sent = [ids[place] if place < len(ids) else -1 for place in range(1, len(rows) + 1)]
+        tokens = [
+            token if token in row else max(row, key=lambda other: row[other], default=-1)
+            for row, token in zip(rows, sent, strict=True)
         ]
-        return join_positions(positions, ids, num_top, self)
+        check_tokens(tokens, ids, self.cache_flag)
+        logprobs = [row[token] for row, token in zip(rows, tokens, strict=True)]
+        tops = [list(row.items()) for row in rows]
+        return join_scores(logprobs, tops, num_top, self.logprobs_flag)
 
     def make_writing(
         self, model: str, ids: Sequence[int], count: int, seed: int
@@ -116,12 +109,3 @@ def _read_row(row: Any) -> dict[int, float]:
 def _read_logprob(value: Any) -> float:
     number = read_number(value)
     return float("-inf") if number <= _CLAMPED else number
-
-
-def _read_position(row: Mapping[int, float], token: int, place: int) -> Position:
-    if token not in row:
-        raise AnswerError(
-            f"is about another text: position {place} has no token {token}, which was sent",
-            hint="is there a proxy that changes prompts? name the server itself",
-        )
-    return Position(token=token, logprob=row[token], top=sort_top(list(row.items())))
