@@ -54,6 +54,9 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
     """
     with open_plan(request) as opened:
         require_head(opened.model)
+        told = dict.fromkeys((*opened.calibration.warnings, *opened.held_out.warnings))
+        for text in told:
+            reporter.warn(text)
         if request.dry_run:
             return _describe_run(opened)
         is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
@@ -72,7 +75,8 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
             (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
             write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
-        reporter.warn(text)
+        if text not in told:
+            reporter.warn(text)
     return result
 
 

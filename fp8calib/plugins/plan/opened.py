@@ -176,7 +176,7 @@ def make_budget(request: PlanRequest) -> Budget:
         )
     ((kind, value),) = named.items()
     limit = read_size(value) if kind == "bytes" else float(value)
-    least = {"kld": 0, "ratio": 1}.get(kind, -1)
+    least = 1 if kind == "ratio" else 0
     if limit <= least:
         raise UsageError(f"--max-{kind} {limit}: must be above {least}")
     name = {

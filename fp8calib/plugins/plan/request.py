@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Annotated
 
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
+from fp8calib.errors import UsageError, suggest
 from fp8calib.numerics.rules import parse_rule
-from fp8calib.numerics.schemes import SCHEMES, find_scheme
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
@@ -21,19 +23,30 @@ RULES = ("amax", "percentile:99.9", "percentile:99", "mse", "1.0")
 
 
 def read_size(text: object) -> float:
-    """Read a size in bytes; up to 1 without a unit, a share of the unquantized model."""
+    """Read a size in bytes, or a share of the unquantized model: `70%`, or `0.7` without a unit.
+
+    Raises:
+        UsageError: it is neither, or not above 0.
+    """
+    spelled = str(text).strip()
+    plain = spelled.removesuffix("%").strip()
     try:
-        share = float(str(text))
+        number = float(plain)
     except ValueError:
-        share = 2.0
-    if 0 < share <= 1:
+        number = math.inf  # with a unit
+    share = number / 100 if plain != spelled else number
+    if share <= 0 or (plain != spelled and share > 1):
+        what = "must be above 0" if share <= 0 else "a share is at most 100%"
+        raise UsageError(f"--max-bytes {spelled}: {what}", hint="such as 6G, or 70%")
+    if share <= 1:
         return share
-    return shared.read_gib(str(text), "--max-bytes") * 2**30
+    return shared.read_gib(spelled, "--max-bytes") * 2**30
 
 
 def _check_scheme(name: str) -> None:
-    if name != NO_SCHEME:
-        find_scheme(name)
+    if name not in (*SCHEMES, NO_SCHEME):
+        hint = suggest(name, (*SCHEMES, NO_SCHEME), what="schemes")
+        raise UsageError(f"--scheme {name}: unknown scheme", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +80,8 @@ class PlanRequest:
             metavar="SIZE",
             reads=str,
             check=read_size,
-            help="Largest size of weights and KV cache, such as 6G; up to 1, a share of the "
-            "unquantized model's.",
+            help="Largest size of weights and KV cache: GiB (6 or 6G), or a share of the "
+            "unquantized model's (70% or 0.7).",
         ),
     ] = None
     engine: Annotated[
