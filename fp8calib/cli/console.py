@@ -23,7 +23,7 @@ from rich.progress import (
     Task,
 )
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fp8calib import blocks
@@ -220,7 +220,7 @@ def report_to_torchrun(environment: Mapping[str, str], message: str) -> None:
 
 @dataclass(slots=True)
 class _Stage:
-    """What is printed about a stage: on a terminal in the bar, else a line a minute."""
+    """A stage of a run, as the bar of a terminal or a line a minute describes it."""
 
     name: str
     total: int | None
@@ -234,87 +234,45 @@ class _Stage:
     memory: PeakMemory
     done: int = 0
 
-    def list_parts(self, now: float) -> list[str]:
+    def describe(self, now: float) -> str:
         """Give the progress, the rate, the time left and the peak memory."""
-        rate = self._compute_rate(now)
-        if not self.total:
-            counted = f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
-            parts = [counted, *([f"{rate:,.0f} {self.unit}/s"] if self.done else [])]
-        else:
+        rate = self.done / max(now - self.started, 1e-9)
+        parts = [self._count()]
+        if self.total:
             left = timedelta(seconds=round((self.total - self.done) / rate)) if rate else "?"
-            parts = [
-                self._count(),
-                f"{self.done / self.total:.0%}",
-                f"{left} left",
-                f"{rate / max(self.layers, 1):,.0f} {self.unit}/s",
-            ]
-        peak = self.memory.peak_bytes
-        return [*parts, *([f"peak {peak / 2**30:.2f} GiB"] if peak else [])]
-
-    def _compute_rate(self, now: float) -> float:
-        return self.done / max(now - self.started, 1e-9)
+            parts += [f"{self.done / self.total:.0%}", f"{left} left"]
+        if self.total or self.done:
+            parts.append(f"{rate / max(self.layers, 1):,.0f} {self.unit}/s")
+        if peak := self.memory.peak_bytes:
+            parts.append(f"peak {peak / 2**30:.2f} GiB")
+        return escape_controls(", ".join(parts))
 
     def _count(self) -> str:
         """Count the steps; of several layers, those of the layer that runs now."""
-        done, total, index = self._locate()
-        name = self.name
-        if self.layers:
-            name = f"layer {index + 1} of {self.layers}"
-        elif self.batches:
-            name = f"{self.name}, batch {index + 1} of {self.batches}"
-        return f"{name}: {done:,} of {total:,} {self.unit}"
-
-    def _locate(self) -> tuple[int, int, int]:
-        """Give the steps done, all steps, and the layer or batch that runs now, from 0."""
-        done, total = self.done, self.total or 0
-        if not self.layers:
-            return done, total, min(done * self.batches // max(total, 1), self.batches - 1)
-        total //= self.layers
-        layer = min(done // max(total, 1), self.layers - 1)
-        return done - layer * total, total, layer
-
-    def _shorten_parts(self, now: float) -> list[str]:
-        """Give the same as `list_parts` in fewer characters, for a bar that shows the share."""
         if not self.total:
-            return self.list_parts(now)
-        done, total, index = self._locate()
-        name, number = ("layer", self.layers) if self.layers else ("batch", self.batches)
-        counted = f"{_abbreviate(done)}/{_abbreviate(total)} {self.unit}"
-        first = [f"{name} {index + 1}/{number}", counted] if number else [f"{self.name} {counted}"]
-        _, _, left, _, *peak = self.list_parts(now)
-        rate = _abbreviate(self._compute_rate(now) / max(self.layers, 1))
-        return [*first, left, f"{rate}/s", *(each.removeprefix("peak ") for each in peak)]
-
-    def describe(self, now: float, width: int | None = None) -> str:
-        """Join the parts, in fewer characters if `width` asks for it; the last are left out."""
-        parts = self.list_parts(now)
-        if width is not None and len(", ".join(parts)) > width:
-            parts = self._shorten_parts(now)
-        while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
-            parts.pop()
-        return escape_controls(", ".join(parts))[:width]
-
-
-def _abbreviate(number: float) -> str:
-    """Write a number with three digits: 982, 22.5k, 1.05M."""
-    size, unit = next(
-        (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if number >= each[0]),
-        (1.0, ""),
-    )
-    return f"{number / size:.3g}{unit}" if number / size < 999.5 else f"{number / size:.0f}{unit}"
+            return f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
+        name, done, total = self.name, self.done, self.total
+        if self.layers:
+            total //= self.layers
+            layer = min(done // max(total, 1), self.layers - 1)
+            name, done = f"layer {layer + 1} of {self.layers}", done - layer * total
+        elif self.batches:
+            batch = min(done * self.batches // total, self.batches - 1)
+            name = f"{self.name}, batch {batch + 1} of {self.batches}"
+        return f"{name}: {done:,} of {total:,} {self.unit}"
 
 
 class _StageColumn(ProgressColumn):
-    """The parts of a stage that fit beside the bar."""
+    """What is said of a stage, cut at the end of the terminal's line."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
 
     def render(self, task: Task) -> Text:
-        width = max(_err.width - _BAR_WIDTH - _BAR_MARGIN, 20)
-        return Text(task.fields["stage"].describe(time.monotonic(), width), no_wrap=True)
+        return Text(task.fields["stage"].describe(time.monotonic()))
 
 
 _BAR_WIDTH = 8
-_BAR_MARGIN = 4
-"""The spinner and the spaces between the columns."""
 _LINE_EVERY_S = 60.0
 
 
