@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import reduce
@@ -14,9 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -27,16 +24,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
+from fp8calib.calibration.observe import Observe
 from fp8calib.errors import RecipeError, UsageError
+from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
 from fp8calib.options import recipe_keys as keys
 from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.options.shipped_recipes import recipe_files
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _key(option: Option, **more: Any) -> Any:
@@ -46,7 +41,7 @@ def _key(option: Option, **more: Any) -> Any:
     )
 
 
-Section = TypeVar("Section", bound=_Section)
+Section = TypeVar("Section", bound=Frozen)
 
 
 def _with_options(section_name: str) -> Callable[[type[Section]], type[Section]]:
@@ -76,41 +71,8 @@ def _make_key(declared: Declared) -> tuple[Any, Any]:
     return kind, _key(option, strict=kind in (int, bool))
 
 
-class Observe(_Section):
-    """Which sites are observed."""
-
-    kv: bool = Field(
-        default=True, strict=True, description="K and V per head, as they are stored in the cache"
-    )
-    query: bool = Field(
-        default=True, strict=True, description="q per head, as attention receives it"
-    )
-    inputs: bool = Field(
-        default=True, strict=True, description="inputs of linears and experts, per channel"
-    )
-    weights: bool = Field(
-        default=True, strict=True, description="weights, per output and per input channel"
-    )
-    ignore: tuple[str, ...] = Field(
-        default=(),
-        description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
-        "a pattern that matches no module is an error",
-    )
-
-    @model_validator(mode="after")
-    def _observes_something(self) -> Self:
-        if not (self.kv or self.query or self.inputs or self.weights):
-            raise ValueError("nothing is observed: enable one of kv, query, inputs, weights")
-        return self
-
-    @property
-    def needs_forward(self) -> bool:
-        """Whether a forward pass is needed; weights are read without one."""
-        return self.kv or self.query or self.inputs
-
-
 @_with_options("data")
-class Data(_Section):
+class Data(Frozen):
     """Which data is run through the model."""
 
     sources: tuple[str, ...] = _key(keys.DATA)
@@ -150,7 +112,7 @@ QueryScale = Annotated[
 
 
 @_with_options("scales")
-class ScaleOptions(_Section):
+class ScaleOptions(Frozen):
     """How statistics become scales."""
 
     rule: RuleField = _key(keys.RULE)
@@ -172,7 +134,7 @@ def _require_scheme(name: str) -> str:
 SchemeName = Annotated[str, AfterValidator(_require_scheme)]
 
 
-class Quantize(_Section):
+class Quantize(Frozen):
     """The FP8 checkpoint to write."""
 
     @model_validator(mode="before")
@@ -208,7 +170,7 @@ class Quantize(_Section):
 
 
 @_with_options("")
-class Recipe(_Section):
+class Recipe(Frozen):
     """What to observe, on which data, how to compute scales, and what to write."""
 
     name: str = Field(description="name recorded in the statistics file")
@@ -253,11 +215,6 @@ class Recipe(_Section):
             if SCHEMES[name].has_static_inputs:
                 raise ValueError(f"quantize: {name} needs observe.inputs, for its input scales")
         return self
-
-    @property
-    def observation_hash(self) -> str:
-        """Hash of the `observe` section, which with the data determines the statistics."""
-        return hashlib.sha256(self.observe.model_dump_json().encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -402,7 +359,7 @@ def _list_places() -> Iterator[tuple[str, str]]:
     yield from ((name, "") for name in Recipe.model_fields)
 
 
-def find_section(annotation: Any) -> type[_Section] | None:
+def find_section(annotation: Any) -> type[Frozen] | None:
     """Find the section that a field of a recipe holds; None for a plain value."""
     kinds = (annotation, *get_args(annotation))  # of `Section | None`
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, _Section)), None)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Frozen)), None)

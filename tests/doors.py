@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration import WorkShare, calibrate
+from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
+from fp8calib.calibration.hooks import HookedCache
+from fp8calib.calibration.merge import merge_shards
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.recorder import Recorder
+from fp8calib.calibration.statistic import SiteStats, name_tensors
+from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
@@ -30,13 +37,6 @@ from fp8calib.model.tensor_parallel import check_linears
 from fp8calib.model.topology import find
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.observe.hooks import HookedCache
-from fp8calib.observe.recorder import Recorder
-from fp8calib.recipe import Data, Observe, Recipe
-from fp8calib.run.streaming.model import Streaming
-from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
-from fp8calib.stats.merge import merge_shards
-from fp8calib.stats.statistic import SiteStats, name_tensors
 
 __all__ = ["Role", "Site"]
 
@@ -92,7 +92,6 @@ def run_calibration(
     (`sites[Site]` with `amax`, `count`, `histogram`, ...; `geometry`; `header.skipped`). `shard` is
     the number of the part, from 1, and that of all parts.
     """
-    recipe = Recipe(name="test", observe=Observe(weights=weights), data=Data(batch_size=batch_size))
     source = open_source(str(folder))
     streaming = None
     if streamed:
@@ -104,13 +103,15 @@ def run_calibration(
         model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     part = None if shard is None else Share(index=shard[0], count=shard[1])
     with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, recipe.observe.ignore)
+        prepared = prepare(model, checkpoint, ())
         stats = calibrate(
             prepared,
             plan,
             source,
             checkpoint,
-            recipe=recipe,
+            observe=Observe(weights=weights),
+            batch_size=batch_size,
+            recipe_name="test",
             progress=Silent(),
             streaming=streaming,
             share=WorkShare(shard=part),

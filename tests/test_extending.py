@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.errors import ModelError
 from fp8calib.formats import registry
@@ -28,7 +29,6 @@ from fp8calib.formats.read import read_scales
 from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
-from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8calib.calibration.calibration_stats import STATS_NAME, CalibrationStats, save_stats
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.export import ExportRequest, ExportResult
@@ -40,7 +41,6 @@ from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, save_stats
 
 
 def export_scales(request: ExportRequest) -> ExportResult:

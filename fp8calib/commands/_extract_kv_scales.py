@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.extract_kv_scales import ExtractedLayer, ExtractRequest, ExtractResult
@@ -39,8 +41,6 @@ from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.options.recipe_keys import split_names
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.written import WrittenCheck
-from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.fingerprint import fingerprint_model
 
 
 def extract(request: ExtractRequest) -> ExtractResult:

@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration import TextEngine
+from fp8calib.calibration.calibrate import TextEngine
+from fp8calib.calibration.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    save_stats,
+)
+from fp8calib.calibration.journal import is_checkpoint
+from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.checkpoint.atomic import measure_folder, output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
@@ -75,14 +83,6 @@ from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
-from fp8calib.run.processes import ProcessGroup, open_process_group
-from fp8calib.run.resume.journal import is_checkpoint
-from fp8calib.stats.calibration_stats import (
-    REPORT_NAME,
-    STATS_NAME,
-    CalibrationStats,
-    save_stats,
-)
 
 
 def run(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AliasGenerator, ConfigDict, Field
 
 from fp8calib.blocks import Block, Line, Table
+from fp8calib.calibration.header import StatsHeader, StatsShard
+from fp8calib.calibration.saturation import PositionSaturation, Saturation
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.errors import UsageError, cut_list, shorten
@@ -24,12 +26,10 @@ from fp8calib.options.option import Option
 from fp8calib.overview import Overview
 from fp8calib.render.summary import summarize_layers, summarize_scales
 from fp8calib.results.record import Record, Result
-from fp8calib.stats.header import StatsHeader, StatsShard
-from fp8calib.stats.saturation import PositionSaturation, Saturation
 
 if TYPE_CHECKING:
-    from fp8calib.stats.calibration_stats import CalibrationStats
-    from fp8calib.stats.statistic import SiteStats
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.calibration.statistic import SiteStats
 
 _HINT = "tables: --all, --kv"
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
@@ -150,8 +150,8 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     with slow_imports():
+        from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file, load_stats
         from fp8calib.formats.stored_scales import read_stored_scales
-        from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
     path = Path(request.file)
     if request.everything and request.kv:
         raise UsageError("--all prints every row: leave out --kv")
@@ -165,8 +165,8 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
 
 def show_stats(stats: CalibrationStats) -> StatsShown:
     """Make the rows of statistics."""
+    from fp8calib.calibration.saturation import compute_position_saturation, compute_saturation
     from fp8calib.formats.compute import list_unfit_queries
-    from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
     positions = {
         str(site): found.positions.tolist()

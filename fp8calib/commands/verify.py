@@ -10,6 +10,8 @@ from platform import python_version
 
 import torch
 
+from fp8calib.calibration.fingerprint import versions
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import save_tensors
@@ -36,8 +38,6 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
-from fp8calib.run.memory_plan import MemoryPlan
-from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.histograms import list_histograms

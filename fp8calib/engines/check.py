@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
@@ -34,7 +35,6 @@ from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.model.tensor_parallel import check_cuts, check_heads
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHARED_FIX = "give the layer the scales of layer {}, as `fp8calib extract-kv-scales` does"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"

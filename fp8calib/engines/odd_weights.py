@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from statistics import median
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.outliers import find_outliers
 from fp8calib.engines.reach import Reach, find_odd, measure_reach
@@ -16,7 +17,6 @@ from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _MOST_USUAL = {Role.WEIGHT: 448.0, Role.INPUT: 1000.0}
 """What the median of the weights, and of the inputs, of linears reach at most."""

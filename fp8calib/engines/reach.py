@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.engines.scale_mistakes import Key, explain
 from fp8calib.model.shapes import KV_ROLES, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram_estimates import clipped_share
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _MOST_HEADROOM = 16.0
 """How far above the statistics a scale may be: other text and headroom give less."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property, partial
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_weights import judge_weight_scales, map_measured, suspect_weight_scales
@@ -42,7 +43,6 @@ from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, find_nearest
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"

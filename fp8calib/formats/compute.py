@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError
 from fp8calib.formats.ranks import max_per_rank
 from fp8calib.formats.site_rules import find_site_rules
@@ -28,8 +30,6 @@ from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import SiteStats
 
 NO_RULES: Mapping[str, Rule] = MappingProxyType({})
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13

@@ -18,11 +18,11 @@ from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
 if TYPE_CHECKING:
     import torch
 
+    from fp8calib.calibration.calibration_origin import CalibrationOrigin
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.metadata import Provenance
     from fp8calib.formats.table import ScaleTable
     from fp8calib.model.shapes import ModelGeometry, Site
-    from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 
 class Spelling(StrEnum):

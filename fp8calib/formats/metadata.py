@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib import __version__
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
-from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 if TYPE_CHECKING:
     from fp8calib.model.shapes import ModelGeometry

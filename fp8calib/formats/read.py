@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.calibration_stats import METADATA_KEY
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
@@ -26,8 +28,6 @@ from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
-from fp8calib.stats.calibration_stats import METADATA_KEY
 
 _TENSOR_SUFFIXES = (".safetensors", ".npz")
 

@@ -8,11 +8,11 @@ from enum import StrEnum
 
 import torch
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import Fallback
-from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 
 class ScaleSource(StrEnum):

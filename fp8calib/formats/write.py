@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
@@ -23,7 +24,6 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "

@@ -7,6 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.unquantized_tensors import (
+    BaseComparison,
+    compare_with_base,
+    hash_unquantized,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -17,13 +24,6 @@ from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import explain_other_attention
 from fp8calib.formats.quantized_model import QuantizedModel, has_kv_cache
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
-from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
-from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.unquantized_tensors import (
-    BaseComparison,
-    compare_with_base,
-    hash_unquantized,
-)
 
 if TYPE_CHECKING:
     from fp8calib.commands.export import ExportRequest

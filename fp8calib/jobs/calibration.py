@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration import WorkShare, calibrate
+from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
+from fp8calib.calibration.observed_batches import BackOff
+from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.jobs.models import RunModel
@@ -21,10 +25,6 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.recipe import Recipe
-from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
-from fp8calib.run.processes import LONE, ProcessGroup
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 IF_QUANTIZED = (
     "its activations have quantization errors already: calibrate the unquantized model it was made "
@@ -47,7 +47,9 @@ def run_calibration(
         plan,
         model.source,
         model.checkpoint,
-        recipe=recipe,
+        observe=recipe.observe,
+        batch_size=recipe.data.batch_size,
+        recipe_name=recipe.name,
         progress=progress,
         streaming=mode.streaming,
     )
@@ -151,7 +153,9 @@ def run_job(
             job.plan,
             job.source,
             job.checkpoint,
-            recipe=job.recipe,
+            observe=job.recipe.observe,
+            batch_size=job.recipe.data.batch_size,
+            recipe_name=job.recipe.name,
             progress=progress,
             streaming=mode.streaming,
             share=share,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
@@ -21,7 +22,6 @@ from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.results.calibrate import CalibrateResult, NotQuantized
 from fp8calib.selection.select import select
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def check_checkpoint(job: ResumableJob) -> None:

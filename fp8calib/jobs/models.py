@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import UsageError
@@ -35,8 +37,6 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
 from fp8calib.requests.shared import Model
-from fp8calib.run.forward.decoder import check_runnable
-from fp8calib.run.memory_plan import MemoryPlan
 
 
 class Placed(Protocol):

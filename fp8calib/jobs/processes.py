@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.results.record import ShardIndex
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def choose_rank_device(

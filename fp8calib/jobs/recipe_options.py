@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.observe import Observe
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
@@ -31,9 +33,8 @@ from fp8calib.options.recipe_keys import (
     TEXT_COLUMN,
     TP,
 )
-from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
+from fp8calib.recipe import Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.requests.shared import TextData
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 M = TypeVar("M", bound=BaseModel)
 Request = TypeVar("Request", bound=QuantizeRequest)

@@ -9,6 +9,9 @@ from typing import Literal, Self
 
 import torch
 
+from fp8calib.calibration import calibration_stats
+from fp8calib.calibration.calibration_stats import STATS_NAME
+from fp8calib.calibration.merge import merge_shards
 from fp8calib.errors import UsageError
 from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
@@ -17,9 +20,6 @@ from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.requests.shared import Stats
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.stats import calibration_stats
-from fp8calib.stats.calibration_stats import STATS_NAME
-from fp8calib.stats.merge import merge_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

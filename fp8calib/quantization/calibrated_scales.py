@@ -14,6 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from fp8calib.calibration.calibration_origin import explain_difference
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
@@ -31,9 +34,6 @@ from fp8calib.recipe import ScaleOptions
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
-from fp8calib.stats.calibration_origin import explain_difference
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""

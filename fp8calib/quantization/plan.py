@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
@@ -37,8 +39,6 @@ from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import LayerSchemes, check_layer_schemes
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection, select
-from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.fingerprint import fingerprint_model
 
 ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"

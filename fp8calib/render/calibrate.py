@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from fp8calib.blocks import Answer, Block
+from fp8calib.calibration.saturation import NUM_QUARTERS
 from fp8calib.commands.show import describe_skipped, show_stats
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.results.written import describe_checks, list_top_level
-from fp8calib.stats.saturation import NUM_QUARTERS
 
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.results.calibrate import CalibrateResult
-    from fp8calib.stats.calibration_stats import CalibrationStats
 
     Array: TypeAlias = np.ndarray[Any, Any]
 else:  # only named, as importing them takes seconds

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict, Field, SkipValidation
 
+from fp8calib.calibration.header import Skipped
+from fp8calib.calibration.observed_batches import BackOff
+from fp8calib.calibration.saturation import PositionSaturation, Saturation
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.errors import ExportError
 from fp8calib.formats.registry import list_written
@@ -15,14 +18,11 @@ from fp8calib.results.hashes import RunHashes
 from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
 from fp8calib.results.run_plan import MeasuredMemory, TextRows
 from fp8calib.results.written import WrittenCheck
-from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.stats.header import Skipped
-from fp8calib.stats.saturation import PositionSaturation, Saturation
 
 if TYPE_CHECKING:
     from fp8calib.jobs.stats import CalibrationStats
 else:  # the class of the package above, which adds methods
-    from fp8calib.stats.calibration_stats import CalibrationStats
+    from fp8calib.calibration.calibration_stats import CalibrationStats
 
 
 class Coverage(Record):

@@ -9,6 +9,15 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.calibration_stats import (
+    STATS_NAME,
+    CalibrationStats,
+    is_stats_file,
+    load_stats,
+)
+from fp8calib.calibration.renamed import rename_sites
+from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.links import refuse_external_links
@@ -34,10 +43,6 @@ from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
-from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.stats.renamed import rename_sites
-from fp8calib.stats.unquantized_tensors import compare_with_base
 from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram_estimates import clipped_share
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult, SiteFit

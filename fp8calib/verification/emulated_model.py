@@ -8,6 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import WeakSet
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.generation_cache import open_cache_hooks
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
@@ -18,10 +22,6 @@ from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.observe.generation_cache import open_cache_hooks
-from fp8calib.run.forward.decoder import check_runnable
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.lm_head import open_lm_head
+from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
@@ -14,9 +17,6 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Site
-from fp8calib.run.forward.decoder import Decoder
-from fp8calib.run.forward.lm_head import open_lm_head
-from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
@@ -16,8 +18,6 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.run.streaming.model import StreamedModel
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
     clipped_unscaled,

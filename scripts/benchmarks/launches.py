@@ -16,6 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, BatchView
+from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.hooks import ExpertsCall, HookedCache, open_hooks
+from fp8calib.calibration.observed_batches import BatchObserver
+from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
 from fp8calib.engines.registry import find_emulated
@@ -23,11 +28,6 @@ from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
-from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks
-from fp8calib.observe.recorder import Recorder
-from fp8calib.run.forward.decoder import Decoder
-from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table

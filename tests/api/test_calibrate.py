@@ -17,8 +17,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.plugins.gptq import gptq
-from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import snapshot, succeed

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.plugins.vllm import load_kv_scales
-from fp8calib.stats.calibration_stats import save_stats
 from tests.kit.minutes import takes_minutes
 from tests.plugins.vllm.live_cases import CLEAN, Recorded, write_model
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from fp8calib.calibration import processes
 from fp8calib.cli import main
-from fp8calib.run import processes
 
 
 def sleep_in_c(*_: Any, **__: Any) -> None:

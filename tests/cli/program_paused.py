@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import signal
 
+from fp8calib.calibration import journal
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.recorder import Recorder
 from fp8calib.cli import main
-from fp8calib.observe.recorder import Recorder
-from fp8calib.run.resume import journal
-from fp8calib.run.resume.journal import Journal
 
 save_if_due = Journal.save_if_due
 

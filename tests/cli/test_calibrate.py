@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
 from fp8calib.model.shapes import Role
 from fp8calib.options.shipped_recipes import recipe_files
-from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed

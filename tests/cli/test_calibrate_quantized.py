@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.quantization.sources.decoded import open_model
-from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
@@ -32,7 +32,7 @@ from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
-WHOLE_BYTES = "fp8calib.run.memory_plan.whole_bytes"
+WHOLE_BYTES = "fp8calib.calibration.memory_plan.whole_bytes"
 FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "channels": (lambda folder: save_child("compressed-tensors", folder), "FP8 weights"),
     "blocks": (lambda folder: save_child("autofp8", folder), "FP8 weights (autofp8)"),

@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import (
@@ -34,8 +36,6 @@ from fp8calib.errors import (
     UsageError,
     VerificationError,
 )
-from fp8calib.stats.calibration_stats import load_stats
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target, open_candidate
 from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, run

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
+from fp8calib.calibration import memory_plan
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.run import memory_plan
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from fp8calib.run import processes
+from fp8calib.calibration import processes
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
@@ -134,7 +134,7 @@ def read_process_id(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.parametrize("others", ["compute", "tensors", *in_minutes("values")])
 def test_a_killed_process_ends_the_others_whatever_they_do(others: str) -> None:
-    *alive, last = start_ranks(3, others, program="tests.run.program_killed")
+    *alive, last = start_ranks(3, others, program="tests.calibration.program_killed")
     killed = time.monotonic()
     os.kill(read_process_id(last), signal.SIGKILL)
     finish(last)
@@ -147,7 +147,7 @@ def test_a_killed_process_ends_the_others_whatever_they_do(others: str) -> None:
 def test_a_killed_process_of_torchrun_is_named(others: str) -> None:
     """Torchrun interrupts the others at once."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 3, "-m")
-    all_of_them = start(sys.executable, *torchrun, "tests.run.program_killed", others)
+    all_of_them = start(sys.executable, *torchrun, "tests.calibration.program_killed", others)
     killed = time.monotonic()
     os.kill(read_process_id(all_of_them), signal.SIGKILL)
     code, out, _ = finish(all_of_them)
@@ -157,7 +157,7 @@ def test_a_killed_process_of_torchrun_is_named(others: str) -> None:
 
 def test_a_silent_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SILENT_S", 3.0)  # of the forks too
-    first, last = start_ranks(2, "compute", program="tests.run.program_killed")
+    first, last = start_ranks(2, "compute", program="tests.calibration.program_killed")
     os.kill(read_process_id(last), signal.SIGSTOP)
     try:
         code, out, _ = finish(first)
@@ -169,7 +169,7 @@ def test_a_silent_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("interrupted", "what"), [(0, "compute"), (1, "compute"), (0, "late")])
 def test_an_interruption_of_one_process_ends_all(interrupted: int, what: str) -> None:
-    both = start_ranks(2, what, program="tests.run.program_killed")
+    both = start_ranks(2, what, program="tests.calibration.program_killed")
     read_process_id(both[1])
     both[interrupted].send_signal(signal.SIGINT)
     assert [finish(process)[:2] for process in both] == [(130, "KeyboardInterrupt: \n")] * 2
@@ -242,7 +242,7 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
 
 def test_an_error_is_known_to_all_before_the_first_process_ends() -> None:
     """The store through which errors are told ends with it."""
-    first, second = start_ranks(2, program="tests.run.program_failing")
+    first, second = start_ranks(2, program="tests.calibration.program_failing")
     assert finish(first)[:2] == (6, "planted\n")
     assert finish(second)[:2] == (6, "")
 

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import parse_rule
-from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.conftest import QUICK
 from tests.cli.program import fail, succeed
 

@@ -8,7 +8,7 @@ import torch
 from fp8calib.data.sequences import batches
 from fp8calib.data.shares import Share, drop_finished, parse_share, select_batches, sequence_ranges
 from fp8calib.errors import UsageError
-from tests.run.running import rows_of
+from tests.calibration.running import rows_of
 
 LENGTHS = [5, 9, 3, 8, 8, 2, 7, 4, 6, 5]
 

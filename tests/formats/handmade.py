@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 from fp8calib import __version__
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.formats.dialect import WriteJob
@@ -16,9 +19,6 @@ from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part, Role, Site
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.header import StatsHeader
-from fp8calib.stats.statistic import SiteStats
 
 Sites = dict[Site, SiteStats]
 

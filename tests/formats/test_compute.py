@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.table import ScaleSource, ScaleTable
@@ -15,8 +17,6 @@ from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import SiteStats
 from tests.formats.handmade import (
     expert_stats,
     hybrid_stats,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.dialect import WriteJob
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.stats.statistic import SiteStats
 from tests.formats.handmade import (
     make_attention,
     make_geometry,

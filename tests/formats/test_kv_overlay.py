@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.stats.statistic import SiteStats
 from tests.formats.handmade import (
     MEASURED,
     make_attention,

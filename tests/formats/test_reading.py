@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.read import has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.formats.handmade import (
     hybrid_stats,
     latent_stats,

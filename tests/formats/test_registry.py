@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.formats.write import (
@@ -23,8 +25,6 @@ from fp8calib.formats.write import (
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, parse_rule
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.statistic import SiteStats
 from tests.formats.handmade import (
     amax_of,
     expert_stats,

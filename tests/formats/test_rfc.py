@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.errors import ExportError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.rules import Fallback
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.formats.handmade import (
     DATA,
     MODEL,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.formats.handmade import (
     hybrid_stats,
     latent_stats,

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.model.shapes import Role, Site
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.test_vision_language import MODELS
-from tests.run.running import LENGTHS, as_bytes, opened, rows_of
+from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
 
 LAYER = "model.layers.0.self_attn"
 EITHER = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
@@ -21,7 +22,6 @@ from fp8calib.quantization.calibrated_scales import (
 from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run

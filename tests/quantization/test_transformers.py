@@ -15,13 +15,13 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.models import build_gemma3

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.observe.hooks import AttentionCall
 from fp8calib.plugins.kv_types import round_trips
 from fp8calib.plugins.kv_types.round_trips import hadamard
 from fp8calib.plugins.kv_types.types import CACHE_TYPES

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.cli import main_inner
 from fp8calib.model.shapes import Role, Site
-from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
 from tests.cli.quantized_children import save_fp4, save_int

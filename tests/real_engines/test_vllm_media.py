@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.idefics3 import modeling_idefics3
 
+from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
 from fp8calib.cli import main_inner
 from fp8calib.model.shapes import Role
-from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests.kit.multimodal import draw_image, save_multimodal
 from tests.real_engines.exports import read_scales
 from tests.real_engines.vllm_job import Calibrator, VllmServer

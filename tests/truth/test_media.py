@@ -12,7 +12,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from fp8calib.calibration import WorkShare, make_header
+from fp8calib.calibration import journal
+from fp8calib.calibration.calibrate import WorkShare, make_header
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
@@ -20,9 +23,8 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.model.shapes import Role, Site
 from fp8calib.recipe import Data
-from fp8calib.run.resume import journal
-from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.stats.calibration_stats import CalibrationStats
+from tests.calibration.running import OBSERVE, as_bytes, opened
+from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
 from tests.kit.multimodal import (
     MULTIMODAL,
@@ -32,8 +34,6 @@ from tests.kit.multimodal import (
     parametrize,
     save_multimodal,
 )
-from tests.run.running import RECIPE, as_bytes, opened
-from tests.run.test_resume import Stopping, interrupt
 from tests.truth import by_modality
 
 _LEFT_OUT = {
@@ -154,7 +154,11 @@ def test_a_run_with_media_goes_on(
 
         def go_on() -> WorkShare:
             (tmp_path / "kept").mkdir(exist_ok=True)
-            header = make_header(subject.prepared, plan, subject.source, subject.checkpoint, RECIPE)
+            header = make_header(
+                *(subject.prepared, plan, subject.source, subject.checkpoint),
+                observe=OBSERVE,
+                recipe_name="test",
+            )
             kept = journal.Journal(
                 tmp_path / "kept",
                 header,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8calib.model.shapes import Role
+from tests.calibration.running import as_bytes, opened
 from tests.kit.multimodal import parametrize, save_multimodal
-from tests.run.running import as_bytes, opened
 from tests.truth.test_media import KINDS, plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

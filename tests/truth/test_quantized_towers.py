@@ -18,10 +18,10 @@ from transformers import AutoModelForMultimodalLM
 
 import fp8calib
 from fp8calib.selection import ignored
+from tests.calibration.running import as_bytes, opened
 from tests.cli.program import run, succeed
 from tests.kit.minutes import in_minutes
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
-from tests.run.running import as_bytes, opened
 from tests.truth import by_modality
 from tests.truth.test_media import plan_of
 from tests.verification.test_media import rows, streamed

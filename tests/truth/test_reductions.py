@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.model.shapes import Role, Site
-from fp8calib.numerics.positions import NUM_RANGES, range_starts
-from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.hooks import ExpertsCall
-from fp8calib.observe.recorder import Recorder
-from fp8calib.observe.reductions import (
+from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.recorder import Recorder
+from fp8calib.calibration.reductions import (
     observe_expert_down,
     observe_expert_input,
     observe_heads,
     observe_input,
 )
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.calibration.statistic import SiteStats
+from fp8calib.model.shapes import Role, Site
+from fp8calib.numerics.positions import NUM_RANGES, range_starts
 
 _SITE = Site("site", Role.INPUT)
 _HEADS, _WIDTH, _EXPERTS, _CHOSEN = 2, 4, 5, 2

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
@@ -37,7 +38,6 @@ from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import Selection, find_selection
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.linears import emulate_linears

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.engines.numerics import Numerics
 from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from tests import zoo

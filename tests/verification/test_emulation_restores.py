@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
@@ -19,7 +20,6 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
-from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification import score as score_module
 from fp8calib.verification import token_scores as scoring
 from fp8calib.verification.emulation.candidate import Candidate

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration import calibrate
+from fp8calib.calibration.calibrate import calibrate
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
@@ -22,23 +25,20 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.recipe import Data, Observe, Recipe
-from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.selection.select import find_selection
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.score import Scores, score
 from fp8calib.verification.score_streamed import StreamedLanes
 from tests import zoo
+from tests.calibration.test_streamed import MODELS
 from tests.doors import Silent, make_plan
 from tests.kit.minutes import in_minutes
-from tests.run.test_streamed import MODELS
 from tests.verification.by_hand import Subject, emulate_scheme
 from tests.zoo import draw
 
-RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True), data=Data(batch_size=3))
+OBSERVE = Observe(weights=True, inputs=True)
 VLLM = find_emulated("vllm")[1]
 FURTHER = [
     f"further-{name}" for name in ("bamba", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
@@ -118,8 +118,14 @@ def _measure(
         return _measured[folder]
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    prepared = prepare(model, checkpoint, RECIPE.observe.ignore)
-    stats = calibrate(prepared, plan, source, checkpoint, recipe=RECIPE, progress=Silent())
+    prepared = prepare(model, checkpoint, ())
+    stats = calibrate(
+        *(prepared, plan, source, checkpoint),
+        observe=OBSERVE,
+        batch_size=3,
+        recipe_name="test",
+        progress=Silent(),
+    )
     _measured[folder] = stats, prepared.geometry
     return _measured[folder]
 

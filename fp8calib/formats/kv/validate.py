@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.errors import ModelError, cut_list, name_ranges
 from fp8calib.formats.dialect import ParsedScales
 from fp8calib.formats.refusals import refusal
 from fp8calib.formats.table import ScaleSource
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Site
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
-from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times the smallest fp16 number."""

@@ -11,6 +11,7 @@ from statistics import fmean
 
 import torch
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
@@ -49,7 +50,6 @@ from fp8calib.recipe import Quantize, ScaleOptions
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SAMPLED, _SAMPLED_ROWS = 8, 64
 """The weights, and the rows of each, on which a second rounding is measured."""

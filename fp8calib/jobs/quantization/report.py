@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.commands.quantize import QuantizeResult, UnquantizedLinear
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
@@ -13,7 +14,6 @@ from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.recipe import Quantize
 from fp8calib.results.record import BeforeAfter, LayerScheme
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration import make_header, text_hashes_of
+from fp8calib.calibration.calibrate import make_header, text_hashes_of
+from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, load_stats
+from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.journal import Journal, is_checkpoint
+from fp8calib.calibration.merge import explain_other_run
+from fp8calib.calibration.processes import RankLostError
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.resumable_folder import (
@@ -22,11 +27,6 @@ from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.run.processes import RankLostError
-from fp8calib.run.resume.journal import Journal, is_checkpoint
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats
-from fp8calib.stats.header import StatsHeader
-from fp8calib.stats.merge import explain_other_run
 
 
 class UnwrittenError(ExportError):
@@ -46,7 +46,9 @@ class WorkFolder:
 def make_job_header(job: ResumableJob) -> StatsHeader:
     """Make the header of the statistics that a job will write."""
     return make_header(
-        *(job.prepared, job.plan, job.source, job.checkpoint, job.recipe),
+        *(job.prepared, job.plan, job.source, job.checkpoint),
+        observe=job.recipe.observe,
+        recipe_name=job.recipe.name,
         compute_dtype=job.dtype,
         engine=job.engine,
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
+from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.errors import UsageError
 from fp8calib.jobs.models import RunModel
 from fp8calib.machine.progress import Progress
@@ -16,8 +18,6 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
-from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
-from fp8calib.run.streaming.model import StreamedModel, open_streamed
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.token_scores import scoring_bytes

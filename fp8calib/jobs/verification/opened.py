@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fp8calib.calibration.calibration_origin import estimate_overlap
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.engines.engine import Engine
@@ -27,9 +30,6 @@ from fp8calib.recipe import Data
 from fp8calib.requests.shared import SKIP_LAYERS, Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.stats.calibration_origin import estimate_overlap
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     Target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8calib.calibration.processes import open_process_group
 from fp8calib.commands.written import check_written
 from fp8calib.errors import UsageError
 from fp8calib.jobs.card import CardJob, add_card
@@ -20,7 +21,6 @@ from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult
 from fp8calib.recipe import ScaleOptions
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.processes import open_process_group
 
 
 def run(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.model.shapes import Linear
-from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.hooks import ExpertsCall
 
 HELD_EVERY = 8
 """One sequence of this many is held back, to measure the error of a rounding on it."""

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.calibration import text_hashes_of
+from fp8calib.calibration.calibrate import text_hashes_of
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
@@ -58,14 +62,11 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Observe, Recipe
+from fp8calib.recipe import Recipe
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
-from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed import ReduceOp
 
+from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.shapes import Layer
 from fp8calib.numerics.encode import decode_rows, encode_rows
@@ -29,7 +30,6 @@ from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.quantization.weight_scales import WeightScales, spread_scales
-from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.selection.matrices import Matrix
 
 MIN_TOKENS = 256

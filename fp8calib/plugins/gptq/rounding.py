@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
@@ -16,7 +17,6 @@ from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
-from fp8calib.run.resume.journal import NAME_PREFIX
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
@@ -33,7 +34,6 @@ from fp8calib.selection.ignored import span_layers
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 

@@ -6,6 +6,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fp8calib.calibration.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import resumable_folder
 from fp8calib.jobs.calibration import choose_mode, run_calibration
@@ -29,13 +36,6 @@ from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.plugins.plan.search import Search
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.stats.calibration_stats import (
-    REPORT_NAME,
-    STATS_NAME,
-    CalibrationStats,
-    load_stats,
-    save_stats,
-)
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})

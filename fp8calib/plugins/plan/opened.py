@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.data.sequences import (
     DataPlan,
     list_other_warnings,
@@ -28,7 +29,6 @@ from fp8calib.model.load import ModelSource
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
 from fp8calib.recipe import Recipe
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target
 from fp8calib.verification.summary import Summary, bounded_exp
 

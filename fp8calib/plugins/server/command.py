@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.commands.verify import (
     announce,
     check_outputs,
@@ -48,7 +49,6 @@ from fp8calib.plugins.server.result import SERVER, ServerVerifyResult
 from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.verify import Verification, Verified, verify
 

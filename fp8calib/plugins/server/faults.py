@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
@@ -19,7 +20,6 @@ from fp8calib.plugins.server.hypotheses import (
     lose_query_scales,
     mix_up_scales,
 )
-from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.score import Scores, count_in_rounds, score_in_rounds
 

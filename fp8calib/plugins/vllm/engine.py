@@ -23,6 +23,12 @@ from typing import Any
 
 from safetensors.torch import load
 
+from fp8calib.calibration.calibration_stats import join_ranges
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.observed_batches import cut_into
+from fp8calib.calibration.processes import RankLostError
+from fp8calib.calibration.statistic import SiteStats, group_tensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
 from fp8calib.data.sequences import Batch
@@ -33,12 +39,6 @@ from fp8calib.model.shapes import Role, Site
 from fp8calib.plugins.vllm.lost_process import ProcessWatch
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
 from fp8calib.plugins.vllm.observer import Expected, checksum
-from fp8calib.recipe import Recipe
-from fp8calib.run.forward.observed_batches import cut_into
-from fp8calib.run.processes import RankLostError
-from fp8calib.run.resume.journal import Journal
-from fp8calib.stats.calibration_stats import join_ranges
-from fp8calib.stats.statistic import SiteStats, group_tensors
 
 WORKER = "fp8calib.plugins.vllm.worker.FP8CalibWorker"
 _GROUP_S = 3.0
@@ -99,7 +99,7 @@ class EngineSettings:
         prepared: PreparedModel,
         checkpoint: Checkpoint,
         todo: Sequence[Batch],
-        recipe: Recipe,
+        observe: Observe,
         *,
         num_sequences: int,
         progress: Progress,
@@ -118,7 +118,7 @@ class EngineSettings:
         longest = max(max(batch.lengths) for batch in todo)
         progress.stage("vLLM loads the model", None)
         with _engine(checkpoint.folder, self, longest, _count_media(todo)) as llm:
-            run = _Run(llm, prepared, recipe, num_sequences)
+            run = _Run(llm, prepared, observe, num_sequences)
             with _open_drafter(self, checkpoint) as drafter:
                 run.start(checkpoint.stored, drafter)
             _refuse_unseen(run.matched, self)
@@ -194,13 +194,13 @@ class _Run:
     """One run of sequences through an engine."""
 
     def __init__(
-        self, llm: Any, prepared: PreparedModel, recipe: Recipe, num_sequences: int
+        self, llm: Any, prepared: PreparedModel, observe: Observe, num_sequences: int
     ) -> None:
         self._llm = llm
         self._num_sequences = num_sequences
         self._watch = ProcessWatch()
         self._prepared = prepared
-        self._observe = recipe.observe
+        self._observe = observe
         self._ranks: list[Rank] = []
         self._sequences: list[Batch] = []
         self._found: dict[Site, SiteStats] | None = {}

@@ -15,12 +15,12 @@ from typing import Any, Self
 
 import torch
 
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, join
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
-from fp8calib.recipe import Observe
-from fp8calib.stats.statistic import COUNTS, NAMES, SiteStats, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.calibration.calibration_origin import explain_difference
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.compute import compute_linear_scales
@@ -20,9 +23,6 @@ from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.stats.calibration_origin import explain_difference
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.model.shapes import Attention, Site
-from fp8calib.observe.hooks import AttentionCall
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.sequences import Batch
-from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
-from fp8calib.numerics.amax import tokens_first
-from fp8calib.numerics.schemes import Granularity
-from fp8calib.observe.hooks import (
+from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.hooks import (
     AttentionCall,
     ExpertsCall,
     HookedCache,
     open_hooks,
 )
-from fp8calib.run.forward.decoder import Decoder
+from fp8calib.data.sequences import Batch
+from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.numerics.amax import tokens_first
+from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
 from fp8calib.verification.emulation.damage import (
     DamageRow,

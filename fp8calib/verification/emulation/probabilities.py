@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.numerics.cast import round_positive_
-from fp8calib.observe.hooks import AttentionCall
 from fp8calib.verification.emulation.damage import DamageRow, reduce_damage
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 

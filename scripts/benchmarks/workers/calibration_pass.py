@@ -16,7 +16,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration import calibrate
+from fp8calib.calibration.calibrate import calibrate
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import build_plan
 from fp8calib.data.sequences import DataPlan
@@ -24,7 +25,6 @@ from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.recipe import Recipe, load_recipe
-from fp8calib.stats.calibration_stats import CalibrationStats
 from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain
 
 
@@ -67,7 +67,13 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     plan = _plan_tokens(tokens, batches, model)
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe.observe.ignore)
-        run = partial(calibrate, ready, plan, source, checkpoint, recipe=recipe)
+        run = partial(
+            calibrate,
+            *(ready, plan, source, checkpoint),
+            observe=recipe.observe,
+            batch_size=recipe.data.batch_size,
+            recipe_name=recipe.name,
+        )
         yield Setup(
             model=model,
             checkpoint=checkpoint,

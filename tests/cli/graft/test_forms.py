@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import replace_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.stats.fingerprint import fingerprint_model
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (

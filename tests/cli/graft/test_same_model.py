@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8calib.calibration.calibration_stats import load_stats, save_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.stats.calibration_stats import load_stats, save_stats
 from tests.cli.graft.grafting import (
     PLAIN,
     SHARD,

@@ -22,8 +22,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fp8calib.calibration import journal
 from fp8calib.plugins.gptq.layer_rounding import LayerRounding
-from fp8calib.run.resume import journal
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_config, change_tensors

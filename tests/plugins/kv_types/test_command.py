@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
 from fp8calib.plugins.kv_types.command import _spell_next
 from fp8calib.plugins.kv_types.result import CacheResult, recommend
-from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
 from tests import zoo
 from tests.cli.program import fail, succeed

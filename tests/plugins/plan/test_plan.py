@@ -17,11 +17,11 @@ import torch
 import yaml
 from safetensors import safe_open
 
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.plugins.plan.choices import Choices
 from fp8calib.plugins.plan.opened import open_plan
 from fp8calib.plugins.plan.recipe import make_planned_scheme, require_loaded
 from fp8calib.plugins.plan.request import PlanRequest
-from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification import score
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows

@@ -212,7 +212,9 @@ def test_the_divergence_on_text_that_the_model_wrote(
 def test_a_model_that_is_streamed_cannot_write(
     model: Path, data: Path, unscaled: Predict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8calib.run.memory_plan.whole_bytes", lambda _: {"weights": 2**60})
+    monkeypatch.setattr(
+        "fp8calib.calibration.memory_plan.whole_bytes", lambda _: {"weights": 2**60}
+    )
     with FakeServer(unscaled, tokenize=tokenize) as server:
         command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE)
         text = fail(2, *command, "--sampled")

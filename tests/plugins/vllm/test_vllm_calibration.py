@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import fp8calib
+from fp8calib.calibration.merge import explain_other_run
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.statistic import COUNTS, SiteStats
 from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.model.shapes import Attention, Role, Site
@@ -24,9 +27,6 @@ from fp8calib.plugins.vllm.commands.calibrate.request import (
     parse_engine_options,
 )
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed
-from fp8calib.recipe import Observe
-from fp8calib.stats.merge import explain_other_run
-from fp8calib.stats.statistic import COUNTS, SiteStats
 from tests.plugins.vllm.recorded import read_golden
 from tests.plugins.vllm.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
 

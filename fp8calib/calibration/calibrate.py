@@ -1,0 +1,297 @@
+"""Run calibration data through a model and collect its statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.distributed import ReduceOp
+
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
+from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
+from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.header import Skipped, StatsHeader, StatsShard
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.layer_observer import LayerObserver
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.observed_batches import BackOff, open_observer
+from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.recorder import LayerWork, Recorder
+from fp8calib.calibration.statistic import (
+    COUNTS,
+    SiteStats,
+    group_tensors,
+    merge_sites,
+    name_tensors,
+)
+from fp8calib.calibration.streamed_model import Streaming, open_streamed
+from fp8calib.calibration.unquantized_tensors import hash_unquantized
+from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
+from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
+from fp8calib.errors import CalibrationError
+from fp8calib.machine.progress import Progress
+from fp8calib.model.load import ModelSource
+from fp8calib.model.prepared import PreparedModel, list_skipped
+from fp8calib.model.shapes import Linear, Role, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkShare:
+    """The share of a run that this process does: by default all of it."""
+
+    shard: Share | None = None
+    """The shard of the data and of the weights that `--shard` chose."""
+    journal: Journal | None = None
+    """Checkpoints of this run, and what earlier runs have done."""
+    group: ProcessGroup = LONE
+    """The processes that divide the shard among them."""
+    back_offs: list[BackOff] = field(default_factory=list)
+    """Filled by the run: where batches became smaller because memory ran out."""
+
+    def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
+        """Give the batches this process has still to run."""
+        done = () if self.journal is None else self.journal.sequences
+        remaining = drop_finished(select_batches(plan, batch_size, self.shard), done)
+        return list(self.group.share_of(remaining))
+
+    def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
+        """Give the linears whose weights this process has still to read: one process reads each."""
+        mine = linears if self.shard is None else self.shard.take(linears)
+        done = () if self.journal is None else self.journal.weights
+        return self.group.share_of([each for each in mine if each.module not in done])
+
+    def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
+        """Join the statistics of all processes and of earlier runs, in the first process."""
+        if self.group.size > 1:
+            maxima: dict[str, torch.Tensor] = {}
+            counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
+            for key, tensor in name_tensors(sites):
+                (counts if key.rpartition("/")[2] in COUNTS else maxima)[key] = tensor
+            joined = self.group.all_reduce(maxima, ReduceOp.MAX)
+            joined |= self.group.all_reduce(counts, ReduceOp.SUM, torch.int64)
+            if not self.group.is_first:
+                return {}
+            by_site = group_tensors({key: joined[key].clone() for key in sorted(joined)})  # views
+            sites = {
+                Site.parse(site): SiteStats(count=int(tensors.pop("count")), tensors=tensors)
+                for site, tensors in by_site.items()
+            }
+        return merge_sites([sites, {} if self.journal is None else self.journal.sites])
+
+
+class TextEngine(Protocol):
+    """An engine that loads the model itself, runs batches and observes them."""
+
+    def describe(self) -> str:
+        """Describe its version and how it runs, as the header of the statistics has it."""
+
+    def observe(
+        self,
+        prepared: PreparedModel,
+        checkpoint: Checkpoint,
+        todo: Sequence[Batch],
+        observe: Observe,
+        *,
+        num_sequences: int,
+        progress: Progress,
+        journal: Journal | None,
+    ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+        """Run batches; give the statistics, and the sites that it does not show, with the reason.
+
+        The whole run has `num_sequences`; `prepared` has no weights.
+        """
+
+
+def calibrate(
+    prepared: PreparedModel,
+    plan: DataPlan | None,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    *,
+    observe: Observe,
+    batch_size: int,
+    recipe_name: str,
+    progress: Progress,
+    streaming: Streaming | None = None,
+    share: WorkShare | None = None,
+    work: LayerWork | None = None,
+    engine: TextEngine | None = None,
+) -> CalibrationStats:
+    """Collect the statistics that `observe` names; `plan` is None if it names weights only.
+
+    With `streaming` the model has no weights yet: those of each layer are read once, and the
+    statistics are the same, bit for bit. Of several processes only the first returns them all.
+    `work` also gets the inputs of each layer, and needs a streamed model. `engine` loads
+    the model and runs the text itself; `prepared` then has no weights.
+
+    Raises:
+        UsageError: there are fewer batches than shards.
+        ModelError: a weight is NaN or inf.
+        CalibrationError: an activation is NaN or inf, or a required site was not observed.
+    """
+    share = share or WorkShare()
+    todo = [] if plan is None else share.batches(plan, batch_size)
+    linears = None
+    if observe.weights:
+        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
+    recorder = Recorder(0 if plan is None else len(plan.sequences), work)
+    sites: dict[Site, SiteStats] = {}
+    unseen: Mapping[Site, str] = {}
+    if linears is not None and streaming is None:
+        sites |= _read_weights(prepared, linears, checkpoint, progress, share)
+    if streaming is not None:
+        tokens = find_distinct_tokens(todo)
+        with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
+            layers = LayerObserver(streamed, linears, progress, work=work, journal=share.journal)
+            if todo:
+                with open_observer(prepared, recorder, observe) as observer:
+                    sites |= layers.observe(observer, todo, share.back_offs)
+            else:
+                sites |= layers.observe_weights()
+    elif todo and engine is not None:
+        found, unseen = engine.observe(
+            *(prepared, checkpoint, todo, observe),
+            num_sequences=recorder.num_sequences,
+            progress=progress,
+            journal=share.journal,
+        )
+        sites |= found
+    elif todo:
+        _run_whole(prepared, todo, recorder, observe, progress, share)
+        sites |= recorder.stats()
+    sites = share.join(sites)
+    if plan is not None and observe.kv and share.group.is_first:
+        _require_kv(prepared, sites)
+    if share.journal is None:
+        header = make_header(
+            *(prepared, plan, source, checkpoint),
+            observe=observe,
+            recipe_name=recipe_name,
+            engine=engine,
+        )
+    else:
+        header = share.journal.header
+    skipped = tuple(
+        Skipped(site=site, why=why)
+        for site, why in list_skipped(
+            prepared, sites, unseen, query=observe.query, inputs=observe.inputs
+        )
+    )
+    kept = hash_unquantized(checkpoint.stored) if share.group.is_first else {}
+    shard = None
+    if share.shard is not None and plan is not None:
+        chosen = select_batches(plan, batch_size, share.shard)
+        shard = StatsShard(
+            index=share.shard.index,
+            count=share.shard.count,
+            batch_size=batch_size,
+            sequences=join_ranges(sequence_ranges(chosen)),
+        )
+    return CalibrationStats(
+        header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
+        sites=sites,
+        text_hashes=text_hashes_of(plan),
+        shard=shard,
+    )
+
+
+def make_header(
+    prepared: PreparedModel,
+    plan: DataPlan | None,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    *,
+    observe: Observe,
+    recipe_name: str,
+    compute_dtype: str | None = None,
+    engine: TextEngine | None = None,
+) -> StatsHeader:
+    """Make the header of a run's statistics; `calibrate` adds skipped sites and hashes of tensors.
+
+    `prepared` may be without weights. `compute_dtype` is the dtype that the model computes in; None
+    means the dtype of `prepared`.
+    """
+    return StatsHeader(
+        geometry=prepared.geometry,
+        model_fingerprint=fingerprint_model(source.raw_config, checkpoint.stored),
+        data_fingerprint=plan.fingerprint if plan else "",
+        data_sources=plan.sources if plan else (),
+        num_sequences=len(plan.sequences) if plan else 0,
+        num_tokens=plan.num_tokens if plan else 0,
+        recipe_name=recipe_name,
+        recipe_hash=observe.hash,
+        compute_dtype=compute_dtype or str(prepared.model.dtype).removeprefix("torch."),
+        histogram_sequences=HISTOGRAM_SEQUENCES,
+        input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
+        skipped=(),
+        versions=versions(plan.tokens_by_modality if plan else ()),
+        measured_quantized=checkpoint.form,
+        engine="" if engine is None else engine.describe(),
+        modality_tokens=plan.tokens_by_modality if plan else {},
+    )
+
+
+def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
+    """Give the hashes of a run's text; an empty tensor without a text."""
+    return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
+
+
+def _read_weights(
+    prepared: PreparedModel,
+    linears: Sequence[Linear],
+    checkpoint: Checkpoint,
+    progress: Progress,
+    share: WorkShare,
+) -> dict[Site, SiteStats]:
+    progress.stage("reading weights", len(linears))
+    started = time.monotonic()
+    found: dict[Site, SiteStats] = {}
+    for site, stats in observe_weights(linears, prepared.weights, ignored=prepared.ignored):
+        found[site] = stats
+        progress.advance(1)
+    if share.group.is_first and (share.shard is None or share.shard.index == 1):
+        names = {linear.weight_name for _, linear in prepared.geometry.linears()}
+        read = prepared.weights.tensor_names(names)
+        check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
+    if share.journal is not None:
+        share.journal.save_weights(found, duration_s=time.monotonic() - started)
+    return found
+
+
+def _run_whole(
+    prepared: PreparedModel,
+    todo: Sequence[Batch],
+    recorder: Recorder,
+    observe: Observe,
+    progress: Progress,
+    share: WorkShare,
+) -> None:
+    num_tokens = sum(batch.num_tokens for batch in todo)
+    progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
+    journal = share.journal
+    with (
+        open_observer(prepared, recorder, observe) as observer,
+        nullcontext() if journal is None else journal.saving(recorder),
+    ):
+        observer.run_whole(
+            todo,
+            progress.advance,
+            on_checked=lambda: None if journal is None else journal.save_if_due(recorder),
+            back_offs=share.back_offs,
+        )
+
+
+def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:
+    for layer, attention in prepared.geometry.attentions():
+        is_own = attention.producer is None and attention.module not in prepared.ignored
+        if is_own and attention.site(Role.K) not in sites:
+            raise CalibrationError(
+                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but "
+                "nothing was written to it"
+            )

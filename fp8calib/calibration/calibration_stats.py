@@ -1,0 +1,238 @@
+"""The statistics of a calibration, and the file that stores them.
+
+They do not depend on how the calibration was run: batch size, processes, streaming, resuming.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import NonNegativeInt, ValidationError
+
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.header import StatsHeader, StatsShard
+from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, name_tensors
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
+from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.model.shapes import Frozen, ModelGeometry, Role, Site
+from fp8calib.overview import Overview, WithOverview
+
+STATS_NAME = "stats.safetensors"
+"""The name of the stats file in the output folder of a run."""
+REPORT_NAME = "report.json"
+"""The name of the report in the same folder."""
+METADATA_KEY = "fp8calib"
+SHARD_KEY = "fp8calib.part"
+"""The metadata key of a shard; the file of a whole run does not have it."""
+_HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CalibrationStats(WithOverview):
+    """The statistics of all sites of one run, or of one shard of it."""
+
+    header: StatsHeader
+    sites: Mapping[Site, SiteStats]
+    text_hashes: torch.Tensor
+    """Hashes of the calibration text (`fp8calib.data.text_hashes`): int64, sorted, unique."""
+    shard: StatsShard | None = None
+    """None for the whole run. The header and the hashes are always those of the whole run."""
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The shape of the model that was observed."""
+        return self.header.geometry
+
+    @property
+    def origin(self) -> CalibrationOrigin:
+        """The model and the text, as scale files record them."""
+        header = self.header
+        return CalibrationOrigin(
+            model=header.model_fingerprint,
+            data=header.data_fingerprint,
+            text=self.text_hashes,
+            unquantized=header.unquantized,
+            measured_quantized=header.measured_quantized,
+        )
+
+    @property
+    def expert_counts(self) -> dict[str, list[int]]:
+        """The number of tokens that reached each expert, by the module of the up projections."""
+        return {
+            site.module: found.expert_counts.tolist()
+            for site, found in self.sites.items()
+            if found.expert_counts is not None and site.module.endswith(".up_proj")
+        }
+
+    def overview(self) -> Overview:
+        """Count the sites of each role, and give the range of their amax."""
+        header, rows = self.header, []
+        of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
+        for role in Role:
+            found = {
+                site.module: float(stats.amax.max())
+                for site, stats in self.sites.items()
+                if site.role is role and stats.amax.numel()
+            }
+            ends = [choose(found, key=found.__getitem__) for choose in (min, max) if found]
+            if ends:
+                values = (text for end in ends for text in (f"{found[end]:.4g}", end))
+                rows.append([role, f"{len(found):,}", *values])
+        return Overview(
+            f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
+            f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
+            ("role", "sites", "smallest amax", "at", "largest amax", "at"),
+            rows,
+            [
+                *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
+                "sites[Site].amax has the figures, kv_scales() the scales of K and V",
+            ],
+        )
+
+
+class _Envelope(Frozen):
+    """The metadata of a stats file."""
+
+    header: StatsHeader
+    counts: dict[str, NonNegativeInt]
+    digest: str
+    """sha256 over the header, the counts and every tensor, so that damage is detected."""
+    aliases: dict[str, str]
+    """Tensors that are not stored -> the equal tensor that is: q, k and v have the same input."""
+
+
+def save_stats(stats: CalibrationStats, path: Path) -> None:
+    """Write one safetensors file; equal stats give equal bytes."""
+    tensors: dict[str, torch.Tensor] = {"text_hashes": stats.text_hashes}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    sites = {site: stats.sites[site] for site in sorted(stats.sites)}
+    for key, stored in name_tensors(sites):
+        tensor = stored.contiguous()
+        identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
+        if (first := seen.setdefault(identity, key)) == key:
+            tensors[key] = tensor
+        else:
+            aliases[key] = first
+    counts = {str(site): found.count for site, found in sites.items()}
+    envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
+    shard = "" if stats.shard is None else stats.shard.model_dump_json()
+    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, shard)})
+    metadata = {METADATA_KEY: envelope.model_dump_json(), **({SHARD_KEY: shard} if shard else {})}
+    save_tensors(path, tensors, metadata=metadata)
+
+
+def is_stats_file(path: Path) -> bool:
+    """Whether the metadata of a safetensors file marks it as calibration statistics."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        return METADATA_KEY in read_header(path).metadata
+    except ModelError:
+        return False
+
+
+def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
+    """Load a stats file, or the one in the folder `path`.
+
+    Raises:
+        UsageError: there is no such file, or it stores a shard and `accepts_shard` is false.
+        ModelError: the file is damaged, or not a stats file of this tool.
+    """
+    if path.is_dir():
+        path = path / STATS_NAME
+    if not path.is_file():
+        raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
+    try:
+        metadata = read_header(path).metadata
+    except ModelError as error:
+        raise ModelError(error.message, hint=_HINT) from error
+    if METADATA_KEY not in metadata:
+        hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
+        raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
+    try:
+        stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""))
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join(filter(None, (shorten(".".join(map(str, first["loc"]))), first["msg"])))
+        raise ModelError(
+            f"{path} is damaged, or of another version of this tool: {reason}", hint=_HINT
+        ) from error
+    except (KeyError, ValueError) as error:
+        is_missing = " is missing" if isinstance(error, KeyError) else ""
+        raise ModelError(
+            f"{path} is damaged: {shorten(str(error))}{is_missing}", hint=_HINT
+        ) from error
+    if stats.shard is not None and not accepts_shard:
+        raise UsageError(
+            f"{path} holds only {stats.shard.describe()} of the statistics",
+            hint="name all shards to `fp8calib export`, and pass the stats.safetensors it writes",
+        )
+    return stats
+
+
+def _build(path: Path, envelope_text: str, shard_text: str) -> CalibrationStats:
+    envelope = _Envelope.model_validate_json(envelope_text)
+    shard = StatsShard.model_validate_json(shard_text) if shard_text else None
+    with TensorFile(path) as file:
+        tensors = {name: file.read(name) for name in file.tensors}
+    text_hashes = tensors["text_hashes"].contiguous()
+    named = {
+        **{key: tensor for key, tensor in tensors.items() if key != "text_hashes"},
+        **{key: tensors[first] for key, first in envelope.aliases.items()},
+    }
+    by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
+    for key, tensor in named.items():
+        text, _, name = key.rpartition("/")
+        if name not in NAMES:
+            raise ValueError(f"unknown tensor {key}")
+        if not is_valid(name, tensor):
+            what = "counts" if name in COUNTS else "magnitudes"
+            raise ValueError(f"{key} holds values that are not {what}, or too few or many")
+        by_site[text][name] = tensor
+    for text, found in by_site.items():
+        if "amax" not in found:
+            raise KeyError(f"{text}/amax")
+    if envelope.digest != _digest(envelope, tensors, shard_text):
+        raise ValueError("its digest does not match its contents")
+    return CalibrationStats(
+        header=envelope.header,
+        sites={
+            Site.parse(text): SiteStats(count=envelope.counts[text], tensors=found)
+            for text, found in by_site.items()
+        },
+        text_hashes=text_hashes,
+        shard=shard,
+    )
+
+
+def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], shard: str) -> str:
+    digest = hashlib.sha256(envelope.model_dump_json(exclude={"digest"}).encode())
+    digest.update(shard.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sort half-open ranges of sequences and join adjacent ones.
+
+    Raises:
+        ValueError: two of them overlap.
+    """
+    joined: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if joined and first < joined[-1][1]:
+            raise ValueError(f"sequence {first} is in two shards")
+        if joined and first == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((first, stop))
+    return tuple(joined)

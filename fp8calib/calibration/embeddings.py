@@ -1,0 +1,125 @@
+"""The embeddings of a streamed model: only the rows that the text uses are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8calib.calibration.hooks import changed_input
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
+
+_ROWS_AT_ONCE = 1024
+
+ReadRows = Callable[[int, int], torch.Tensor]
+"""Reads the rows from a first one up to a last one, which is excluded."""
+
+
+def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
+    """Find the token embeddings whose rows can be read one by one, by their path.
+
+    They have the class of the input embedding and are at least as large: smaller ones may not get
+    tokens.
+    """
+    path, decoder = find_text_decoder(weights.model)
+    inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    return {
+        name: module
+        for name, module in decoder.named_modules(prefix=path)
+        if type(module) is type(inputs)
+        and isinstance(module, nn.Embedding)
+        and module.num_embeddings >= inputs.num_embeddings
+        and f"{name}.weight" in weights.single_tensors
+    }
+
+
+class EmbeddingRows:
+    """The rows of an embedding that the text uses, in place of the whole."""
+
+    def __init__(
+        self, embedding: Any, read_rows: ReadRows, *, dtype: torch.dtype, device: str
+    ) -> None:
+        self._embedding = embedding
+        self._read_rows = read_rows
+        self._dtype = dtype
+        self._device = device
+        self._ids = torch.zeros(0, dtype=torch.int64)
+        """The token of each row in memory."""
+        self._row_of = torch.full((embedding.num_embeddings,), -1)
+        self._rows = torch.zeros(0, 0)
+
+    def read_others(self, read_rows: ReadRows) -> torch.Tensor:
+        """Read the same rows of another embedding, for `replaced`."""
+        return self._gather(self._ids, read_rows).to(self._device)
+
+    @contextmanager
+    def replaced(self, rows: torch.Tensor) -> Iterator[None]:
+        """Put other rows (`read_others`) into the embedding while the context is open."""
+        self._embedding.weight = nn.Parameter(rows, requires_grad=False)
+        try:
+            yield
+        finally:
+            self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Convert token ids to row numbers in memory; rows not in memory are read first."""
+        rows = self._row_of[ids.cpu()]
+        if bool((rows < 0).any()):
+            self.read(ids.cpu()[rows < 0])
+            rows = self._row_of[ids.cpu()]
+        return rows.to(ids.device)
+
+    def read(self, ids: torch.Tensor) -> None:
+        """Read the rows of these tokens that are not in memory."""
+        new = torch.unique(ids)
+        new = new[self._row_of[new] < 0]
+        rows = self._gather(new, self._read_rows)
+        self._row_of[new] = torch.arange(len(new)) + len(self._ids)
+        self._ids = torch.cat([self._ids, new])
+        if len(self._rows):
+            rows = torch.cat([self._rows.cpu(), rows])
+        self._rows = rows.to(self._device)
+        self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
+
+    def _gather(self, ids: torch.Tensor, read_rows: ReadRows) -> torch.Tensor:
+        """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
+        starts = (ids[1:] != ids[:-1] + 1).nonzero().flatten() + 1
+        runs = [
+            run
+            for each in torch.tensor_split(ids, starts)
+            for run in torch.split(each, _ROWS_AT_ONCE)
+        ]
+        rows, done = torch.empty(0), 0
+        for run in runs if len(ids) else ():
+            found = read_rows(int(run[0]), int(run[-1]) + 1)
+            if not done:
+                rows = torch.empty(len(ids), found.shape[1], dtype=self._dtype)
+            rows[done : done + len(run)] = found
+            done += len(run)
+        return rows
+
+
+@contextmanager
+def open_embeddings(
+    weights: WeightSource, tokens: torch.Tensor, *, dtype: torch.dtype, device: str
+) -> Iterator[dict[str, EmbeddingRows]]:
+    """Fill the token embeddings with the rows of `tokens` while the context is open.
+
+    Yields:
+        The rows of each embedding by the name of its weight.
+    """
+    placed: dict[str, EmbeddingRows] = {}
+    with ExitStack() as stack:
+        for name, module in embeddings_by_row(weights).items():
+            read_rows = partial(weights.read_rows, f"{name}.weight")
+            rows = EmbeddingRows(module, read_rows, dtype=dtype, device=device)
+            rows.read(tokens[tokens < module.num_embeddings])
+            module.padding_idx = None  # used only in training, and may exceed the number of rows
+            placed[f"{name}.weight"] = rows
+            stack.enter_context(changed_input(module, rows.look_up))
+        yield placed

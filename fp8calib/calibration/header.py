@@ -1,0 +1,100 @@
+"""What is known of a run beside its numbers. Results of commands have it: torch is not imported."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from fp8calib.data.modality import Modality
+from fp8calib.model.shapes import Frozen, ModelGeometry
+
+
+class Skipped(Frozen):
+    """A site that was not observed, and why."""
+
+    site: str
+    why: str
+
+
+class StatsHeader(Frozen):
+    """The run the numbers belong to, without time, path, host, rank, shard or batch size."""
+
+    kind: Literal["fp8calib-stats"] = "fp8calib-stats"
+    schema_version: Literal[1, 2] = 2
+    """Version 1 has the amax of quarters of the data in place of that of each sequence."""
+    geometry: ModelGeometry
+    model_fingerprint: str
+    data_fingerprint: str
+    data_sources: tuple[str, ...]
+    num_sequences: int
+    num_tokens: int
+    recipe_name: str
+    recipe_hash: str
+    compute_dtype: str
+    histogram_sequences: int
+    """The stride of the sequences in histograms."""
+    input_histogram_tokens: int
+    """The stride of the tokens of these sequences in histograms of inputs."""
+    skipped: tuple[Skipped, ...]
+    versions: dict[str, str]
+    unquantized: dict[str, str] = Field(default_factory=dict)
+    """Hashes of norms and embeddings (`unquantized_tensors`); empty in the files of versions that
+    did not record them."""
+    measured_quantized: str = ""
+    """How the weights of the measured model were quantized; empty for an unquantized model."""
+    engine: str = ""
+    """The engine that ran the text, its version and parallelism; empty for transformers."""
+    modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict)
+    """The tokens of each modality; empty for a run of text."""
+
+    def describe_tokens(self) -> str:
+        """Count the tokens, those of each modality in brackets where there are several."""
+        of_kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.modality_tokens.items())
+        return f"{self.num_tokens:,} tokens" + (f" ({of_kinds})" if of_kinds else "")
+
+    @model_serializer(mode="wrap")
+    def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out what older files do not have, so that their digest stays the same."""
+        fields: dict[str, object] = handler(self)
+        added = ("unquantized", "measured_quantized", "engine", "modality_tokens")
+        return {key: value for key, value in fields.items() if value or key not in added}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe the fields, which the serializer only leaves out."""
+        return handler({key: value for key, value in schema.items() if key != "serialization"})
+
+
+class StatsShard(Frozen):
+    """One shard of a run, and the sequences it has run."""
+
+    index: int
+    """Which shard of the run, from 1."""
+    count: int
+    """The number of shards."""
+    batch_size: int
+    """With the data plan it determines the micro-batches."""
+    sequences: tuple[tuple[int, int], ...]
+    """The sequences that were run, as sorted half-open ranges of global indices."""
+    is_checkpoint: bool = False
+    """Saved by an unfinished run for `--resume`; statistics of weights may be missing."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that were run."""
+        return sum(stop - first for first, stop in self.sequences)
+
+    def describe(self) -> str:
+        """Name the shard for messages."""
+        return f"shard {self.index} of {self.count}"

@@ -1,0 +1,165 @@
+"""Run one decoder layer at a time through the model's own forward.
+
+What surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) runs again
+for each layer and micro-batch, which costs little beside a layer. The layers before the chosen one
+do not run: the last of them returns its stored output, earlier ones return NaN. NaN reveals a model
+whose layers read more than the output before them. Only that output is stored between layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fp8calib.calibration.decoder import Decoder, replaced_forward
+from fp8calib.data.sequences import Batch
+from fp8calib.errors import ModelError
+
+NO_STREAMING_HINT = "it cannot be streamed: leave out --memory, or use a larger machine"
+
+
+class LayerState(NamedTuple):
+    """The state of a micro-batch after a layer."""
+
+    output: Any
+    """The output of the layer: a tensor or a tuple of tensors."""
+    shared: dict[str, dict[Any, Any]]
+    """What layers wrote for later ones into a mapping passed to all of them (shared K and V)."""
+
+
+class _LayerIsDone(BaseException):
+    """Ends a forward pass after the layer. It is not an Exception, so that no model handles it."""
+
+
+class LayerSteps:
+    """Runs single layers of a decoder; made by `open_steps`."""
+
+    def __init__(self, decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+        self._decoder = decoder
+        self._originals = [layer.forward for layer in layers]
+        self._names = [f"{type(layer).__name__} (layer {i})" for i, layer in enumerate(layers)]
+        self._chosen = 0
+        self._next = 0
+        self._before: LayerState | None = None
+        self._after: LayerState | None = None
+        self._checks = False
+        self._unknown: tuple[list[Any], Any] = ([], None)
+        """The shapes of an output, and a tree of NaN in these shapes."""
+
+    def run_layer(
+        self,
+        index: int,
+        batch: Batch,
+        cache: Any,
+        before: LayerState | None,
+        *,
+        checks: bool = False,
+    ) -> LayerState:
+        """Run layer `index` on a micro-batch.
+
+        `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
+        the layer reads more than that.
+
+        Raises:
+            ModelError: the model does not run its layers one after another.
+            CalibrationError: out of memory, or the forward pass failed.
+        """
+        self._chosen, self._next, self._checks = index, 0, checks
+        self._before, self._after = before, None
+        with suppress(_LayerIsDone):
+            self._decoder.run(batch, cache)
+        after, self._before, self._after = self._after, None, None
+        if after is None:
+            raise ModelError(
+                f"{self._names[index]}: the model's forward ended without running it",
+                hint=NO_STREAMING_HINT,
+            )
+        return after
+
+    def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
+        """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
+        self._chosen, self._next, self._checks = len(self._originals), 0, False
+        self._before = before
+        hidden = self._decoder.run(batch, cache)
+        self._before = None
+        return hidden
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of layer `index`."""
+        if index != self._next:
+            raise ModelError(
+                f"{self._names[index]} runs instead of layer {self._next}: the model does not "
+                "run each of its layers once, in order",
+                hint=NO_STREAMING_HINT,
+            )
+        self._next += 1
+        before = self._before
+        if before is not None and index < self._chosen:
+            is_last = index == self._chosen - 1
+            return before.output if is_last else self._make_unknown(before.output)
+        if (
+            self._checks
+            and before is not None
+            and _has_nan((args, kwargs))
+            and not _has_nan(before.output)
+        ):
+            raise ModelError(
+                f"{self._names[index]} reads more than the output of the layer before it",
+                hint=NO_STREAMING_HINT,
+            )
+        # what earlier layers wrote into mappings is restored, and what this one writes is kept
+        mappings = {
+            name: value
+            for name, value in (*enumerate(args), *kwargs.items())
+            if isinstance(value, MutableMapping)
+        }
+        shared = {} if before is None else before.shared
+        known = {name: shared.get(str(name), {}) for name in mappings}
+        for name, mapping in mappings.items():
+            mapping.update(known[name])
+        seen = {name: dict(mapping) for name, mapping in mappings.items()}
+        output = self._originals[index](*args, **kwargs)
+        written = {
+            str(name): known[name]
+            | {key: x for key, x in mapping.items() if seen[name].get(key, mapping) is not x}
+            for name, mapping in mappings.items()
+        }
+        kept = {name: values for name, values in written.items() if values}
+        self._after = LayerState(output=output, shared=kept)
+        raise _LayerIsDone
+
+    def _make_unknown(self, output: Any) -> Any:
+        """Give a tree like `output`, filled with NaN."""
+        leaves, spec = pytree.tree_flatten(output)
+        shapes = [
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        if shapes != self._unknown[0]:
+            nans = [torch.full_like(x, torch.nan) if _is_float(x) else x for x in leaves]
+            self._unknown = shapes, nans
+        return pytree.tree_unflatten(self._unknown[1], spec)
+
+
+@contextmanager
+def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerSteps]:
+    """Let `LayerSteps` run the layers while the context is open."""
+    steps = LayerSteps(decoder, layers)
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.enter_context(replaced_forward(layer, partial(steps.forward, index)))
+        yield steps
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _has_nan(tree: Any) -> bool:
+    return any(_is_float(leaf) and bool(leaf.isnan().any()) for leaf in pytree.tree_leaves(tree))

@@ -1,0 +1,428 @@
+"""How a run uses memory, by arithmetic on shapes: the model is held whole, or streamed by layer.
+
+`--memory` is a promise, so the sums may be too large, but not too small: where a number is not
+exact, it is above what torch's allocator took for the families of `tests/zoo.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8calib.calibration.streamed_model import Streaming
+from fp8calib.calibration.streamed_weights import PartLoader, PartSize
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.sequences import Batch, find_distinct_tokens
+from fp8calib.errors import UsageError
+from fp8calib.machine.memory import anonymous_bytes, available_bytes
+from fp8calib.machine.units import GIB, format_gib
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Layer, ModelGeometry
+from fp8calib.model.weight_source import WeightSource
+
+_SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
+_ROUNDED_BYTES = 2**25  # two runs of one command differ by less: --memory by its own error works
+_OWN_SHARE = 0.9  # of the available memory: other programs may grow during the run
+_UNKNOWN_PROCESS_BYTES = 2**29  # interpreter and libraries, if the system does not count them
+_LIVE_COPIES = 4  # tensors of a layer's largest width at once: gate, up, activation, product
+_FLOAT32_BYTES = 4
+GIVEN = "given by --memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run, as far as its memory depends on it."""
+
+    prepared: PreparedModel
+    """The model, without weights, in the dtype that it computes in."""
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: str
+    batches: Sequence[Batch]
+    scratch: Path
+    """The folder of hidden states that do not fit into memory."""
+    sharers: int = 1
+    """Processes that share this machine."""
+    extra: Mapping[str, int] = field(default_factory=dict)
+    """Further bytes, by what needs them."""
+    logits_bytes: int = 0
+    num_models: int = 1
+    """Models that run side by side: a reference and its candidates."""
+    changes_weights: bool = False
+    changes_inputs: bool = False
+    walks: int = 1
+    """How often all layers are read."""
+    least_read_bytes: int = 0
+    always_streams: str = ""
+    """Why the model is streamed even if it fits."""
+
+    @property
+    def config(self) -> Any:
+        """The config of the text decoder."""
+        return self.prepared.model.config.get_text_config(decoder=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """How a model is held in memory while it runs, and what that needs."""
+
+    prepared: PreparedModel
+    """As in `Workload`."""
+    streaming: Streaming | None = None
+    """None: the model is whole."""
+    why: str = ""
+    """Empty where nothing is planned: the model is in memory, or something else places it."""
+    read_bytes: int = 0
+    peak: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of anonymous memory by purpose."""
+    limit_bytes: int = 0
+    device_peak: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on the GPU; empty without one."""
+    scratch_bytes: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the plan as in `--json` and report.json."""
+        if not self.why:
+            return {"streamed": False}
+        scratch = self.streaming.scratch if self.streaming and self.scratch_bytes else None
+        return {
+            "streamed": self.streaming is not None,
+            "why": self.why,
+            "layers": len(self.prepared.geometry.layers),
+            "read_bytes": self.read_bytes,
+            "peak_bytes": sum(self.peak.values()),
+            "peak_parts": dict(self.peak),
+            "memory_limit_bytes": self.limit_bytes,
+            "device_peak_bytes": sum(self.device_peak.values()) or None,
+            "scratch_bytes": self.scratch_bytes,
+            "scratch_folder": None if scratch is None else str(scratch),
+        }
+
+    def describe(self) -> Iterator[str]:
+        """Describe in a few lines how the model will be run."""
+        if self.why:
+            yield self.why
+        if self.streaming is None:
+            return
+        layers, read = len(self.prepared.geometry.layers), format_gib(self.read_bytes)
+        yield f"plan: {layers} layers, {read} to read, peak memory {_describe_peak(self.peak)}"
+        if self.device_peak:
+            yield f"plan: on the GPU {_describe_peak(self.device_peak)}"
+        place = f"{format_gib(self.scratch_bytes)} of hidden states in {self.streaming.scratch}"
+        yield f"plan: scratch disk {place if self.scratch_bytes else 'none'}"
+
+
+def _describe_peak(peak: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.items())
+    return f"{format_gib(sum(peak.values()))} ({parts})"
+
+
+class Limits(NamedTuple):
+    """How much memory a run may use."""
+
+    host_bytes: int
+    """The most that the process may hold, interpreter and libraries included."""
+    host_why: str
+    process_bytes: int
+    """What the process holds already."""
+    device_bytes: int | None = None
+    """Free memory of the GPU; None where the model runs on the CPU."""
+
+
+def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
+    """Measure the available memory, and take the smaller of it and --memory.
+
+    --memory is the limit of each process; `sharers` processes share the machine.
+
+    Raises:
+        UsageError: --memory is not a positive number.
+    """
+    if memory_gib is not None and not 0 < memory_gib * GIB < math.inf:
+        raise UsageError(f"--memory {memory_gib}: must be a number of GiB above 0")
+    free = None if device == "cpu" else int(torch.cuda.mem_get_info(device)[0] * _OWN_SHARE)
+    process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
+    available = process + int(available_bytes() * _OWN_SHARE) // sharers
+    if memory_gib is not None and memory_gib * GIB <= available:
+        return Limits(int(memory_gib * GIB), GIVEN, process, free)
+    return Limits(available, "available", process, free)
+
+
+def plan_memory(
+    work: Workload, limits: Limits, *, cannot_stream: UsageError | None = None
+) -> MemoryPlan:
+    """Hold the model whole where it fits, else plan to stream it.
+
+    Raises:
+        UsageError: it fits neither whole nor streamed, and the message says what is needed; or it
+            does not fit whole, and `cannot_stream` is given.
+    """
+    host, device = {"process": limits.process_bytes + _SLACK_BYTES}, whole_bytes(work)
+    room, where = limits.device_bytes, "free on the GPU"
+    if room is None:
+        host, device = {**host, **device}, {}
+        room, where = limits.host_bytes, limits.host_why
+    needed = sum((device or host).values())
+    numbers = f"{format_gib(needed)}, {format_gib(room)} are {where}"
+    if not work.checkpoint.has_weights:
+        numbers += "; there are no weights: sizes follow from config.json"
+    if needed <= room and not work.always_streams:
+        return MemoryPlan(
+            prepared=work.prepared,
+            why=f"the model is held whole: it needs {numbers}",
+            read_bytes=work.checkpoint.total_size_bytes,
+            peak=host,
+            limit_bytes=limits.host_bytes,
+            device_peak=device,
+        )
+    if cannot_stream is not None:
+        raise cannot_stream
+    return _plan_streamed(
+        work,
+        limits,
+        why=work.always_streams or f"streaming layer by layer: the model needs {numbers}",
+    )
+
+
+def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
+    weights = work.prepared.weights
+    geometry, itemsize = work.prepared.geometry, work.dtype.itemsize
+    loader = PartLoader(weights, work.checkpoint, geometry, dtype=work.dtype, device=work.device)
+    layers = [loader.measure(part) for part in loader.layers()]
+    around = loader.measure(loader.around_layers()).placed
+    embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
+    towers = 0  # they are dropped before the first layer is read
+    if any(batch.media is not None for batch in work.batches):
+        size = loader.measure(loader.towers())
+        towers = max(size.stored, size.placed) + size.step
+    head = 0
+    if work.logits_bytes:
+        lm_head: Any = weights.model.get_output_embeddings()
+        head = sum(parameter.numel() * itemsize for parameter in lm_head.parameters())
+
+    on_gpu = limits.device_bytes is not None
+    held = [size._replace(placed=0) for size in layers] if on_gpu else layers
+    host = {"layers": max(peak_of_layers(held, keep=work.changes_weights), towers)}
+    device = {"layers": max(*(size.placed for size in layers), towers)} if on_gpu else host
+    device = {**device, **working_bytes(work)}
+    # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
+    if (above := head + work.logits_bytes - sum(device.values())) > 0:
+        device["head"] = above
+    device = {"embedding": embedding, "around the layers": around, **device}
+    process = {"process": limits.process_bytes + _SLACK_BYTES}
+    host = {**process, **(host if on_gpu else device)}
+    _check_fits(host, device, limits)
+
+    hidden = hidden_bytes(work)
+    in_ram = min(hidden, limits.host_bytes - sum(host.values()))
+    scratch = (hidden - in_ram) * work.sharers
+    if scratch > (free := shutil.disk_usage(work.scratch).free):
+        raise UsageError(
+            f"{work.scratch}: {format_gib(scratch)} of hidden states have to be stored there, but "
+            f"{format_gib(free)} are free",
+            hint="use fewer --samples, a larger --memory, or another disk",
+        )
+    read = work.walks * (sum(size.stored for size in layers) + head) + embedding + around
+    return MemoryPlan(
+        prepared=work.prepared,
+        streaming=Streaming(
+            dtype=work.dtype, device=work.device, hidden_ram_bytes=in_ram, scratch=work.scratch
+        ),
+        why=why,
+        read_bytes=max(read, work.least_read_bytes),
+        peak={**host, "hidden states": in_ram},
+        limit_bytes=limits.host_bytes,
+        device_peak=device if on_gpu else {},
+        scratch_bytes=hidden - in_ram,
+    )
+
+
+def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limits) -> None:
+    if (needed := sum(host.values())) > limits.host_bytes:
+        advice = "use a machine with more memory"
+        if limits.host_why == GIVEN:
+            smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
+            advice = f"the smallest --memory that works is {smallest:.2f}"
+        raise UsageError(
+            f"even layer by layer the model needs {_describe_peak(host)}, but "
+            f"{format_gib(limits.host_bytes)} are {limits.host_why}",
+            hint=f"{advice}; a smaller --batch-size or --seq-len needs less",
+        )
+    free, needed = limits.device_bytes, sum(device.values())
+    if free is not None and needed > free:
+        raise UsageError(
+            f"even layer by layer the model needs {format_gib(needed)} on the GPU, but "
+            f"{format_gib(free)} are free",
+            hint="use a smaller --batch-size or --seq-len, or --device cpu",
+        )
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def whole_bytes(work: Workload) -> dict[str, int]:
+    """Compute the bytes of a run with the whole model in memory, by what needs them."""
+    model, itemsize = work.prepared.model, work.dtype.itemsize
+    weights = sum(
+        tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
+        for tensor in (*model.parameters(), *model.buffers())
+    )
+    inside = working_bytes(work)
+    if work.changes_weights:  # the states of a group of batches wait for the head
+        inside["hidden states"] = min(weights // 6, hidden_bytes(work))
+    if work.logits_bytes:
+        inside["logits"] = work.logits_bytes
+    # Loading ends before the first batch: only what it needs beyond the batches counts.
+    loading = loading_bytes(work.prepared.geometry, work.prepared.weights, itemsize)
+    if (above := loading - sum(inside.values())) > 0:
+        inside["loading"] = above
+    return {"weights": weights, **inside}
+
+
+def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int) -> int:
+    """Compute the temporary bytes of transformers while it loads a whole model.
+
+    These are the largest tensor, which it casts, and a second copy of all experts that it joins:
+    it reads their tensors ahead in threads (a model of experts alone took twice its weights).
+    """
+    largest = joined = 0
+    for _, linear in geometry.linears():
+        size_bytes = linear.in_features * linear.out_features * itemsize
+        largest = max(largest, size_bytes)
+        if len(weights.tensor_names([linear.weight_name])) > 1:
+            joined += size_bytes * max(linear.num_experts, 1)
+    return largest + joined
+
+
+def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
+    """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
+
+    With `keep` a layer's stored tensors stay in memory too, to restore changed weights.
+    """
+    peak = 0
+    for layer, ahead in zip(layers, [*(each.stored for each in layers[1:]), 0], strict=True):
+        kept = layer.stored if keep else 0
+        making = max(layer.stored, layer.placed + kept) + layer.step
+        peak = max(peak, making, layer.placed + kept + ahead)
+    return peak
+
+
+def _find(config: Any, *names: str, otherwise: int = 0) -> int:
+    """Give the first of these settings that a config has."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), otherwise)
+
+
+def working_bytes(work: Workload) -> dict[str, int]:
+    """Compute the bytes of a run besides weights, hidden states and logits."""
+    sizes = {"micro-batch": batch_bytes(work), **work.extra}
+    if work.changes_weights:  # the largest one is quantized and measured (of experts: one)
+        linears = work.prepared.geometry.linears()
+        largest = max((x.in_features * x.out_features for _, x in linears), default=0)
+        sizes["changed weights"] = largest * _FLOAT32_BYTES * _LIVE_COPIES
+    return sizes
+
+
+def hidden_bytes(work: Workload) -> int:
+    """Compute the bytes that wait between layers, and of the embeddings of rows with media."""
+    config, geometry = work.config, work.prepared.geometry
+    owners = geometry.owners()
+    read = {each.producer for _, each in geometry.attentions() if each.producer is not None}
+    shared = sum(owners[index].kv_elements_per_token for index in read)
+    state = int(config.hidden_size) * _num_streams(config) + shared
+    # Models older than transformers' attention interface return the scores with the output.
+    is_old = not work.prepared.model._supports_attention_backend
+    scores = _num_scored_heads(work) if is_old and config._attn_implementation == "eager" else 0
+    elements = 0
+    for batch in work.batches:
+        tokens = batch.input_ids.numel()
+        elements += tokens * (state + scores * batch.input_ids.shape[1]) * work.num_models
+        elements += 0 if batch.media is None else tokens * int(config.hidden_size)
+    return elements * work.dtype.itemsize
+
+
+def _num_streams(config: Any) -> int:
+    """Count the residual streams side by side (gemma3n's AltUp, hyper-connections)."""
+    return _find(config, "altup_num_inputs", "hc_mult", otherwise=1)
+
+
+def _num_scored_heads(work: Workload) -> int:
+    """Count the heads whose scores are all in memory: none in a fused kernel."""
+    attentions = [attention for _, attention in work.prepared.geometry.attentions()]
+    is_fused = work.config._attn_implementation != "eager" and all(
+        each.k_head_dim == each.v_head_dim for each in attentions
+    )
+    return 0 if is_fused else max((each.num_heads for each in attentions), default=0)
+
+
+def batch_bytes(work: Workload) -> int:
+    """Compute the bytes of the largest micro-batch inside the layer that needs most."""
+    config, itemsize = work.config, work.dtype.itemsize
+    copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
+    if work.changes_inputs:
+        copies += _LIVE_COPIES * _FLOAT32_BYTES
+    widest = max(_layer_width(layer, config) for layer in work.prepared.geometry.layers)
+    streams = int(config.hidden_size) * _num_streams(config)
+    per_token = widest * copies + streams * (_LIVE_COPIES + 2) * itemsize
+    heads = _num_scored_heads(work)
+    per_pair = 1 + itemsize + heads * (_LIVE_COPIES * itemsize + _FLOAT32_BYTES)
+    largest = 0
+    for rows, columns in {tuple(batch.input_ids.shape) for batch in work.batches}:
+        row_bytes = columns * per_token
+        if heads or _makes_mask(work, columns):
+            row_bytes += columns**2 * per_pair
+        if work.device == "cpu":
+            row_bytes += _scan_bytes(config, columns)
+        largest = max(largest, rows * row_bytes)
+    return largest
+
+
+def _layer_width(layer: Layer, config: Any) -> int:
+    """Give the elements of a token in the largest tensors of a layer."""
+    used = _find(
+        *(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"),
+        otherwise=8,
+    )
+    attention = layer.attention
+    cached = 0 if attention is None else attention.k_head_dim + attention.v_head_dim
+    heads = 0 if attention is None else attention.num_heads
+    # All experts of a token, and those that all tokens share, run between one gather and one sum.
+    experts = sum(
+        each.out_features * (min(used, each.num_experts) if each.num_experts else 1)
+        for each in layer.linears
+        if each.section == "mlp" and any(other.num_experts for other in layer.linears)
+    )
+    linears = (max(each.in_features, each.out_features) for each in layer.linears)
+    return max(heads * cached, experts, *linears)
+
+
+def _makes_mask(work: Workload, columns: int) -> bool:
+    """Whether transformers builds a mask; kernels need none for plain causal attention."""
+    config = work.config
+    attentions = (attention for _, attention in work.prepared.geometry.attentions())
+    windows = [getattr(config, "attention_chunk_size", None)]
+    windows += [each.sliding_window for each in attentions]
+    is_cut = any(window is not None and window <= columns for window in windows)
+    is_padded = any(batch.mask is not None for batch in work.batches)
+    # With ALiBi in the config (falcon) transformers always builds a mask, used or not.
+    return is_padded or is_cut or hasattr(config, "alibi")
+
+
+def _scan_bytes(config: Any, columns: int) -> int:
+    """Compute the bytes that linear attention or Mamba takes for a row without its GPU kernels.
+
+    Each head compares the tokens of a chunk with one another; the oldest form has no chunks.
+    """
+    chunk = _find(config, "mamba_chunk_size", "chunk_size", otherwise=64)  # 64: delta rule
+    mamba = _find(config, "mamba_n_heads", "mamba_num_heads") * chunk
+    selective = _find(config, "mamba_d_state") * _find(config, "mamba_expand") * config.hidden_size
+    delta = _find(config, "linear_num_value_heads") * chunk
+    by_channel = _find(config, "linear_num_heads") * _find(config, "linear_head_dim") * chunk
+    elements = max(mamba or selective, delta, by_channel)
+    padded = math.ceil(columns / chunk) * chunk
+    return int(padded * elements) * _FLOAT32_BYTES * _LIVE_COPIES

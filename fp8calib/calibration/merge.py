@@ -1,0 +1,138 @@
+"""Merge the shards of a calibration: maxima and sums, exact in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from fp8calib.calibration.calibration_origin import explain_difference
+from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
+from fp8calib.calibration.header import StatsHeader, StatsShard
+from fp8calib.calibration.statistic import merge_sites
+from fp8calib.errors import ModelError
+
+
+def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
+    """Merge all shards of one run, in any order: the result is that of the unsharded run.
+
+    Args:
+        named: each shard's statistics with its name in messages.
+
+    Raises:
+        ModelError: the shards are of different runs, one is given twice, or one is missing.
+    """
+    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
+    if not found:
+        raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
+    found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
+    first_name, first, first_shard = found[0]
+    for name, stats, shard in found[1:]:
+        difference = ""
+        if why := explain_other_run(first.header, stats.header):
+            difference = f"{name} and {first_name} are of different runs: {why}"
+        elif shard.count != first_shard.count:
+            difference = (
+                f"{first_name} is {first_shard.describe()}, but {name} is {shard.describe()}"
+            )
+        elif shard.batch_size != first_shard.batch_size:
+            difference = (
+                f"{first_name} was run with --batch-size {first_shard.batch_size}, but {name} with "
+                f"{shard.batch_size}: the shards depend on it"
+            )
+        if difference:
+            raise ModelError(difference, hint="the runs of all shards must differ only in --shard")
+    _check_complete([(name, shard) for name, _, shard in found], first.header)
+    others = [stats.header.skipped for _, stats, _ in found[1:]]
+    skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
+    return replace(
+        first,
+        header=first.header.model_copy(update={"skipped": skipped}),
+        sites=merge_sites(stats.sites for _, stats in named),
+        shard=None,
+    )
+
+
+def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
+    if stats.shard is None:
+        raise ModelError(
+            f"{name} is not a shard: it holds the statistics of a whole run",
+            hint="leave it out; `fp8calib calibrate --shard I/N` writes shards",
+        )
+    if stats.shard.is_checkpoint:
+        raise ModelError(
+            f"{name} is the checkpoint of an interrupted run, not a finished shard",
+            hint="finish that run first: repeat its command with --resume",
+        )
+    return stats.shard
+
+
+def _check_complete(named: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
+    """Refuse shards, in the order of their index, if one is missing or given twice."""
+    for (name, shard), (other, following) in pairwise(named):
+        if shard.index == following.index:
+            raise ModelError(
+                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
+            )
+    count = named[0][1].count
+    missing = sorted({*range(1, count + 1)} - {shard.index for _, shard in named})
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        what = (
+            f"shard {numbers} of {count} is"
+            if len(missing) == 1
+            else f"shards {numbers} of {count} are"
+        )
+        raise ModelError(
+            f"{what} missing",
+            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
+        )
+    joined = join_ranges([each for _, shard in named for each in shard.sequences])
+    if joined != ((0, header.num_sequences),):
+        raise ModelError(
+            f"{', '.join(name for name, _ in named)}: together they do not hold all "
+            f"{header.num_sequences} sequences",
+            hint="name the files of finished runs, not the checkpoints of interrupted ones",
+        )
+
+
+def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
+    """Explain how two runs differ; empty if they are the same.
+
+    Skipped sites, and the file names of equal data, are not compared.
+    """
+    return "; ".join(_differences(header, other))
+
+
+def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
+    both = header, other
+    if header.schema_version != other.schema_version:
+        yield "statistics of different versions of this tool"
+    if header.model_fingerprint != other.model_fingerprint:
+        models = header.model_fingerprint, other.model_fingerprint
+        yield f"different model ({explain_difference(*models, between=', and ')})"
+    elif header.geometry != other.geometry:
+        yield "different geometry of the same model"
+    if header.data_fingerprint != other.data_fingerprint:
+        texts = (
+            f"{each.num_tokens} tokens in {each.num_sequences} sequences of "
+            f"{', '.join(each.data_sources)}, {each.data_fingerprint[:8]}"
+            for each in both
+        )
+        yield f"different data ({', and '.join(texts)})"
+    recipes = [f"{each.recipe_name} {each.recipe_hash[:8]}" for each in both]
+    if (header.recipe_name, header.recipe_hash) != (other.recipe_name, other.recipe_hash):
+        yield f"different recipe ({', and '.join(recipes)})"
+    values: dict[str, list[object]] = {
+        "dtype": [each.compute_dtype for each in both],
+        "engine": [each.engine or "transformers" for each in both],
+        **{
+            f"version of {name}": [each.versions.get(name, "none") for each in both]
+            for name in sorted({*header.versions, *other.versions})
+        },
+        "histogram_sequences": [each.histogram_sequences for each in both],
+        "input_histogram_tokens": [each.input_histogram_tokens for each in both],
+    }
+    for name, (own, others) in values.items():
+        if own != others:
+            yield f"different {name} ({own}, and {others})"

@@ -1,0 +1,313 @@
+"""Record what the hooks show: the running statistics of every site, batch by batch.
+
+They stay on the device of the observed tensors. Only `find_nonfinite` and `stats` wait for a
+device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.reductions import (
+    Reductions,
+    join_parts,
+    observe_expert_down,
+    observe_expert_input,
+    observe_heads,
+    observe_input,
+)
+from fp8calib.calibration.statistic import COUNTS, LENGTHS, SiteStats
+from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
+from fp8calib.numerics.histogram import count_bins_of_each
+
+_REMEMBERED_INPUTS = 4
+_MOST_WAITING = 2**23
+"""How many values wait on a GPU to be reduced together."""
+
+_Update = tuple[bool, torch.Tensor, torch.Tensor]
+"""Whether it is a count, the running tensor, and the tensor that is added or joined to it."""
+
+
+class LayerWork(Protocol):
+    """Work on each layer with the inputs of its linears, beside the statistics.
+
+    It must not change the inputs.
+    """
+
+    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
+        """Receive the input of a linear: [..., C]."""
+
+    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
+        """Receive the input of gate and up: [N, C]."""
+
+    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:
+        """Receive the input of down, its rows sorted by expert: [N * K, C]."""
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Finish a layer that all batches have run through."""
+
+    def forget(self) -> None:
+        """Drop all inputs that were received: the run starts again."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """The running statistics of one site, on the device of its tensors."""
+
+    count: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Recorder:
+    """Receives the hooked tensors and changes none (`TensorHooks`).
+
+    Batches that end are counted fully, others not at all.
+    """
+
+    def __init__(self, num_sequences: int, work: LayerWork | None = None) -> None:
+        """Record a run of so many sequences, which may show only some of them.
+
+        `work` also gets the inputs of linears.
+        """
+        self.num_sequences = num_sequences
+        self._work = work
+        self._batch: BatchView | None = None
+        self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
+        """The last inputs with their versions: the next linear may read the same tensor."""
+        self._pending: list[tuple[Site, Reductions]] = []
+        self._waiting: dict[int, Reductions] = {}
+        """Those whose histogram is not counted or whose parts are not joined, by identity."""
+        self._num_waiting = 0
+        self.is_settled = True
+        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._running: defaultdict[Site, _Running] = defaultdict(_Running)
+        self._sequences: list[tuple[int, int]] = []
+        self._unchecked: dict[Site, None] = {}
+        """The sites since the last look for NaN, in execution order."""
+        self._unchecked_batches: list[tuple[int, int]] = []
+
+    @property
+    def batch(self) -> BatchView:
+        """The batch being observed."""
+        if self._batch is None:
+            msg = "no batch is open"
+            raise RuntimeError(msg)
+        return self._batch
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences of all batches that count, as half-open ranges in order."""
+        return tuple(self._sequences)
+
+    @property
+    def num_unchecked(self) -> int:
+        """The number of batches since the last look for NaN."""
+        return len(self._unchecked_batches)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def on_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record K and V per head."""
+        for role, x in ((Role.K, key), (Role.V, value)):
+            seen = observe_heads(self.batch, role, x, attention.num_kv_heads)
+            self.record(attention.site(role), seen)
+        return key, value
+
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Record q per head."""
+        seen = observe_heads(self.batch, Role.Q, query, query.shape[1])
+        self.record(attention.site(Role.Q), seen)
+        return query
+
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Record the input of a linear per channel."""
+        self.record_input(Site(linear.module, Role.INPUT), x)
+        if self._work is not None:
+            self._work.on_input(self.batch, linear, x)
+        return x
+
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Record the input of gate and up per channel and per expert."""
+        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
+        sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
+        seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
+        for site in sites:
+            self.record(site, seen)
+        if self._work is not None:
+            self._work.on_expert_input(self.batch, call, hidden)
+        return hidden
+
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Record the input of down per channel and per expert."""
+        seen = observe_expert_down(self.batch, call, rows)
+        self.record(Site(f"{call.path}.down_proj", Role.INPUT), seen)
+        if self._work is not None:
+            self._work.on_expert_down(self.batch, call, rows)
+        return rows
+
+    def record_input(self, site: Site, x: torch.Tensor) -> None:
+        """Observe the input of a linear, once for all linears that read the same tensor."""
+        for tensor, version, seen in self._inputs:
+            if tensor is x and version == x._version:
+                self.record(site, seen)
+                return
+        seen = observe_input(self.batch, site, x)
+        self.record(site, seen)
+        self._inputs.append((x, x._version, seen))
+        del self._inputs[:-_REMEMBERED_INPUTS]
+
+    def record(self, site: Site, seen: Reductions) -> None:
+        """Add what was observed at a site to the open batch."""
+        self._pending.append((site, seen))
+        if id(seen) in self._waiting:
+            return
+        self._waiting[id(seen)] = seen
+        self._num_waiting += sum(part.numel() for part in seen.parts)
+        if seen.sampled is not None and seen.sampled.device.type == "cpu":
+            _count_sampled([seen])  # many tensors at once are no faster there
+        elif seen.sampled is not None:
+            self._num_waiting += seen.sampled.numel()
+        if self._num_waiting >= _MOST_WAITING:
+            self._reduce_waiting()
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: BatchView) -> None:
+        """Open a batch; one that has not ended is discarded.
+
+        Raises:
+            ValueError: its sequences are not among those of the run.
+        """
+        if batch.first + batch.shape[0] > self.num_sequences:
+            msg = f"sequence {batch.first} of a run of {self.num_sequences}"
+            raise ValueError(msg)
+        self._drop_batch()
+        self._batch = batch
+
+    def end_batch(self) -> None:
+        """Close the batch and add its observations to the running statistics."""
+        self._reduce_waiting()
+        sequences = self.batch.first, self.batch.first + self.batch.shape[0]
+        self.is_settled = False
+        _apply(update for site, seen in self._pending for update in self._update(site, seen))
+        self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
+        self._unchecked_batches.append(sequences)
+        self._sequences.append(sequences)
+        self.is_settled = True
+        self._drop_batch()
+
+    def forget(self) -> None:
+        """Drop all statistics."""
+        self._drop_batch()
+        self._begin_run()
+
+    def _drop_batch(self) -> None:
+        self._batch = None
+        self._pending.clear()
+        self._waiting.clear()
+        self._num_waiting = 0
+        self._inputs.clear()
+
+    def _reduce_waiting(self) -> None:
+        """Count histograms and join parts, of many tensors in a kernel."""
+        _count_sampled(self._waiting.values())
+        groups = defaultdict[tuple[object, ...], list[Reductions]](list)
+        for seen in self._waiting.values():
+            if seen.parts:
+                shape = len(seen.parts), *seen.parts[0].shape
+                is_single = shape[:2] == (1, 1)
+                groups[seen.parts[0].device, () if is_single else shape].append(seen)
+        for group in groups.values():
+            join_parts(group)
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
+        """Give the updates that add a tensor of the batch to the running statistics."""
+        running = self._running[site]
+        running.count += seen.num_tokens
+        for name, new in seen.tensors.items():
+            of_run = name == "sequences"
+            if name not in running.tensors:
+                length = self.num_sequences if of_run else LENGTHS.get(name)
+                shape = new.shape if length is None else (length,)
+                running.tensors[name] = new.new_zeros(shape)
+            start = self.batch.first if of_run else 0
+            yield name in COUNTS, running.tensors[name][start : start + len(new)], new
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def find_nonfinite(self) -> tuple[Site, int] | None:
+        """Find NaN or inf in the batches since the last call; waits for devices.
+
+        Returns:
+            The first site in execution order, and the sequence: the first of the batches where the
+            site does not tell.
+        """
+        batches, self._unchecked_batches = self._unchecked_batches, []
+        sites, self._unchecked = self._unchecked, {}
+        if not batches:
+            return None
+        first = min(start for start, _ in batches)
+        seen = slice(first, max(stop for _, stop in batches))
+        by_device = defaultdict[torch.device, list[torch.Tensor]](list)
+        found: dict[Site, torch.Tensor] = {}
+        for site in sites:
+            tensors = self._running[site].tensors
+            found[site] = tensors["sequences"][seen] if "sequences" in tensors else tensors["amax"]
+            by_device[found[site].device].append(found[site])
+        if all(bool(torch.cat(each).isfinite().all()) for each in by_device.values()):
+            return None
+        site = next(site for site in sites if not bool(found[site].isfinite().all()))
+        place = int((~found[site].isfinite()).nonzero()[0])
+        return site, first + (place if "sequences" in self._running[site].tensors else 0)
+
+    def stats(self) -> dict[Site, SiteStats]:
+        """Give all statistics, on the CPU."""
+        return {
+            site: SiteStats(
+                count=running.count,
+                tensors={name: tensor.cpu() for name, tensor in running.tensors.items()},
+            )
+            for site, running in self._running.items()
+        }
+
+
+def _count_sampled(waiting: Iterable[Reductions]) -> None:
+    groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
+    for seen in waiting:
+        if seen.sampled is not None:
+            groups[seen.sampled.device, seen.sampled.dtype].append(seen)
+    for group in groups.values():
+        sampled = [seen.sampled for seen in group if seen.sampled is not None]
+        for seen, histogram in zip(group, count_bins_of_each(sampled), strict=True):
+            seen.tensors["histogram"] = histogram
+            seen.sampled = None
+
+
+def _apply(updates: Iterable[_Update]) -> None:
+    """Add or join tensors to running ones, many in one kernel; no two of a kernel to the same."""
+    groups = defaultdict[tuple[int, bool, torch.device], tuple[list[torch.Tensor], ...]](
+        lambda: ([], [])
+    )
+    earlier = Counter[int]()
+    for is_count, running, new in updates:
+        place = running.data_ptr()
+        runnings, news = groups[earlier[place], is_count, running.device]
+        runnings.append(running)
+        news.append(new.to(running.device))
+        earlier[place] += 1
+    for (_, is_count, _), (runnings, news) in groups.items():
+        (torch._foreach_add_ if is_count else torch._foreach_maximum_)(runnings, news)

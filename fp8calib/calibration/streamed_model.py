@@ -1,0 +1,259 @@
+"""A model whose decoder layers are loaded one after another, each from one read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fp8calib.calibration.decoder import Decoder, DecoderCall
+from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
+from fp8calib.calibration.hidden_states import HiddenStateStore
+from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerSteps, open_steps
+from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader, set_tensor
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.sequences import Batch
+from fp8calib.errors import ModelError
+from fp8calib.machine.allocator import keep_freed_memory
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.shapes import Layer
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """How a model is streamed: dtype, device, and where hidden states are stored."""
+
+    dtype: torch.dtype
+    device: str
+    hidden_ram_bytes: int
+    """Hidden states beyond this are stored in a file."""
+    scratch: Path
+    """The folder of that file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedLayer:
+    """A decoder layer whose tensors have been read."""
+
+    layer: Layer
+    part: ModelPart
+    held: HeldTensors
+    weights: WeightSource
+    """Reads its parameters from `held`."""
+
+
+class StreamedModel:
+    """A model whose layers are loaded and dropped in turn; made by `open_streamed`.
+
+    Attributes:
+        prepared: the model, with weights only in the parts that are loaded.
+        model: the model itself.
+        geometry: its geometry.
+        checkpoint: where they are read.
+        device: the device it computes on.
+        embeddings: the rows of embeddings in memory, by the name of the weight.
+        begin_next: begins to read the next layer, if the current one will not be placed.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        loader: PartLoader,
+        streaming: Streaming,
+        embeddings: Mapping[str, EmbeddingRows],
+    ) -> None:
+        self.prepared = prepared
+        self.model, self.geometry = prepared.model, prepared.geometry
+        self.checkpoint = loader.checkpoint
+        self.device = torch.device(streaming.device)
+        self.embeddings = embeddings
+        self.begin_next: Callable[[], None] = lambda: None
+        self._streaming = streaming
+        self._loader = loader
+        self._parts = loader.layers()
+
+    def open_hidden_states(self) -> HiddenStateStore:
+        """Open the store of the hidden states between two layers."""
+        return HiddenStateStore(
+            ram_limit_bytes=self._streaming.hidden_ram_bytes, folder=self._streaming.scratch
+        )
+
+    @contextmanager
+    def layers(self) -> Iterator[Iterator[StreamedLayer]]:
+        """Iterate over the layers; each is read ahead, in a thread.
+
+        The next one is read from `placed` or `begin_next` on: two are in memory at a time.
+        """
+        layers = list(zip(self.geometry.layers, self._parts, strict=True))
+        unread = iter(layers)
+        reading: deque[Future[StreamedLayer]] = deque()
+
+        def read(layer: Layer, part: ModelPart) -> StreamedLayer:
+            held = self._loader.read(part)
+            weights = self._loader.weights.reading_from(held)
+            return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+
+        def begin_next() -> None:
+            if not reading and (following := next(unread, None)) is not None:
+                reading.append(pool.submit(read, *following))
+
+        def finished() -> Iterator[StreamedLayer]:
+            for _ in layers:
+                begin_next()
+                yield reading.popleft().result()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+            self.begin_next = begin_next
+            yield finished()
+
+    @contextmanager
+    def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
+        """Put a layer's weights into the model while the context is open.
+
+        With `keep` the tensors that were read stay in memory too, to restore changed weights.
+        """
+        self._loader.place(layer.part, layer.held, keep=keep)
+        self.begin_next()
+        try:
+            yield
+        finally:
+            self._loader.drop(layer.part)
+
+    @contextmanager
+    def placed_towers(self) -> Iterator[None]:
+        """Put the weights of what runs before the decoder into the model."""
+        towers = self._loader.towers()
+        self._loader.place(towers, self._loader.read(towers))
+        try:
+            yield
+        finally:
+            self._loader.drop(towers)
+
+    @contextmanager
+    def steps(
+        self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
+    ) -> Iterator[LayerSteps]:
+        """Let single layers run on batches; the towers run once, on the rows with media.
+
+        What they give is stored beside the hidden states.
+
+        Raises:
+            CalibrationError: a tower failed, or there is no space for what it gives.
+        """
+        with ExitStack() as stack:
+            if any(batch.media is not None for batch in batches):
+                with self.placed_towers():
+                    find_call = store_calls(decoder, store, batches)
+                stack.callback(setattr, decoder, "find_call", decoder.find_call)
+                decoder.find_call = find_call
+            modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
+            yield stack.enter_context(open_steps(decoder, modules))
+
+    @contextmanager
+    def load_head_on_demand(self) -> Iterator[None]:
+        """Load each module outside the text decoder when it first runs.
+
+        All are dropped when the context closes. What does not run (a vision tower) is not read.
+        """
+        inside = set(find_text_decoder(self.model)[1].modules())
+
+        def load(name: str, module: nn.Module, *_: object) -> None:
+            own = dict(module.named_parameters(recurse=False))
+            if any(parameter.is_meta for parameter in own.values()):
+                part = self._loader.part({f"{name}.{leaf}" for leaf in own}.__contains__)
+                self._loader.place(part, self._loader.read(part))
+                stack.callback(self._loader.drop, part)
+
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                    handle = module.register_forward_pre_hook(partial(load, name))
+                    stack.callback(handle.remove)
+            yield
+
+
+@contextmanager
+def open_streamed(
+    prepared: PreparedModel, checkpoint: Checkpoint, tokens: torch.Tensor, streaming: Streaming
+) -> Iterator[StreamedModel]:
+    """Prepare a model that was built without weights for streaming.
+
+    It is built in the dtype it computes in. Only the embeddings of `tokens` are read.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or the model cannot be streamed.
+    """
+    keep_freed_memory()
+    weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
+    loader = PartLoader(weights, checkpoint, prepared.geometry, dtype=dtype, device=device)
+    _compute_buffers(prepared.model, loader)
+    around = loader.around_layers()
+    with open_embeddings(weights, tokens, dtype=dtype, device=device) as embeddings:
+        loader.place(around, loader.read(around))
+        yield StreamedModel(prepared, loader, streaming, embeddings)
+
+
+def store_calls(
+    decoder: Decoder,
+    store: HiddenStateStore,
+    batches: Sequence[Batch],
+    *,
+    number: int = 0,
+) -> Callable[[Batch], DecoderCall]:
+    """Store the arguments of the decoder for each row with media, and give what finds them.
+
+    `number` tells the arguments of several models apart.
+    """
+    for batch in batches:
+        if batch.media is not None:
+            store.put(("call", number, batch.first), decoder.prepare(batch))
+
+    def find(batch: Batch) -> DecoderCall:
+        call: DecoderCall = store.get(("call", number, batch.first), decoder.device)
+        return call
+
+    return find
+
+
+def _compute_buffers(model: PreTrainedModel, loader: PartLoader) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
+
+    transformers computes them where it initialises weights, which does nothing to weights without
+    memory. It runs twice on different values: a buffer that keeps them is not computed there.
+    """
+    names = [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.is_meta and not loader.is_stored(name)
+    ]
+    if not names:
+        return  # computed when the model was opened before
+
+    def compute(fill: int) -> dict[str, torch.Tensor]:
+        for name in names:
+            set_tensor(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+        return {name: model.get_buffer(name).clone() for name in names}
+
+    first, second = compute(0), compute(1)
+    path = find_text_decoder(model)[0]
+    for name in names:
+        is_run = name.startswith(f"{path}." if path else "")
+        if is_run and not torch.equal(first[name], second[name]):
+            raise ModelError(
+                f"{type(model).__name__}: the buffer {name} is neither stored nor computed",
+                hint=NO_STREAMING_HINT,
+            )
+        set_tensor(model, name, second[name].to(loader.device))

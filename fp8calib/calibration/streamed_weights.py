@@ -1,0 +1,238 @@
+"""The weights of a model part by part: read ahead from the shards, placed, and dropped again.
+
+A part is a decoder layer, or what is outside the layers. Parameters get the dtype and the layout
+in which transformers itself loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+
+from fp8calib.calibration.embeddings import embeddings_by_row
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.machine.allocator import return_freed_memory
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error, tied_names
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
+
+
+class HeldTensors:
+    """A checkpoint with some tensors in memory; all other tensors are read on request.
+
+    With a dtype, tensors are cast: transformers casts them before it joins them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        held: dict[str, torch.Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.folder = checkpoint.folder
+        self.tensors = checkpoint.tensors
+        self.held = held
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """Give a whole tensor; one in memory is not copied."""
+        held = self.held.get(name)
+        return (self._checkpoint.read(name) if held is None else held).to(self._dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Give rows of the leading dimension; rows of a tensor in memory are not copied."""
+        if (held := self.held.get(name)) is not None:
+            return held[start:stop].to(self._dtype)
+        return self._checkpoint.read_rows(name, start, stop).to(self._dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """Parameters that are loaded together."""
+
+    wanted: Mapping[str, str]
+    """Name in the model -> the parameter it is loaded from: itself, or the one it is tied to."""
+    tensors: tuple[str, ...]
+    """The tensors of the checkpoint that it needs, in the order of the files."""
+
+
+class PartSize(NamedTuple):
+    """Bytes of a part's weights."""
+
+    stored: int
+    """As stored in the shards."""
+    placed: int
+    """As placed in the model."""
+    step: int
+    """Temporary bytes of making one parameter (casting, joining of experts)."""
+
+
+class PartLoader:
+    """Loads parts of a model that was built without weights, and drops them again."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        checkpoint: Checkpoint,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self.weights = weights
+        self.checkpoint = checkpoint
+        self.device = device
+        self._geometry = geometry
+        self._model = weights.model
+        self._known = self._model.state_dict(keep_vars=True)
+        self._maker = {made: key for key, group in weights.parameters.items() for made in group}
+        self._tied = tied_names(self._model)
+        # the dtypes of parameters that transformers loads in another one than the model's
+        self._dtypes: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
+        self._globs: Any = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
+        """Collect the parameters and stored buffers whose names are wanted.
+
+        Raises:
+            ModelError: the checkpoint lacks one, or has another shape for it.
+        """
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        wanted, missing = dict[str, str](), list[str]()
+        for name in filter(is_wanted, self._known):
+            tied = (name, *self._tied.get(name, ()))
+            parameter = next((each for each in tied if self.is_stored(each)), None)
+            if parameter is not None and (name not in buffers or self.is_stored(name)):
+                wanted[name] = parameter
+            elif name not in buffers:
+                missing.append(name)
+        if missing:
+            raise missing_error(self.checkpoint.folder, sorted(missing))
+        for name, parameter in wanted.items():
+            if (tensor := self.weights.single_tensors.get(parameter)) is not None:
+                self._require_shape(name, self.checkpoint.tensors[tensor].shape)
+        made_from = self.weights.tensor_names({self._maker[each] for each in wanted.values()})
+        tensors = tuple(name for name in self.checkpoint.tensors if name in made_from)
+        return ModelPart(wanted=wanted, tensors=tensors)
+
+    def layers(self) -> list[ModelPart]:
+        """Gather the parameters of each decoder layer."""
+        paths = [f"{layer.module}." for layer in self._geometry.layers]
+        return [self.part(lambda name, path=path: name.startswith(path)) for path in paths]  # type: ignore[misc]
+
+    def around_layers(self) -> ModelPart:
+        """Gather the text decoder's parameters outside its layers.
+
+        Embeddings that are read by row are left out.
+        """
+        path, _ = find_text_decoder(self._model)
+        inside = tuple(f"{layer.module}." for layer in self._geometry.layers)
+        embeddings = {f"{name}.weight" for name in embeddings_by_row(self.weights)}
+        return self.part(
+            lambda name: (
+                name.startswith(f"{path}." if path else "")
+                and not name.startswith(inside)
+                and name not in embeddings
+            )
+        )
+
+    def towers(self) -> ModelPart:
+        """Gather the parameters outside the text decoder, but those of the lm_head."""
+        runs = is_run(self._model)
+        return self.part(lambda name: not runs(name))
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the checkpoint holds this parameter or buffer."""
+        return name in self._maker
+
+    def measure(self, part: ModelPart) -> PartSize:
+        """Compute the bytes of a part from the shapes of its tensors."""
+        placed, steps = 0, dict[str, int]()
+        for name, parameter in part.wanted.items():
+            key = self._maker[parameter]
+            size_bytes = self._known[name].numel() * self._target(name).itemsize
+            placed += size_bytes
+            stored = self.weights.tensor_names([key])
+            # joining makes two copies (stacks, and gate beside up), casting one
+            is_cast = any(self.checkpoint.dtype(each) != self._target(name) for each in stored)
+            copies = 2 if len(stored) > 1 else int(is_cast)
+            steps[key] = steps.get(key, 0) + size_bytes * copies
+        bytes_stored = sum(self.checkpoint.tensors[name].size_bytes for name in part.tensors)
+        return PartSize(stored=bytes_stored, placed=placed, step=max(steps.values(), default=0))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def read(self, part: ModelPart) -> HeldTensors:
+        """Read the tensors of a part as stored."""
+        held = {name: self.checkpoint.read(name) for name in part.tensors}
+        return HeldTensors(self.checkpoint, held)
+
+    def place(self, part: ModelPart, tensors: HeldTensors, *, keep: bool = False) -> None:
+        """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
+
+        Raises:
+            ModelError: a joined weight does not have the shape the config states.
+        """
+        by_key: dict[str, list[str]] = {}
+        for name, parameter in part.wanted.items():
+            by_key.setdefault(self._maker[parameter], []).append(name)
+        for key, names in by_key.items():
+            cast = HeldTensors(self.checkpoint, tensors.held, self._target(names[0]))
+            made = self.weights.reading_from(cast).read_all(key)
+            stored = self.weights.tensor_names([key])
+            for name in () if keep else stored:
+                tensors.held.pop(name, None)
+            for name in names:
+                tensor = made[part.wanted[name]].to(self._target(name))
+                self._require_shape(name, tensor.shape)
+                set_tensor(self._model, name, tensor.to(self.device))
+            rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+            for name in stored if self.device == "cpu" else ():
+                held = tensors.held.get(name)
+                if held is not None and held.untyped_storage().data_ptr() in rooms:
+                    tensors.held[name] = held.clone()  # the model's may be changed in place
+
+    def drop(self, part: ModelPart) -> None:
+        """Drop a part and return its memory to the system."""
+        for name in part.wanted:
+            set_tensor(self._model, name, self._known[name])
+        return_freed_memory()
+
+    def _target(self, name: str) -> torch.dtype:
+        """Give the dtype that transformers loads a parameter in."""
+        if self._globs is not None:
+            alternation, glob_of, _ = self._globs
+            if (match := alternation.search(name)) is not None:
+                return self._dtypes[glob_of[str(match.lastgroup)]]
+        found: torch.dtype = self._known[name].dtype
+        return found
+
+    def _require_shape(self, name: str, found: torch.Size | tuple[int, ...]) -> None:
+        expected = self._known[name].shape
+        if tuple(found) != tuple(expected):
+            raise mismatch_error(self.checkpoint.folder, name, found, expected)
+
+
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter or buffer of a model.
+
+    Parameters require gradients, as in a whole model. Without, torch 2.13 multiplies with another
+    kernel where the input is transposed (`should_fold`), which rounds differently.
+    """
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    elif isinstance(value, nn.Parameter):
+        module._parameters[leaf] = value
+    else:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())

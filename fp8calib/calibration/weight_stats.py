@@ -1,0 +1,91 @@
+"""Compute the amax of weights from the shards, without a forward pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from fp8calib.calibration.statistic import SiteStats
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
+from fp8calib.errors import ModelError
+from fp8calib.model.projections import read_linears
+from fp8calib.model.shapes import Linear, Role, Site
+from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.numerics.amax import channel_amax, group_amax, row_amax
+
+_ROWS_AT_ONCE = 4096
+
+
+def observe_weights(
+    linears: Iterable[Linear], source: WeightSource, *, ignored: Collection[str]
+) -> Iterator[tuple[Site, SiteStats]]:
+    """Read every linear's weight and reduce it per output and per input channel.
+
+    Of experts also the axis that tensor parallelism cuts, to the amax of blocks.
+
+    Raises:
+        ModelError: a weight holds NaN or inf; the message names tensor and index.
+    """
+    observed = [linear for linear in linears if linear.runner not in ignored]
+    by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
+    for weight in read_linears(observed, source):
+        linear, found = weight.linear, _reduce(weight.values, weight.name)
+        site = Site(linear.module, Role.WEIGHT)
+        if weight.expert is None:
+            yield site, SiteStats(count=0, tensors=found)
+            continue
+        cut = found["amax_in" if linear.shard == "row" else "amax"]
+        found["experts"] = group_amax(cut.unsqueeze(0), linear.expert_block)[0]
+        by_expert[linear.module].append(found)
+        if weight.expert == linear.num_experts - 1:
+            parts = by_expert.pop(linear.module)
+            stacked = {name: torch.stack([part[name] for part in parts]) for name in found}
+            joined = {name: x if name == "experts" else x.amax(0) for name, x in stacked.items()}
+            yield site, SiteStats(count=0, tensors=joined)
+
+
+def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
+    """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases.
+
+    Raises:
+        ModelError: a tensor holds NaN or inf; the message names tensor and index.
+    """
+    for name in names:
+        entry = checkpoint.tensors[name]
+        if not TORCH_DTYPES[entry.dtype].is_floating_point:
+            continue
+        if not entry.shape:
+            value = checkpoint.read(name).unsqueeze(0)
+            if name.endswith(("_min", "_max")):  # of a clamp: infinite without one (Gemma 4)
+                value = value.nan_to_num(torch.nan, 0, 0)
+            _require_finite(value, name, 0)
+            continue
+        for start in range(0, entry.shape[0], _ROWS_AT_ONCE):
+            rows = checkpoint.read_rows(name, start, min(start + _ROWS_AT_ONCE, entry.shape[0]))
+            _require_finite(rows, name, start)
+
+
+def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
+    # A sum of finite numbers may overflow: only the elements decide.
+    if not rows.numel() or bool(rows.sum(dtype=torch.float32).isfinite()):
+        return
+    bad = (~rows.float().isfinite()).nonzero()
+    if len(bad):
+        row, *rest = bad[0].tolist()
+        raise nonfinite_tensor_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
+
+
+def _reduce(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        raise ModelError(
+            f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
+            "quantized, although its config does not state it",
+            hint="calibrate the unquantized model it was made from",
+        )
+    amax_out = row_amax(weight)
+    if not bool(amax_out.isfinite().all()):
+        index = (~weight.float().isfinite()).nonzero()[0].tolist()
+        raise nonfinite_tensor_error(name, float(weight[tuple(index)]), index)
+    return {"amax": amax_out, "amax_in": channel_amax(weight)}

@@ -1,0 +1,88 @@
+"""Load a tiny model once and calibrate it in shares, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
+from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.streamed_model import Streaming
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.sequences import DataPlan
+from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
+from fp8calib.model.prepared import PreparedModel, prepare
+from tests.doors import Silent, make_plan
+from tests.zoo import draw
+
+OBSERVE = Observe(weights=True)
+LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]
+"""Thirteen sequences, the ninth in the histograms as well as the first; padded in batches."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model."""
+
+    prepared: PreparedModel
+    source: ModelSource
+    checkpoint: Checkpoint
+    streaming: Streaming | None
+
+    def calibrate(
+        self,
+        share: WorkShare | None = None,
+        *,
+        plan: DataPlan | None = None,
+        batch_size: int = 2,
+        observe: Observe = OBSERVE,
+        recipe_name: str = "test",
+        progress: Silent | None = None,
+    ) -> CalibrationStats:
+        """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
+        return calibrate(
+            self.prepared,
+            plan or rows_of(LENGTHS),
+            self.source,
+            self.checkpoint,
+            observe=observe,
+            batch_size=batch_size,
+            recipe_name=recipe_name,
+            progress=progress or Silent(),
+            streaming=self.streaming,
+            share=share or WorkShare(),
+        )
+
+
+def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
+    """Make a plan of unpacked rows; its fingerprint depends on their lengths and the seed."""
+    return make_plan(draw(lengths, seed=seed), packed=False)
+
+
+@contextmanager
+def opened(folder: Path, *, streamed: bool = False, device: str = "cpu") -> Iterator[Subject]:
+    """Open a model folder in fp32."""
+    source = open_source(str(folder))
+    streaming = None
+    if streamed:
+        model = build_skeleton(source, dtype=torch.float32)
+        streaming = Streaming(
+            dtype=torch.float32, device=device, hidden_ram_bytes=1 << 20, scratch=folder.parent
+        )
+    else:
+        model = load_model(source, dtype=torch.float32, device=device, device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        prepared = prepare(model, checkpoint, ())
+        yield Subject(prepared, source, checkpoint, streaming)
+
+
+def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:
+    """Return the bytes of the statistics file."""
+    path = folder / "as_bytes.safetensors"
+    save_stats(stats, path)
+    return path.read_bytes()

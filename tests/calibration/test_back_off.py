@@ -1,0 +1,122 @@
+"""Batches that do not fit into memory are halved, and no sequence counts twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.calibration.calibrate import WorkShare
+from fp8calib.calibration.observed_batches import BackOff
+from fp8calib.errors import CalibrationError
+from tests import zoo
+from tests.calibration.running import Subject, as_bytes, opened
+from tests.doors import Silent
+
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1024 bytes. Error code 12 (Cannot allocate memory)"
+)
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    MemoryError("std::bad_alloc"),
+    RuntimeError(CPU_MESSAGE),
+    RuntimeError("could not create a primitive"),
+]
+
+
+def limit_memory(
+    subject: Subject, error: Exception, *, sequences: int, from_call: int = 0, layer: int = -1
+) -> Any:
+    """Let the last layer fail in batches of more sequences, as when memory runs out."""
+    calls = 0
+    last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[layer].module)
+
+    def check(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal calls
+        hidden = args[0] if args else kwargs["hidden_states"]
+        calls += 1
+        if len(hidden) > sequences and calls > from_call:
+            raise error
+
+    return last.mlp.down_proj.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_the_run_goes_on_with_half_the_batch_as_if_so_requested(
+    error: Exception, streamed: bool, tmp_path: Path
+) -> None:
+    """A streamed run begins again; what its first layer has run by then counts once."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+        halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
+        share, bar = WorkShare(), Bar()
+        handle = limit_memory(subject, error, sequences=2)
+        found = subject.calibrate(share, batch_size=4, progress=bar)
+        handle.remove()
+    assert as_bytes(found, tmp_path) == halved
+    assert share.back_offs == [BackOff(first=0, batch_size=2)]
+    assert not streamed or bar.steps == bar.total
+
+
+def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
+    """Batches of 4, 4, 4 and 1: the second fails with four and with two sequences."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = subject.calibrate(batch_size=4)
+        share = WorkShare()
+        handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
+        found = subject.calibrate(share, batch_size=4)
+        handle.remove()
+    assert share.back_offs == [BackOff(first=4, batch_size=size) for size in (2, 1)]
+    assert found.sites.keys() == whole.sites.keys()
+    for site, expected in whole.sites.items():
+        assert found.sites[site].count == expected.count
+        assert torch.allclose(found.sites[site].amax, expected.amax, rtol=1e-5)
+        if expected.histogram is not None:
+            assert int(found.sites[site].histogram.sum()) == int(expected.histogram.sum())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("error", "sequences", "says"),
+    [
+        (ERRORS[1], 0, "out of memory at sample 0, with 1 sequences"),
+        (RuntimeError("shapes differ"), 2, "shapes differ"),  # of the type of some of ERRORS
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_smaller_batch_does_not_help_is_an_error(
+    tmp_path: Path, error: Exception, sequences: int, says: str, streamed: bool
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+        handle = limit_memory(subject, error, sequences=sequences)
+        with pytest.raises(CalibrationError, match=says):
+            subject.calibrate(batch_size=4)
+        handle.remove()
+
+
+class Bar(Silent):
+    """A progress bar that counts."""
+
+    total: int | None = 0
+    steps = 0
+
+    def stage(
+        self,
+        name: str,  # noqa: ARG002
+        total: int | None,
+        *,
+        unit: str = "steps",  # noqa: ARG002
+        layers: int = 0,  # noqa: ARG002
+        batches: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Start to count."""
+        self.total, self.steps = total, 0
+
+    def advance(self, steps: int) -> None:
+        """Count."""
+        self.steps += steps

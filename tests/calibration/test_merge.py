@@ -1,0 +1,189 @@
+"""Joining parts: sums and maxima typed by hand, and every set of parts that is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.calibration.calibration_stats import (
+    CalibrationStats,
+    join_ranges,
+    load_stats,
+    save_stats,
+)
+from fp8calib.calibration.header import StatsShard
+from fp8calib.calibration.merge import merge_shards
+from fp8calib.calibration.statistic import SiteStats, merge_sites
+from fp8calib.errors import ModelError, UsageError
+from tests.calibration.test_calibration_stats import UP, WEIGHT, K, make_stats
+
+
+def seen(**changes: Any) -> SiteStats:
+    return SiteStats(**{"count": 3, "amax": torch.tensor([1.0, 5.0]), **changes})
+
+
+def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:
+    """Give parts of the two sequences of the handmade header, weights in the first."""
+    whole = make_stats()
+    bounds = [2 * index // count for index in range(count + 1)]
+    return [
+        (
+            f"part{index + 1}",
+            replace(
+                whole,
+                sites={K: whole.sites[K], **({} if index else {WEIGHT: whole.sites[WEIGHT]})},
+                shard=StatsShard(
+                    index=index + 1,
+                    count=count,
+                    batch_size=1,
+                    sequences=((bounds[index], bounds[index + 1]),),
+                ),
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def with_header(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
+    return replace(stats, header=stats.header.model_copy(update=changes))
+
+
+def with_part(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
+    assert stats.shard is not None
+    return replace(stats, shard=stats.shard.model_copy(update=changes))
+
+
+def test_counts_add_up_and_the_larger_magnitude_stays() -> None:
+    one = seen(
+        amax_in=torch.tensor([7.0]),
+        experts=torch.tensor([[1.0], [9.0]]),
+        expert_counts=torch.tensor([1, 2]),
+        progress=torch.tensor([1.0, 2.0, 0.0, 0.0]),
+        histogram=torch.tensor([4, 0]),
+    )
+    other = seen(
+        count=5,
+        amax=torch.tensor([2.0, 4.0]),
+        amax_in=torch.tensor([7.0]),
+        experts=torch.tensor([[3.0], [8.0]]),
+        expert_counts=torch.tensor([0, 5]),
+        progress=torch.tensor([0.0, 3.0, 4.0, 0.0]),
+        histogram=torch.tensor([1, 1]),
+    )
+    merged = merge_sites([{K: one}, {K: other}])[K]
+    assert merged.count == 8
+    assert merged.amax.tolist() == [2.0, 5.0]
+    assert merged.amax_in is not None
+    assert merged.amax_in.tolist() == [7.0]
+    assert merged.experts is not None
+    assert merged.experts.tolist() == [[3.0], [9.0]]
+    assert merged.expert_counts is not None
+    assert merged.expert_counts.tolist() == [1, 7]
+    assert merged.progress is not None
+    assert merged.progress.tolist() == [1.0, 3.0, 4.0, 0.0]
+    assert merged.histogram is not None
+    assert merged.histogram.tolist() == [5, 1]
+
+
+def test_a_histogram_that_one_part_has_not_is_the_others() -> None:
+    merged = merge_sites([{K: seen()}, {K: seen(histogram=torch.tensor([2, 3]))}, {UP: seen()}])
+    assert merged[K].histogram is not None
+    assert merged[K].histogram.tolist() == [2, 3]
+    assert merged[K].count == 6
+    assert merged[UP].histogram is None
+
+
+def test_parts_make_the_whole_in_any_order() -> None:
+    for parts in permutations(make_parts()):
+        merged = merge_shards(parts)
+        assert merged.shard is None
+        assert merged.header == make_stats().header
+        assert merged.sites.keys() == {K, WEIGHT}
+        assert merged.sites[K].count == 16
+
+
+def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
+    _, part = make_parts()[1]
+    save_stats(part, tmp_path / "part.safetensors")
+    assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
+    with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
+        load_stats(tmp_path / "part.safetensors")
+    assert "fp8calib export" in refused.value.hint
+
+
+def test_data_are_the_same_whatever_their_files_are_called() -> None:
+    first, (name, second) = make_parts()
+    renamed = (name, with_header(second, data_sources=("copy.jsonl",)))
+    for parts in permutations([first, renamed]):
+        assert merge_shards(parts).header == first[1].header
+
+
+CHANGED_HEADERS = {
+    "different config.json": {"model_fingerprint": "b" * 32 + "a" * 32},
+    "different data (8 tokens": {"data_fingerprint": "dd"},
+    "different recipe (kv cc": {"recipe_hash": "ee"},
+    "different recipe (kv": {"recipe_name": "mine"},
+    "different dtype (float32, and bfloat16)": {"compute_dtype": "bfloat16"},
+    "different version of torch (2, and 3)": {"versions": {"torch": "3"}},
+    "different version of fp8calib (none, and 1)": {"versions": {"torch": "2", "fp8calib": "1"}},
+    "different histogram_sequences (8, and 4)": {"histogram_sequences": 4},
+}
+
+
+@pytest.mark.parametrize("words", CHANGED_HEADERS)
+def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> None:
+    first, second = (
+        (name, with_header(stats, model_fingerprint="a" * 64)) for name, stats in make_parts()
+    )
+    changed = with_header(second[1], **CHANGED_HEADERS[words])
+    with pytest.raises(ModelError) as refused:
+        merge_shards([first, ("part2", changed)])
+    assert words in refused.value.message
+    assert "part2 and part1 are of different runs" in refused.value.message
+
+
+def test_a_part_that_is_there_twice_is_refused() -> None:
+    first, second = make_parts()
+    with pytest.raises(ModelError, match="part1 and again are both shard 1 of 2"):
+        merge_shards([first, second, ("again", first[1])])
+
+
+def test_a_missing_part_is_named() -> None:
+    parts = make_parts(4)
+    with pytest.raises(ModelError, match="shards 2, 4 of 4 are missing"):
+        merge_shards([parts[0], parts[2]])
+    with pytest.raises(ModelError, match="shard 1 of 2 is missing") as refused:
+        merge_shards(make_parts()[1:])
+    assert "--shard 1/2" in refused.value.hint
+
+
+def test_parts_of_another_cut_are_refused() -> None:
+    first, second = make_parts()
+    with pytest.raises(ModelError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
+        merge_shards([first, ("other", with_part(second[1], count=3))])
+    with pytest.raises(ModelError, match="--batch-size 1, but other with 4"):
+        merge_shards([first, ("other", with_part(second[1], batch_size=4))])
+
+
+def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
+    first, second = make_parts()
+    with pytest.raises(ModelError, match="do not hold all 2 sequences"):
+        merge_shards([first, ("unfinished", with_part(second[1], sequences=()))])
+    with pytest.raises(ModelError, match="kept is the checkpoint of an interrupted run"):
+        merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
+
+
+def test_the_whole_is_no_part() -> None:
+    with pytest.raises(ModelError, match="stats is not a shard"):
+        merge_shards([("stats", make_stats())])
+
+
+def test_ranges_are_joined_where_they_touch() -> None:
+    assert join_ranges([(4, 6), (0, 2), (2, 3)]) == ((0, 3), (4, 6))
+    with pytest.raises(ValueError, match="sequence 1 is in two shards"):
+        join_ranges([(0, 2), (1, 3)])

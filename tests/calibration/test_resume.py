@@ -1,0 +1,368 @@
+"""Runs that are ended at any point: the next one resumes, and the final file is the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.calibration import journal as journal_module
+from fp8calib.calibration import recorder
+from fp8calib.calibration.calibrate import WorkShare, make_header
+from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.observe import Observe
+from fp8calib.data.shares import Share
+from fp8calib.errors import ExportError, ModelError, UsageError
+from tests import zoo
+from tests.calibration.running import LENGTHS, OBSERVE, Subject, as_bytes, opened, rows_of
+from tests.doors import Silent
+
+
+@pytest.fixture(autouse=True)
+def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "LONGEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_WORTH_SAVING_S", 0.0)
+
+
+class Stopping(Silent):
+    """A progress bar that calls a function, which ends the run, at the n-th step."""
+
+    def __init__(self, steps: int, end: Callable[[], None]) -> None:
+        self.left = steps
+        self.end = end
+
+    def advance(self, steps: int) -> None:  # noqa: ARG002 -- tokens, here steps are counted
+        """Count a step."""
+        self.left -= 1
+        if self.left == 0:
+            self.end()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def silent(_text: str) -> None:
+    return None
+
+
+def fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+def keep_in(
+    folder: Path,
+    subject: Subject,
+    *,
+    shard: Share | None = None,
+    batch_size: int = 2,
+    observe: Observe = OBSERVE,
+    seed: int = 9,
+    **changes: object,
+) -> WorkShare:
+    """Open the journal of a folder."""
+    folder.mkdir(exist_ok=True)
+    plan = rows_of(LENGTHS, seed=seed)
+    header: StatsHeader = make_header(
+        subject.prepared,
+        plan,
+        subject.source,
+        subject.checkpoint,
+        observe=observe,
+        recipe_name="test",
+    ).model_copy(update=changes)
+    journal = Journal(
+        folder, header, plan.text.hashes, shard=shard, batch_size=batch_size, warn=fail
+    )
+    journal.load()
+    return WorkShare(shard=shard, journal=journal)
+
+
+def end_and_go_on(
+    subject: Subject, folder: Path, ends: list[Stopping], *, shard: Share | None = None
+) -> bytes:
+    """End several runs, each in its own process, then run to the end."""
+    context = multiprocessing.get_context("fork")
+    for progress in ends:
+
+        def run(progress: Stopping = progress) -> None:
+            share = keep_in(folder, subject, shard=shard)
+            subject.calibrate(share, progress=progress)
+
+        child = context.Process(target=run)
+        child.start()
+        child.join()
+        assert child.exitcode != 0
+    return as_bytes(subject.calibrate(keep_in(folder, subject, shard=shard)), folder.parent)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
+def test_a_run_killed_repeatedly_ends_with_the_same_bytes(family: str, tmp_path: Path) -> None:
+    model = zoo.save(family, tmp_path / "model")
+    num_linears = 7 if family == "llama" else 0
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        # In the weights, in the first batch after them, then three batches on, then two.
+        steps = [3, 2 * num_linears + 1, 3, 2]
+        found = end_and_go_on(subject, tmp_path / "kept", [Stopping(n, kill) for n in steps])
+    assert found == whole
+    assert model is not None
+
+
+def test_a_killed_run_does_nothing_twice(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        weights = 2 * 7
+        end_and_go_on(subject, tmp_path / "kept", [Stopping(weights + 4, kill)])
+    # Of seven batches three were kept when the fourth was told of, four were left.
+    parts = {
+        path.name: load_stats(path, accepts_shard=True).shard
+        for path in (tmp_path / "kept").glob("checkpoint-0*")
+    }
+    assert {name: part.sequences for name, part in parts.items() if part} == {
+        "checkpoint-00000000.safetensors": ((0, 6),),
+        "checkpoint-00000006.safetensors": ((6, 13),),
+    }
+
+
+@pytest.mark.parametrize("steps", [15, 18, 21])
+def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(
+                keep_in(tmp_path / "kept", subject), progress=Stopping(steps, interrupt)
+            )
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
+        bounds = [0, 2, 4, 6, 8, 10, 12, 13]  # of batches
+        assert share.journal.sequences == ((0, bounds[steps - 14]),)
+        assert as_bytes(subject.calibrate(share), tmp_path) == whole
+
+
+def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a batch counts at some sites only, nothing is written, and the batch runs again."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        num_batches = 0
+        apply = recorder._apply
+
+        def apply_some_and_stop(updates: Iterable[Any]) -> None:
+            nonlocal num_batches
+            num_batches += 1
+            apply(list(updates)[:50] if num_batches == 4 else updates)
+            if num_batches == 4:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder, "_apply", apply_some_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                subject.calibrate(keep_in(tmp_path / "kept", subject))
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
+        assert share.journal.sequences == ((0, 6),)
+        assert as_bytes(subject.calibrate(share), tmp_path) == whole
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
+def test_a_streamed_run_resumes_after_its_last_layer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second layer, and, where there are four, again in the fourth."""
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_PER_COST", 0.0)
+    num_batches = 7
+    model = zoo.save(family, tmp_path / "model")
+    num_layers = model.config.num_hidden_layers
+    ends = [Stopping(1 + num_batches + 3, kill), Stopping(1 + 2 * num_batches + 3, kill)]
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        kept = tmp_path / "kept"
+        assert end_and_go_on(subject, kept, ends[: num_layers // 2]) == whole
+        progress = Stopping(10**9, kill)
+        assert (
+            as_bytes(subject.calibrate(keep_in(kept, subject), progress=progress), tmp_path)
+            == whole
+        )
+    # It knew all layers but the last: one step for those, and the batches of one layer.
+    assert 10**9 - progress.left == 1 + num_batches
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a bit of a state": ("state-000002.pt", flip_a_bit),
+    "a state": ("state-000002.pt", Path.unlink),
+    "all of the layer's file": ("layer.json", lambda path: path.write_bytes(b"")),
+    "the layer's file": ("layer.json", Path.unlink),
+    "digests": ("layer.json", lambda path: path.write_text('{"layer": 0, "sequences": []}')),
+}
+
+
+@pytest.mark.parametrize("lost", DAMAGES)
+def test_a_damaged_hidden_state_is_not_resumed_from(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    name, damage = DAMAGES[lost]
+    told: list[str] = []
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        subject.calibrate(keep_in(kept, subject))
+        damage(next(kept.iterdir()) / name)
+        share = keep_in(kept, subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
+        progress = Stopping(10**9, kill)
+        assert as_bytes(subject.calibrate(share, progress=progress), tmp_path) == whole
+    assert 10**9 - progress.left == 1 + 2 * 7  # from the first layer on
+    assert all("starting again" in text for text in told)
+    assert len(told) == (lost != "digests")  # those are of no batches
+
+
+def test_layers_of_other_batches_are_not_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(batch_size=3), tmp_path)
+        subject.calibrate(keep_in(kept, subject))
+        assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
+        share = keep_in(kept, subject)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
+        with pytest.raises(UsageError, match="different data"):
+            keep_in(kept, subject, seed=5)
+    (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
+    told: list[str] = []
+    with opened(tmp_path / "model", streamed=True) as subject:
+        share = keep_in(kept, subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
+    assert len(told) == 1
+    assert "starting again" in told[0]
+
+
+def test_a_shard_resumes_too(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    shard = Share(index=2, count=2)
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(WorkShare(shard=shard)), tmp_path)
+        kept = tmp_path / "kept"
+        assert end_and_go_on(subject, kept, [Stopping(9, kill)], shard=shard) == whole
+        with pytest.raises(UsageError, match="shard 2 of 2, and shard 1 of 2"):
+            keep_in(kept, subject, shard=Share(index=1, count=2))
+        with pytest.raises(UsageError, match="--batch-size 2, and 3"):
+            keep_in(kept, subject, shard=shard, batch_size=3)
+
+
+def test_a_run_resumes_with_smaller_batches(tmp_path: Path) -> None:
+    """Every sequence counts once, although the batches are cut differently."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = subject.calibrate()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(
+                keep_in(tmp_path / "kept", subject), batch_size=4, progress=Stopping(15, interrupt)
+            )
+        found = subject.calibrate(keep_in(tmp_path / "kept", subject), batch_size=3)
+    for site, stats in whole.sites.items():
+        assert found.sites[site].count == stats.count
+        assert torch.allclose(found.sites[site].amax, stats.amax, rtol=1e-5)
+
+
+def test_the_checkpoint_of_another_run_is_refused_and_the_difference_named(
+    tmp_path: Path,
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    zoo.save("llama", tmp_path / "other", seed=1)
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model") as subject:
+        subject.calibrate(keep_in(kept, subject))
+        for words, changes in {
+            "different data": {"seed": 5},
+            "different recipe": {"observe": Observe(query=False)},
+            "different version of torch": {"versions": {"torch": "1"}},
+            "different dtype": {"compute_dtype": "float16"},
+        }.items():
+            with pytest.raises(UsageError, match=words):
+                keep_in(kept, subject, **changes)  # type: ignore[arg-type]
+    with (
+        opened(tmp_path / "other") as subject,
+        pytest.raises(UsageError, match="different weights"),
+    ):
+        keep_in(kept, subject)
+
+
+def test_the_checkpoint_of_a_process_that_outlived_its_run_counts_once(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(16, interrupt))
+        early = (kept / "checkpoint-00000000.safetensors").read_bytes()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(3, interrupt))
+        (kept / "checkpoint-00000000.safetensors").unlink()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(1, interrupt))
+        assert (kept / "checkpoint-00000000.safetensors").exists()
+        (kept / "checkpoint-00000001.safetensors").write_bytes(early)
+        assert as_bytes(subject.calibrate(keep_in(kept, subject)), tmp_path) == whole
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        subject.calibrate(keep_in(tmp_path / "kept", subject))
+        path = next((tmp_path / "kept").glob("*-0*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ModelError, match="checkpoint-0") as refused:
+            keep_in(tmp_path / "kept", subject)
+    assert "leave out --resume" in refused.value.hint
+
+
+def test_a_full_disk_is_reported_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    told: list[str] = []
+
+    def no_space(*_: object) -> None:
+        raise ExportError("no space left")
+
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "save_stats", no_space)
+            stats = subject.calibrate(share)
+    assert as_bytes(stats, tmp_path) == whole
+    assert "no checkpoint was written, the run continues: no space left" in told
