@@ -24,17 +24,16 @@ from fp8calib.errors import (
 )
 
 if TYPE_CHECKING:
-    from fp8calib.commands.calibrate import calibrate
+    from fp8calib.commands._calibrate import calibrate
+    from fp8calib.commands._verify import VerifyResult, verify
+    from fp8calib.commands.calibrate import CalibrateResult
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import QuantizeResult, quantize
+    from fp8calib.commands.run_plan import RunPlan
     from fp8calib.commands.show import show
-    from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
-    from fp8calib.results.calibrate import CalibrateResult
-    from fp8calib.results.run_plan import RunPlan
-    from fp8calib.results.verify import VerifyResult
     from fp8calib.verification.emulated_model import emulate
 
 __version__ = "0.3.0"
@@ -42,14 +41,14 @@ __version__ = "0.3.0"
 _PLACES = {
     "CheckResult": "commands.check",
     "CalibrationStats": "jobs.stats",
-    "CalibrateResult": "results.calibrate",
+    "CalibrateResult": "commands.calibrate",
     "emulate": "verification.emulated_model",
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "jobs.stats",
     "QuantizeResult": "commands.quantize",
-    "RunPlan": "results.run_plan",
-    "VerifyResult": "results.verify",
+    "RunPlan": "commands.run_plan",
+    "VerifyResult": "commands._verify",
 }
 
 __all__ = [

@@ -8,12 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from fp8calib.commands import find_implementation, spell_commands
+from fp8calib.commands import SCHEMA_VERSION, find_implementation, spell_commands
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.result import ErrorResult
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.numerics.rules import AMAX
-from fp8calib.recipe import Recipe
-from fp8calib.results import SCHEMA_VERSION
-from fp8calib.results.error import ErrorResult
-from fp8calib.results.run_plan import RunPlan
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type": "boolean"}}

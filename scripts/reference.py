@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fp8calib.commands import find_request, spell_commands
-from fp8calib.options.option import Declared, Option, list_options
+from fp8calib.commands.option import Declared, Option, list_options
 
 Row = tuple[str, str, str]
 """The spellings, the value and the meaning of an option, as a table shows them."""

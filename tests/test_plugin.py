@@ -177,13 +177,13 @@ def test_a_plug_in_brings_commands_of_one_and_of_two_words(
     )
     (package / "say" / "request.py").write_text(
         "from dataclasses import dataclass\nfrom typing import Annotated\n"
-        "from fp8calib.options.option import Option\n"
+        "from fp8calib.commands.option import Option\n"
         "@dataclass(frozen=True)\nclass SayRequest:\n"
         '    """Say a word."""\n\n'
         "    word: Annotated[str, Option('--word', metavar='W', help='Say it.')] = 'hi'\n"
     )
     (package / "say" / "command.py").write_text(
-        "from fp8calib.results.record import Result\n"
+        "from fp8calib.commands.result import Result\n"
         "class Said(Result):\n    word: str\n"
         "    def __str__(self): return f'said {self.word}'\n"
         "def run(request, reporter):\n    return Said(word=request.word)\n"

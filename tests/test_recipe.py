@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fp8calib.calibration.observe import Observe
+from fp8calib.commands.options import describe_recipes, recipe_files
+from fp8calib.commands.recipe import Recipe, load_recipe, parse_recipe
 from fp8calib.errors import RecipeError
 from fp8calib.model.module_paths import match_modules
 from fp8calib.numerics.rules import AMAX, Fallback, Rule, RuleKind
-from fp8calib.options.shipped_recipes import describe_recipes, recipe_files
-from fp8calib.recipe import Recipe, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 PROMISED = {"kv", "w8a8-static", "w8a8-dynamic", "w8a16"}

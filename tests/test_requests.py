@@ -18,8 +18,8 @@ import fp8calib
 from fp8calib import commands
 from fp8calib.cli import app as program
 from fp8calib.commands import find_request, list_commands
+from fp8calib.commands.option import list_options
 from fp8calib.errors import UsageError
-from fp8calib.options.option import list_options
 from scripts.reference import list_requests, make_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
@@ -31,7 +31,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.option import Option
+from fp8calib.commands.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ import inspect, json, sys
 import fp8calib, scripts.json_schemas, scripts.reference
 from fp8calib.cli import main
 from fp8calib.jobs.recipe_options import apply_request, open_recipe
-from fp8calib.options.option import list_options
+from fp8calib.commands.option import list_options
 from fp8calib.commands import find_request
 
 request = find_request("calibrate")
@@ -100,8 +100,9 @@ main(["calibrate", "--help"])
 def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
     for name in ("fp8calib", "scripts", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    declarations = tmp_path / "fp8calib" / "options" / "recipe_keys.py"
-    declarations.write_text(declarations.read_text() + MADE_UP_FIELD)
+    declarations = tmp_path / "fp8calib" / "commands" / "options.py"
+    last = "    query_scale: Annotated[str | None, QUERY_SCALE] = None\n"
+    declarations.write_text(declarations.read_text().replace(last, last + MADE_UP_FIELD))
     done = subprocess.run(
         [sys.executable, "-c", SHOW_MADE_UP],
         cwd=tmp_path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import fp8calib
-from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.commands.calibrate import CalibrateResult
 
 
 def use_keywords() -> None:

@@ -14,11 +14,11 @@ from torch.distributed import ReduceOp
 from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
-from fp8calib.calibration.header import Skipped, StatsHeader, StatsShard
+from fp8calib.calibration.header import BackOff, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_observer import LayerObserver
 from fp8calib.calibration.observe import Observe
-from fp8calib.calibration.observed_batches import BackOff, open_observer
+from fp8calib.calibration.observed_batches import open_observer
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.recorder import LayerWork, Recorder
 from fp8calib.calibration.statistic import (

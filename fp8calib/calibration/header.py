@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import (
@@ -16,6 +17,14 @@ from pydantic_core import CoreSchema
 
 from fp8calib.data.modality import Modality
 from fp8calib.model.shapes import Frozen, ModelGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """The sequence from which on batches had to be smaller, and their size from there."""
+
+    first: int
+    batch_size: int
 
 
 class Skipped(Frozen):

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from fp8calib.calibration.decoder import OutOfMemoryInForward
+from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_steps import LayerSteps
-from fp8calib.calibration.observed_batches import BackOff, BatchObserver, cut_into
+from fp8calib.calibration.observed_batches import BatchObserver, cut_into
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel

@@ -6,13 +6,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
+from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.recorder import Recorder
@@ -24,14 +24,6 @@ from fp8calib.model.shapes import Role
 
 _GPU_BATCHES_PER_CHECK = 16
 """How many batches on a GPU share one check for NaN, because each check waits for the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackOff:
-    """The sequence from which on batches had to be smaller, and their size from there."""
-
-    first: int
-    batch_size: int
 
 
 class BatchObserver:

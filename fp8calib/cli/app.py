@@ -33,13 +33,13 @@ from fp8calib.commands import (
     spell_commands,
     summarize,
 )
+from fp8calib.commands.option import Declared, list_options
 from fp8calib.machine.imports import slow_imports
 from fp8calib.machine.process_rank import ProcessRank, find_process_rank
-from fp8calib.options.option import Declared, list_options
 from fp8calib.plugin import find_plugins
 
 if TYPE_CHECKING:
-    from fp8calib.results.record import Result
+    from fp8calib.commands.result import Result
 
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
@@ -51,7 +51,7 @@ class _Command(TyperCommand):
     """A command that warns of options given several times, of which the last one counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from fp8calib.requests.shared import spread_formats  # noqa: PLC0415 -- imports engines
+        from fp8calib.commands.options import spread_formats  # noqa: PLC0415 -- imports engines
 
         args = spread_formats(args)
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
@@ -205,7 +205,7 @@ def _find_processes(run: Callable[..., Any]) -> dict[str, ProcessRank]:
 
 def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
     """Describe a result as the module of its command does; plans of runs have one of their own."""
-    from fp8calib.results.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
+    from fp8calib.commands.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
 
     render = find_render("run_plan" if isinstance(result, RunPlan) else name)
     if render is None:

@@ -28,9 +28,9 @@ from rich.text import Text
 
 from fp8calib import blocks
 from fp8calib.cli.signals import reraise_signal
+from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.results import SCHEMA_VERSION
 
 
 class _Console(Console):
@@ -201,7 +201,7 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
     if hint:
         _err.print(_clean(f"hint: {hint}"))
     if as_json:
-        from fp8calib.results.error import ErrorResult, Failure  # noqa: PLC0415 -- pydantic
+        from fp8calib.commands.result import ErrorResult, Failure  # noqa: PLC0415 -- pydantic
 
         error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
         print_json(ErrorResult(error=error).to_json())

@@ -1,7 +1,7 @@
-"""The commands. A module here is one: its request, its result, `run`, and `describe`.
+"""The commands: a module here is one, but for those in `_SHARED` and those that begin with `_`.
 
-`calibrate` and `verify` still have them in `fp8calib.requests`, `results` and `render`. A module
-whose name begins with `_` is a part of a command.
+It has the request, the result and `describe`; `run` is in it too, or in the module of the same name
+with `_` before it, which imports torch.
 """
 
 from __future__ import annotations
@@ -15,37 +15,43 @@ from typing import Any
 
 from fp8calib import plugin
 
-_SHARED = "written"
+_SHARED = frozenset(("magnitudes", "option", "options", "recipe", "result", "run_plan", "written"))
+SCHEMA_VERSION = 1
+"""Version of the objects that --json prints; a key that goes or changes its meaning raises it."""
 
 
 def list_commands() -> list[str]:
     """List the commands of the core, as their modules and functions are named."""
     names = (each.name for each in iter_modules(__path__))
-    return sorted(name for name in names if not name.startswith("_") and name != _SHARED)
+    return sorted(name for name in names if not name.startswith("_") and name not in _SHARED)
 
 
 def spell_commands() -> dict[str, str]:
     """Map all commands as they are typed to what the other functions of this module take.
 
-    That is the name of `list_commands`, or the package of a plug-in.
+    That is a name of `list_commands`, or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in list_commands()}
     return plugin.list_commands() | own  # none of ours is replaced
 
 
-def _place(command: str, kind: str) -> str:
-    """Give the module of a command that has its `request`, its `command` or its `render`."""
-    if "." in command:
-        place = f"{command}.{kind}"
-        return place if find_spec(place) else f"{command}.request"
-    folder = {"request": "requests", "render": "render"}.get(kind, "commands")
-    place = f"fp8calib.{folder}.{command}"
-    return place if find_spec(place) else f"{__name__}.{command}"
+def _find_module(command: str, kind: str, needed: str) -> ModuleType | None:
+    """Import the module of a command that has a function; of a plug-in the one called `kind`."""
+    package, _, name = (command if "." in command else f"{__name__}.{command}").rpartition(".")
+    places = (
+        [f"{command}.{kind}"] if "." in command else [f"{package}.{name}", f"{package}._{name}"]
+    )
+    modules = (import_module(place) for place in places if find_spec(place))
+    return next((module for module in modules if hasattr(module, needed)), None)
+
+
+def _place_request(command: str) -> str:
+    return f"{command}.request" if "." in command else f"{__name__}.{command}"
 
 
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module whose name ends in Request."""
-    module = import_module(_place(command, "request"))
+    module = import_module(_place_request(command))
     (found,) = (
         item
         for name, item in vars(module).items()
@@ -57,7 +63,7 @@ def find_request(command: str) -> type:
 
 def summarize(command: str) -> str:
     """Give the first line of a request's docstring, without importing the request."""
-    place = _place(command, "request")
+    place = _place_request(command)
     loader: Any = find_spec(place).loader  # type: ignore[union-attr] # there is one
     classes = (
         each for each in ast.parse(loader.get_source(place)).body if isinstance(each, ast.ClassDef)
@@ -69,11 +75,9 @@ def summarize(command: str) -> str:
 
 def find_implementation(command: str) -> ModuleType | None:
     """Import the module with the command's `run`; None if there is none."""
-    module = import_module(_place(command, "command"))
-    return module if hasattr(module, "run") else None
+    return _find_module(command, "command", "run")
 
 
 def find_render(command: str) -> ModuleType | None:
     """Import the module whose `describe` describes the command's result; None if there is none."""
-    module = import_module(_place(command, "render"))
-    return module if hasattr(module, "describe") else None
+    return _find_module(command, "render", "describe")

@@ -10,6 +10,8 @@ from fp8calib.calibration.calibration_stats import STATS_NAME, CalibrationStats,
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.export import ExportRequest, ExportResult
+from fp8calib.commands.options import TP
+from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.written import check_formats
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
@@ -36,11 +38,9 @@ from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import GivenStats, join_stats, list_stats
 from fp8calib.model.shapes import find_difference
 from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.options.recipe_keys import TP
 from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
-from fp8calib.recipe import Recipe
 
 
 def export_scales(request: ExportRequest) -> ExportResult:

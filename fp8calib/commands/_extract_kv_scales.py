@@ -14,6 +14,8 @@ from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.extract_kv_scales import ExtractedLayer, ExtractRequest, ExtractResult
+from fp8calib.commands.options import split_names
+from fp8calib.commands.result import BeforeAfter, WrittenCheck
 from fp8calib.commands.written import check_written
 from fp8calib.errors import UsageError
 from fp8calib.formats.convert import convert_table, explain_fit, explain_joint, explain_no_query
@@ -38,9 +40,6 @@ from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
-from fp8calib.options.recipe_keys import split_names
-from fp8calib.results.record import BeforeAfter
-from fp8calib.results.written import WrittenCheck
 
 
 def extract(request: ExtractRequest) -> ExtractResult:

@@ -1,430 +1,307 @@
-"""Run calibration text through a model: plan, calibrate, write."""
+"""Run calibration text through a model: the request, the result, and its lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fp8calib.calibration.calibrate import TextEngine
-from fp8calib.calibration.calibration_stats import (
-    REPORT_NAME,
-    STATS_NAME,
-    CalibrationStats,
-    save_stats,
-)
-from fp8calib.calibration.journal import is_checkpoint
-from fp8calib.calibration.processes import ProcessGroup, open_process_group
-from fp8calib.checkpoint.atomic import measure_folder, output_folder
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import explain_os_error
-from fp8calib.checkpoint.overlay import CARD_NAME
+from pydantic import ConfigDict, Field, SkipValidation
+
+from fp8calib.blocks import Answer, Block
+from fp8calib.calibration.header import BackOff, Skipped
+from fp8calib.calibration.saturation import NUM_QUARTERS, PositionSaturation, Saturation
+from fp8calib.commands import options as shared
+from fp8calib.commands.magnitudes import summarize_briefly
+from fp8calib.commands.option import Option
+from fp8calib.commands.options import RecipeOptions, describe_recipes
 from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.commands.written import check_formats, check_written
-from fp8calib.data.rows import Row
-from fp8calib.data.shares import Share, parse_share
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
-from fp8calib.formats.dialect import Attachment
-from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.site_rules import find_site_rules
-from fp8calib.formats.write import (
-    check_export,
-    check_overlay_source,
-    check_replaced,
-    write_formats,
+from fp8calib.commands.result import (
+    BeforeAfter,
+    Record,
+    Result,
+    RunHashes,
+    ShardIndex,
+    WrittenCheck,
+    describe_checks,
+    list_top_level,
 )
-from fp8calib.jobs.calibration import IF_QUANTIZED, choose_calibration_mode, run_job
-from fp8calib.jobs.calibration_result import (
-    describe_rows,
-    make_calibrate_result,
-    make_run_plan,
-    save_report,
-)
-from fp8calib.jobs.card import CardJob, add_card, write_cards
-from fp8calib.jobs.fp8_checkpoint import (
-    add_checkpoint,
-    check_checkpoint,
-)
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.hashes import hash_run
-from fp8calib.jobs.models import RunModel, fields_of, open_run_model
-from fp8calib.jobs.processes import check_shard, choose_rank_device
-from fp8calib.jobs.quantization.planned import resolve_recipe
-from fp8calib.jobs.recipe_options import (
-    apply_request,
-    check_query,
-    decide_query,
-    list_given,
-    list_ignored,
-    open_recipe,
-    resolve_text,
-)
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.work_folder import (
-    UnwrittenError,
-    check_output_of,
-    find_finished,
-    make_job_header,
-    remove_outputs,
-    work_folder,
-)
-from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.jobs.text import plan_text
-from fp8calib.machine.process_rank import ALONE, ProcessRank
-from fp8calib.model.prepared import PreparedModel
-from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.options.recipe_keys import FORMATS, TP
-from fp8calib.recipe import Recipe
-from fp8calib.requests.calibrate import CalibrateRequest
-from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.results.hashes import RunHashes
-from fp8calib.results.run_plan import RunPlan
-from fp8calib.results.written import WrittenCheck
+from fp8calib.commands.run_plan import MeasuredMemory, TextRows
+from fp8calib.commands.show import describe_skipped, show_stats
+from fp8calib.errors import ExportError
+from fp8calib.formats.registry import list_written
+from fp8calib.overview import Overview
+
+if TYPE_CHECKING:
+    from fp8calib.jobs.stats import CalibrationStats
+else:  # importing it takes seconds
+    CalibrationStats = Any
 
 
-def run(
-    request: CalibrateRequest,
-    reporter: Reporter,
-    process_rank: ProcessRank = ALONE,
-    *,
-    make_engine: Callable[[ResumableJob], TextEngine] | None = None,
-) -> CalibrateResult | RunPlan | None:
-    """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
+@dataclass(frozen=True, slots=True)
+class CalibrateRequest(RecipeOptions):
+    """Run calibration text through a model and write FP8 scales that engines load.
 
-    `make_engine` makes what runs the text in place of transformers.
-
-    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
-    checkpoint that `save_pretrained` writes of it.
-
-    Raises:
-        UsageError: an option is invalid, or the folder is in use.
-        RecipeError: the recipe is invalid.
-        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
-        DataError: the data cannot be read.
-        CalibrationError: the forward pass failed, or gave NaN or infinity.
-        ExportError: a format or the checkpoint of the recipe cannot be written.
+    Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
-    if request.out is None:
-        _refuse_unwritten(request)
-    asked = apply_request(open_recipe(str(request.recipe)), request)
-    recipe, rows = resolve_text(asked, request.data)
-    recipe = _leave_out_unwritten(request, recipe, reporter)
-    given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
-    for text in list_ignored(recipe, list(given)):
-        reporter.warn(text)
-    shard = None if request.shard is None else parse_share(request.shard)
-    device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
-    request = replace(request, device=device)
-    with (
-        open_process_group(process_rank) as group,
-        _open_job(request, recipe, rows, shard, reporter, group, make_engine) as job,
-    ):
-        told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
-        result = _run(job, request)
-        if isinstance(result, CalibrateResult) and not result.was_finished:
-            files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-            _warn_each(reporter, (*result.warnings, *files), (*told, result.failure))
-        return result
 
-
-def _warn_each(reporter: Reporter, texts: Iterable[str], told: Iterable[str]) -> tuple[str, ...]:
-    new = tuple(text for text in texts if text not in told)
-    for text in new:
-        reporter.warn(text)
-    return new
-
-
-def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
-    header = make_job_header(job)
-    # The first process alone looks for it: others may see what it writes now.
-    finished = find_finished(job, header) if job.group.is_first else None
-    if job.group.broadcast(lambda: finished is not None):
-        return _tell_finished(job, finished)
-    mode = choose_calibration_mode(job)
-    if request.dry_run:
-        return make_run_plan(job, mode)
-    if job.out is None:
-        stats, cost = run_job(job, mode, None)
-        return make_calibrate_result(job, stats, cost) if job.group.is_first else None
-    for text in (*describe_rows(job.plan), *mode.describe()):
-        job.reporter.say(text)
-    with work_folder(job, header) as work:
-        if work.finished is not None:
-            return _tell_finished(job, work.finished)
-        stats, cost = run_job(job, mode, work)
-        if not job.group.is_first:
-            return None
-        return _write(job, stats, cost, work.path, request)
-
-
-# --- before the run -------------------------------------------------------------------------------
-
-
-def _refuse_unwritten(request: CalibrateRequest) -> None:
-    """Refuse options for files that are not written."""
-    given = {
-        FORMATS.flags: request.formats,
-        "--resume": request.resume,
-        "--force": request.force,
-        "--replace-scales": request.replace_scales,
-    }
-    if needless := [option for option, value in given.items() if value]:
-        raise UsageError(
-            f"{needless[0]}: nothing is written without --out", hint="add --out, or leave it out"
-        )
-
-
-def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Reporter) -> Recipe:
-    """Leave out of the recipe what is not written: without a folder, and for a shard."""
-    if request.shard is not None and request.formats:
-        reporter.warn("--format has no effect on a shard: `fp8calib export` of all shards takes it")
-    if request.shard is None and request.out is not None:
-        return recipe
-    # a shard has no outputs that need the statistics of all
-    return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
-
-
-def _tell_finished(job: ResumableJob, finished: CalibrateResult | None) -> CalibrateResult | None:
-    if finished is not None:
-        job.reporter.say(f"{job.out} is finished already")
-    return finished
-
-
-@contextmanager
-def _open_job(
-    request: CalibrateRequest,
-    recipe: Recipe,
-    rows: Iterable[Row] | None,
-    shard: Share | None,
-    reporter: Reporter,
-    group: ProcessGroup,
-    make_engine: Callable[[ResumableJob], TextEngine] | None,
-) -> Iterator[ResumableJob]:
-    _check_observed(recipe)
-    with (
-        open_run_model(
-            request,
-            if_quantized=IF_QUANTIZED,
-            recipe=recipe,
-            can_be_sharded=request.out is None,  # every process would write
-        ) as opened,
-        ExitStack() as stack,
-    ):
-        model = _give_files(opened, request, recipe, stack)
-        prepared, checkpoint = model.prepared, model.checkpoint
-        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
-        check_query(recipe)
-        _check_excluded(recipe, prepared)
-        find_site_rules(recipe.scales.rules, prepared.geometry)  # refuses unmatched patterns
-        check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
-        check_overlay_source(
-            prepared.geometry,
-            recipe.formats,
-            checkpoint.stored,
-            replaces_scales=request.replace_scales,
-        )
-        job = ResumableJob(
-            **fields_of(model),
-            resume=request.resume,
-            force=request.force,
-            reporter=reporter,
-            group=group,
-            recipe=recipe,
-            shard=shard,
-            plan=None,
-            out=None if request.out is None else Path(request.out),
-            quantization=None if recipe.quantize is None else resolve_recipe(recipe.quantize),
-        )
-        if make_engine is not None:
-            job = replace(job, engine=make_engine(job))
-        if job.out is not None:
-            _check_outputs(job, dry_run=request.dry_run)
-        if recipe.observe.needs_forward:
-            text = plan_text(
-                model.source,
-                recipe.data,
-                rows=rows,
-                part="calibrate",
-                tokenizer=request.tokenizer,
-            )
-            specs = recipe.data.sources if rows is None else ()
-            job = replace(job, plan=text, specs=specs)
-        check_shard(job)
-        yield job
-
-
-def _give_files(
-    model: RunModel, request: CalibrateRequest, recipe: Recipe, stack: ExitStack
-) -> RunModel:
-    """Give a model in memory the files that an overlay or FP8 checkpoint of it is made from."""
-    needs_files = recipe.quantize is not None or any(
-        find_dialect(name).needs_model for name in recipe.formats
+    model: shared.RunModel
+    data: shared.DataOption = None
+    _: KW_ONLY
+    recipe: Annotated[
+        str | Path,
+        Option(
+            "--recipe",
+            metavar="NAME|FILE",
+            reads=str,
+            help="What to observe and write: a YAML file or a name. "
+            + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
+        ),
+    ] = "kv"
+    observe: Annotated[
+        Collection[str] | None,
+        Option(
+            only_in_python=True,
+            help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
+        ),
+    ] = None
+    out: Annotated[
+        str | Path | None,
+        Option(
+            "--out",
+            metavar="DIR",
+            reads=Path,
+            help="Output folder; default ./<model>-fp8calib.",
+            about_argument="Output folder; None writes nothing.",
+        ),
+    ] = None
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the plan and exit: run and write nothing.")
+    ] = False
+    resume: Annotated[bool, Option("--resume", help="Continue an interrupted or killed run.")] = (
+        False
     )
-    if not model.is_live or not needs_files or request.out is None:
-        return model
-    folder = stack.enter_context(saved_model(request.model, Path(request.out), request.tokenizer))
-    checkpoint = stack.enter_context(Checkpoint.open(Path(folder)))
-    return replace(model, checkpoint=checkpoint)
+    shard: Annotated[
+        str | None,
+        Option(
+            "--shard",
+            metavar="I/N",
+            help="Run only part I of N (from 1); `fp8calib export` joins all.",
+        ),
+    ] = None
+    replace_scales: shared.ReplaceScalesOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    check: shared.CheckOption = True
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
+
+    def on_command_line(self) -> CalibrateRequest:
+        """Fill in the folder: the command always writes."""
+        folder = f"{Path(str(self.model)).resolve().name}-fp8calib"
+        return self if self.out is not None else replace(self, out=Path(folder))
 
 
-def _check_outputs(job: ResumableJob, *, dry_run: bool) -> None:
-    """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
-    if not dry_run:
-        check_output_of(job)
-    check_replaced(job.recipe.formats, job.folder, job.checkpoint.stored)
-    check_checkpoint(job)
+class Coverage(Record):
+    """What was observed, and what was not."""
+
+    observed: int
+    skipped: tuple[Skipped, ...]
 
 
-def _check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
-    """Refuse formats whose K and V the recipe excludes, before text is run."""
-    modules = (attention.module for _, attention in prepared.geometry.attentions())
-    excluded = next((module for module in modules if module in prepared.ignored), None)
-    if recipe.formats and excluded is not None:
-        raise UsageError(
-            f"{', '.join(recipe.formats)}: needs K and V of {excluded}, which recipe "
-            f"{recipe.name} excludes",
-            hint="take it out of observe.ignore, or write `formats: []`",
+class ExpertLayer(Record):
+    """The tokens that reached the experts of a layer."""
+
+    module: str
+    min: int
+    median: int | float
+    max: int
+    never_reached: tuple[int, ...]
+
+
+class Experts(Record):
+    """The tokens that reached experts, and the scale of those that none reached."""
+
+    fallback: str
+    layers: tuple[ExpertLayer, ...]
+
+
+class NotQuantized(Record):
+    """Why the recipe's FP8 checkpoint was not written."""
+
+    scheme: str
+    why: str
+
+
+class CalibrateResult(Result):
+    """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    left_out = ("shard", "quantize", "rules")
+
+    stats: CalibrationStats = Field(exclude=True)
+    was_finished: bool = Field(default=False, exclude=True)
+    """Whether an earlier run had written all of it."""
+    failure: str = Field(default="", exclude=True)
+    """Why not all was written; empty if it was. It is among the warnings."""
+
+    model: str
+    command: str
+    recipe: str
+    data: tuple[str, ...]
+    seq_len: int | None
+    rows: SkipValidation[TextRows] | None
+    measured_quantized: str
+    architecture: str
+    out: Path | None
+    """None if nothing was written."""
+    files: tuple[str, ...]
+    """Relative to `out`, sorted."""
+    tokens: int
+    sequences: int
+    shard: ShardIndex | None = None
+    duration_s: float
+    tokens_per_s: float
+    dtype: str
+    dtype_why: str
+    device: str
+    engine: str
+    """What ran the text, its version and parallelism; empty for transformers."""
+    memory: SkipValidation[MeasuredMemory]
+    batch_size: int
+    batch_back_off: tuple[BackOff, ...]
+    resumed_sequences: int
+    ranks: int
+    rule: str
+    rules: dict[str, str] | None = None
+    """Those of the recipe for single K and V, by pattern."""
+    coverage: Coverage
+    saturation: Saturation | None
+    positions: PositionSaturation | None
+    expert_tokens: dict[str, list[int]]
+    experts: Experts | None
+    kv_bytes_per_token: BeforeAfter
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
+    warnings: tuple[str, ...]
+    versions: dict[str, str]
+    date: str
+    """UTC, in the form of ISO 8601."""
+    model_hash: str
+    """Of the config and a sample of every tensor, however the weights are sharded."""
+    data_hash: str
+    """Of the token ids, pixels and samples of all sequences."""
+    hashes: RunHashes | None = None
+    """None if nothing was written."""
+    quantize: QuantizeResult | NotQuantized | None = None
+    """The checkpoint of a recipe that has one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was written."""
+        return not self.failure
+
+    @property
+    def exit_code(self) -> int:
+        """That of an output that cannot be written, if one could not."""
+        return 0 if self.passed else ExportError.exit_code
+
+    @property
+    def overlay(self) -> Path | None:
+        """The first checkpoint with KV scales that was written; None if there is none."""
+        overlays = (each.path() for each in list_written() if each.needs_model)
+        written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
+        path = next(written, None)
+        return None if self.out is None or path is None else self.out / path
+
+    def overview(self) -> Overview:
+        """Summarize the statistics, and name the files."""
+        shown = self.stats.overview()
+        written = [f"written to {self.out}: {', '.join(self.files)}"] if self.files else []
+        return Overview(
+            title=shown.title,
+            columns=shown.columns,
+            rows=shown.rows,
+            notes=[*shown.notes, *written],
         )
 
 
-def _check_observed(recipe: Recipe) -> None:
-    """Refuse unknown formats, and those whose scales the recipe does not observe."""
-    observe = recipe.observe
-    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
-    if recipe.formats and not observe.kv:
-        raise UsageError(
-            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
-            hint="choose another recipe",
-        )
-    if with_linears and not (observe.inputs and observe.weights):
-        raise UsageError(
-            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
-            "not observe both",
-            hint="choose another recipe",
-        )
-    if recipe.query_scale is True and not observe.query:
-        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
+def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001
+    """Describe what was measured, and the files."""
+    if not result.was_finished:
+        yield from map(Answer, _describe(result))
 
 
-# --- after the run --------------------------------------------------------------------------------
-
-
-def _write(
-    job: ResumableJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    folder: Path,
-    request: CalibrateRequest,
-) -> CalibrateResult:
-    """Write all output; where a format cannot be written, save at least the statistics."""
-    try:
-        return _write_all(job, stats, cost, folder, request)
-    except OSError as error:
-        failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
-    except ExportError as error:
-        failed = error
-    remove_outputs(folder)
-    try:
-        with output_folder(
-            job.folder, owned=job.owned, force=job.force, inputs=[job.source.folder]
-        ) as kept:
-            save_stats(stats, kept / STATS_NAME)
-    except Fp8CalibError as error:
-        if not any(map(is_checkpoint, folder.iterdir())):
-            raise
-        raise UnwrittenError(
-            error.message,
-            hint=f"the run's checkpoints stay in {folder}: fix the cause and add --resume",
-        ) from error
-    raise ExportError(
-        failed.message,
-        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
-        f"{job.name} --format kv-overlay --out DIR` writes scales without another run. "
-        f"{failed.hint}".strip(),
-    ) from failed
-
-
-def _write_all(
-    job: ResumableJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    folder: Path,
-    request: CalibrateRequest,
-) -> CalibrateResult:
-    recipe = job.recipe
-    save_stats(stats, folder / STATS_NAME)
-    written = write_formats(
-        stats,
-        recipe.formats,
-        folder,
-        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
-        tps=recipe.tp,
-        source=job.checkpoint.stored,
-        query=decide_query(recipe, stats).is_written,
-        fallback=recipe.scales.fallback,
-        rule=recipe.scales.rule,
-        rules=recipe.scales.rules,
-        attachment=Attachment(replaces_scales=request.replace_scales),
+def _describe(result: CalibrateResult) -> Iterator[str]:
+    now = result.sequences - result.resumed_sequences
+    counted = f"{now} of them now, " if result.resumed_sequences else ""
+    yield (
+        f"{result.stats.header.describe_tokens()} in {result.sequences} sequences, {counted}"
+        f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
+        f"{result.coverage.observed} sites observed"
     )
-    files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    result = make_calibrate_result(job, stats, cost, files=files, notes=written.notes)
-    result = add_checkpoint(job, stats, folder, result)
-    if request.check:
-        result = result.model_copy(update={"checked": _check_written(job, folder, result)})
-    result = _add_cards(job, folder, result, request)
-    result = result.model_copy(update={"hashes": _hash_files(job, folder, result.files)})
-    save_report(folder / REPORT_NAME, result)
-    return result
+    shown = show_stats(result.stats)
+    yield from summarize_briefly(shown)
+    yield from describe_skipped(shown)
+    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
+        yield result.saturation.describe_half()
+    yield from _describe_experts(result.experts)
+    sizes = result.kv_bytes_per_token
+    yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
+    yield f"written to {result.out}: {list_top_level(result.files)}"
+    if result.shard is not None:
+        yield _describe_next(result.shard.index, result.shard.count)
+    yield from describe_checks(result.checked)
+    yield f"more: {'; '.join(_suggest_further(result))}"
 
 
-def _add_cards(
-    job: ResumableJob, folder: Path, result: CalibrateResult, request: CalibrateRequest
-) -> CalibrateResult:
-    """Write the cards of the overlays and of the FP8 checkpoint."""
-    of_run = CardJob(
-        written=folder,
-        target=job.folder,
-        model=request.model,
-        revision=request.revision,
-        checked=result.checked,
-    )
-    cards = write_cards(of_run, job.recipe.formats)
-    quantized, asked = result.quantize, job.recipe.quantize
-    if asked is not None and isinstance(quantized, QuantizeResult):
-        quantized = add_card(of_run, quantized, asked.folder)
-        cards += [f"{asked.folder}/{CARD_NAME}"]
-    files = tuple(sorted({*result.files, *cards}))
-    return result.model_copy(update={"files": files, "quantize": quantized})
-
-
-def _hash_files(job: ResumableJob, folder: Path, files: Sequence[str]) -> RunHashes:
-    """Hash the files of the model, of the text and of what was written."""
-    written = dict.fromkeys(name.partition("/")[0] for name in files if name != REPORT_NAME)
-    return hash_run(
-        None if job.is_live else job.source.folder,
-        job.specs,
-        {name: folder / name for name in written},
+def _describe_next(index: int, count: int) -> str:
+    """Describe the next step after a shard."""
+    return (
+        f"shard {index} of {count} has no scales. When all {count} shards exist: "
+        "fp8calib export SHARDS... --format kv-overlay --model MODEL --out DIR"
     )
 
 
-def _check_written(
-    job: ResumableJob, folder: Path, result: CalibrateResult
-) -> tuple[WrittenCheck, ...]:
-    """Look at the overlays and at the FP8 checkpoint, as `check` does."""
-    found = check_formats(job.recipe.formats, folder, job.folder)
-    asked = job.recipe.quantize
-    if asked is None or not isinstance(result.quantize, QuantizeResult):
-        return found
-    checkpoint = check_written(
-        folder / asked.folder,
-        job.folder / asked.folder,
-        path=asked.folder,
-        plain_caches=asked.kv_cache_dtype_skip_layers,
+def _suggest_further(result: CalibrateResult) -> Iterator[str]:
+    """Spell the commands that print what these lines leave out."""
+    yield f"fp8calib show {shlex.quote(str(result.out))}"
+    if result.overlay is not None:
+        yield f"fp8calib check {shlex.quote(str(result.overlay))}"
+
+
+_SHOWN_LAYERS = 20
+_FALLBACKS: Mapping[str, str] = {
+    "layer-max": "they get the largest scale of the same role in their layer",
+    "one": "they get scale 1.0",
+    "refuse": "--fallback refuse: no scales are computed for them",
+}
+
+
+def _describe_experts(experts: Experts | None) -> Iterator[str]:
+    """Describe the tokens that reached experts in a few lines."""
+    if experts is None:
+        return
+    layers = experts.layers
+    least, most = min(each.min for each in layers), max(each.max for each in layers)
+    middle = median(each.median for each in layers)
+    yield (
+        f"tokens per expert: {least:,} to {most:,}, median {middle:,.0f}, in {len(layers)} layers"
     )
-    return (*found, *checkpoint)
-
-
-calibrate = as_function("calibrate", CalibrateRequest, run)
+    unreached = [layer for layer in layers if layer.never_reached]
+    if not unreached:
+        return
+    total = sum(len(layer.never_reached) for layer in unreached)
+    yield f"{total} experts were never reached: {_FALLBACKS[experts.fallback]}"
+    for layer in unreached[:_SHOWN_LAYERS]:
+        yield f"  {layer.module}: {', '.join(map(str, layer.never_reached))}"
+    if len(unreached) > _SHOWN_LAYERS:
+        yield f"  and {len(unreached) - _SHOWN_LAYERS} more layers, see report.json"

@@ -12,6 +12,9 @@ from pydantic import computed_field
 
 from fp8calib.blocks import Block, Line, Table, Warn
 from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.result import Result
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
@@ -20,10 +23,7 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.options.option import Option
 from fp8calib.overview import Overview
-from fp8calib.requests import shared
-from fp8calib.results.record import Result
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""

@@ -11,6 +11,17 @@ from typing import Annotated
 
 from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.result import (
+    BeforeAfter,
+    LayerScheme,
+    Record,
+    Result,
+    WrittenCheck,
+    describe_checks,
+    list_top_level,
+)
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
@@ -18,12 +29,8 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
-from fp8calib.options.option import Option
 from fp8calib.overview import Overview
 from fp8calib.quantization.all_zero import AllZeroWeight
-from fp8calib.requests import shared
-from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
-from fp8calib.results.written import WrittenCheck, describe_checks, list_top_level
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
@@ -223,6 +230,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             cannot hold it.
     """
     with slow_imports():
+        from fp8calib.commands.recipe import ScaleOptions
         from fp8calib.commands.written import check_written
         from fp8calib.jobs import stats as given
         from fp8calib.jobs.card import CardJob, add_card
@@ -230,7 +238,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.jobs.quantization.report import make_quantize_result
         from fp8calib.jobs.recipe_options import apply_quantize_recipe
         from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-        from fp8calib.recipe import ScaleOptions
     recipe = None
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)

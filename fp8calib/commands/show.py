@@ -15,6 +15,9 @@ from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.calibration.saturation import PositionSaturation, Saturation
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
+from fp8calib.commands.magnitudes import summarize_layers, summarize_scales
+from fp8calib.commands.option import Option
+from fp8calib.commands.result import Record, Result
 from fp8calib.errors import UsageError, cut_list, shorten
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
@@ -22,10 +25,7 @@ from fp8calib.machine.imports import slow_imports
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import range_starts
-from fp8calib.options.option import Option
 from fp8calib.overview import Overview
-from fp8calib.render.summary import summarize_layers, summarize_scales
-from fp8calib.results.record import Record, Result
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats

@@ -1,268 +1,145 @@
-"""Compare a model, on a path or in memory, with its FP8 emulation on the same text."""
+"""The request of `fp8calib verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from platform import python_version
+from typing import Annotated
 
-import torch
-
-from fp8calib.calibration.fingerprint import versions
-from fp8calib.calibration.memory_plan import MemoryPlan
-from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.checkpoint.header import read_header
-from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.data.sources import split_data
-from fp8calib.data.specs import Specs
-from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.hashes import hash_run
-from fp8calib.jobs.models import RunModel, open_run_model
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.memory import open_scored, plan_verification
-from fp8calib.jobs.verification.opened import (
-    check_request,
-    if_quantized,
-    list_scales,
-    open_verification,
-    plan_verified,
-)
-from fp8calib.jobs.verification.suggest import suggest_command
-from fp8calib.machine.command_line import spell_command
-from fp8calib.machine.memory import PeakMemory
-from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.hashes import RunHashes
-from fp8calib.results.run_plan import RunPlan
-from fp8calib.results.verify import VerifyResult
-from fp8calib.verification.candidates import find_candidate
-from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.histograms import list_histograms
-from fp8calib.verification.judge.gates import GATES
-from fp8calib.verification.page.page import is_page, write_page
-from fp8calib.verification.report import RunProvenance, VerifyReport
-from fp8calib.verification.verify import Verification, Verified
-from fp8calib.verification.verify import verify as compare
-
-_SETTINGS = (
-    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
-    *("samples", "seq_len", "batch_size", "pack", "text_column"),
-)
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.errors import UsageError
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.rules import parse_rule
+from fp8calib.numerics.schemes import SCHEMES, find_scheme
 
 
-def run(
-    request: VerifyRequest,
-    reporter: Reporter,
-    make_candidates: Callable[[Verification], Sequence[Candidate]] | None = None,
-) -> VerifyResult | RunPlan:
-    """Verify a model, and write the files that are asked for.
-
-    `make_candidates` makes further candidates, for a plug-in.
-
-    A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
-    weights, they are replaced while it runs, and copied before that to the memory of the host.
-
-    Raises:
-        UsageError: an option is invalid.
-        ModelError: the model or a candidate cannot be read, or do not belong together.
-        DataError: the data cannot be read.
-        CalibrationError: a forward pass failed.
-        VerificationError: a model gives NaN or infinity.
-        ExportError: a file cannot be written.
-    """
-    check_outputs(request, reporter)
-    check_request(request)
-    specs, rows = split_data(request.data, text_column=request.text_column)
-    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        settings = read_settings(request, specs)
-        asked = open_verification(
-            request,
-            model,
-            lambda: plan_verified(model.source, settings, rows, request.tokenizer),
-        )
-        if make_candidates is not None:
-            more = make_candidates(asked)
-            asked = replace(asked, candidates=(*more, *asked.candidates))
-        for note in asked.warnings:
-            reporter.warn(note)
-        mode = plan_verification(asked, model, find_scratch(request))
-        if request.dry_run:
-            return describe_plan(asked, model, mode)
-        announce(mode, model, reporter)
-        hashes = hash_inputs(asked, request, model, specs)
-        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
-            verified = compare(asked, scored, reporter, measures_noise=True)
-    report = complete_report(verified, request, mode, peak)
-    for note in report.warnings:
-        if note not in asked.warnings:
-            reporter.warn(note)
-    return finish(request, asked, report, verified.logprobs, reporter, hashes)
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(","))
 
 
-def find_scratch(request: VerifyRequest) -> Path:
-    """Find the folder of hidden states that do not fit into memory."""
-    outputs = [path for path in (request.dump, request.report) if path is not None]
-    return Path(outputs[0]).absolute().parent if outputs else Path.cwd()
+def _check_rule(name: str) -> None:
+    if name:  # the command refuses an empty one
+        parse_rule(name)
 
 
-def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
-    """Say how the model is held in memory, and how it computes."""
-    for note in mode.describe():
-        reporter.say(note)
-    reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
-
-
-def hash_inputs(
-    asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
-) -> RunHashes:
-    """Hash the files of the model, of the text and of what is compared with it.
-
-    Raises:
-        ModelError: one cannot be read.
-    """
-    scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
+def _split_layers(names: str) -> tuple[int, ...]:
     try:
-        places = {name: find_candidate(name) for name in scales if name in asked.droppable}
-        return hash_run(None if model.is_live else model.source.folder, specs, places)
-    except OSError as error:
-        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        return tuple(int(name) for name in _split(names))
+    except ValueError:
+        raise UsageError(
+            f"{shared.SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
+        ) from None
 
 
-def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:
-    """Describe the planned run."""
-    return RunPlan(
-        plan={
-            "model": model.name,
-            "architecture": asked.geometry.architecture,
-            "layers": len(asked.geometry.layers),
-            "weights_size_bytes": model.checkpoint.total_size_bytes,
-            "engine": asked.engine,
-            "candidates": [each.name for each in asked.candidates],
-            "dtype": model.dtype,
-            "dtype_why": model.dtype_why,
-            "device": model.device,
-            "sequences": len(asked.plan.sequences),
-            "tokens": asked.plan.num_tokens,
-            "data": list(asked.plan.sources),
-            **mode.as_json(),
-        }
-    )
+def check_scales(path: str) -> None:
+    """Refuse a path that does not exist."""
+    require_path(Path(path), option="--scales")
 
 
-def complete_report(
-    verified: Verified, request: VerifyRequest, mode: MemoryPlan, peak: PeakMemory
-) -> VerifyReport:
-    """Add to a report what it was made from, and what the page alone shows."""
-    asked = verified.verification
-    provenance = RunProvenance(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=spell_command(),
-        model_hash=asked.fingerprint,
-        data_hash=asked.plan.fingerprint,
-        versions={**versions(asked.plan.tokens_by_modality), "python": python_version()},
-        settings={name: getattr(request, name) for name in _SETTINGS},
-        numerics=asked.numerics.list_differences(),
-    )
-    return verified.report.model_copy(
-        update={
-            "histograms": () if request.report is None else tuple(list_histograms(asked)),
-            "memory": {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes},
-            "provenance": provenance,
-        }
-    )
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """Compare a model with its FP8 emulation on the same text.
 
-
-def finish(
-    request: VerifyRequest,
-    asked: Verification,
-    report: VerifyReport,
-    logprobs: Mapping[str, torch.Tensor],
-    reporter: Reporter,
-    hashes: RunHashes | None = None,
-) -> VerifyResult:
-    """Write the output files; an error carries the result, which may have cost hours.
-
-    `logprobs` are what --dump writes.
-
-    Raises:
-        ExportError: a file cannot be written.
+    Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
-    gates = GATES if asked.gate is None else {asked.gate.name: asked.gate}
-    used = dict.fromkeys(each.gate for each in report.candidates)
-    result = VerifyResult(
-        **dict(report),
-        gates=tuple(gates[name] for name in used),
-        hashes=hashes,
-        next=suggest_command(report, request, gates),
-        has_gate=request.gate is not None,
+
+    model: shared.RunModel
+    scales: Annotated[
+        shared.Stats | Iterable[shared.Stats],
+        Option(
+            "--scales",
+            metavar="PATH",
+            reads=list[str],
+            check=check_scales,
+            help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
+        ),
+    ] = ()
+    data: shared.DataOption = None
+    _: KW_ONLY
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    engine: shared.EngineOption = "vllm"
+    scheme: Annotated[
+        str | None,
+        Option(
+            "--scheme",
+            metavar="|".join(SCHEMES),
+            check=find_scheme,
+            help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
+        ),
+    ] = None
+    rules: Annotated[
+        Sequence[str] | None,
+        Option(
+            "--rules",
+            metavar="NAME,...",
+            reads=str,
+            collect=_split,
+            check=_check_rule,
+            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+        ),
+    ] = None
+    kv_cache_dtype_skip_layers: Annotated[
+        Sequence[int] | None,
+        Option(
+            shared.SKIP_LAYERS,
+            metavar="N,...",
+            reads=str,
+            collect=_split_layers,
+            help="Layers whose KV cache stays in 16 bits, as vLLM's option of this name leaves it.",
+        ),
+    ] = None
+    fp8_dtype: Annotated[
+        str,
+        Option(
+            "--fp8-dtype",
+            choices=tuple(FP8_FORMATS),
+            help="FP8 format for statistics and scale 1.0.",
+        ),
+    ] = E4M3FN.name
+    samples: Annotated[int, SAMPLES] = SAMPLES.default
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
+    pack: Annotated[bool, PACK] = True
+    gate: Annotated[
+        str | None,
+        Option(
+            "--gate",
+            metavar="kv|w8a8|FILE",
+            check=shared.check_gate,
+            help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
+        ),
+    ] = None
+    strict: Annotated[bool, Option("--strict", help="With --gate, a warning exits with 8 too.")] = (
+        False
     )
-    try:
-        if request.dump is not None:
-            metadata = {"format": "pt", "data": asked.plan.fingerprint}
-            save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
-            reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
-        if request.report is not None:
-            write_page(result, Path(request.report), command=result.next)
-            reporter.say(f"report written to {request.report}")
-    except Exception as error:
-        error.result = result  # type: ignore[attr-defined]
-        raise
-    return result
-
-
-def check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
-    """Refuse outputs that cannot be written or would replace an input, before hours of work.
-
-    Raises:
-        UsageError: naming the path.
-    """
-    kinds = (
-        *([(Path(request.report), is_page, "no page")] if request.report else []),
-        *([(Path(request.dump), _is_dump, "no dump")] if request.dump else []),
+    report: Annotated[
+        str | Path | None,
+        Option("--report", metavar="FILE.html", reads=Path, help="Write an HTML page with plots."),
+    ] = None
+    dump: Annotated[
+        str | Path | None,
+        Option(
+            "--dump",
+            metavar="FILE",
+            reads=Path,
+            help="Write every token's log-probability (safetensors).",
+        ),
+    ] = None
+    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
+        False
     )
-    outputs = [path for path, _, _ in kinds]
-    if request.force and not outputs:
-        reporter.warn("--force has no effect without --report or --dump")
-    for path, is_ours, other in kinds:
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: no such folder: {path.parent}")
-        check_output_file(path, force=request.force)
-        for source in _list_inputs(request):
-            _refuse_input(path, source)
-        if path.exists() and path.stat().st_size and not is_ours(path):
-            raise UsageError(f"{path}: exists, and is {other} of verify", hint="name another file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UsageError(f"--report and --dump are both {outputs[0]}")
-
-
-def _is_dump(path: Path) -> bool:
-    """Whether a file is one that --dump wrote."""
-    try:
-        header = read_header(path)
-    except ModelError:
-        return False
-    return "reference" in header.tensors and "data" in header.metadata
-
-
-def _refuse_input(path: Path, source: Path) -> None:
-    try:
-        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
-    except (OSError, ValueError):
-        return
-    if is_inside and (path.exists() or source.is_file()):
-        raise UsageError(f"{path} would replace an input", hint="name another file")
-
-
-def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
-    """List the inputs that are paths."""
-    data = request.data
-    specs = data if isinstance(data, Specs) else [data]
-    for each in (request.model, *list_scales(request.scales), *specs):
-        if isinstance(each, str | Path):
-            yield Path(each)
-
-
-verify = as_function("verify", VerifyRequest, run)
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and exit: run nothing.")] = (
+        False
+    )
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None

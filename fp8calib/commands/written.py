@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fp8calib.commands.check import CheckRequest, EngineResult, check_path
+from fp8calib.commands.result import WrittenCheck
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.errors import Fp8CalibError, format_ranges
 from fp8calib.formats.registry import find_dialect
-from fp8calib.results.written import WrittenCheck
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""

@@ -12,9 +12,10 @@ import torch
 
 from fp8calib.calibration.calibrate import WorkShare, calibrate
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
-from fp8calib.calibration.observed_batches import BackOff
 from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.commands.recipe import Recipe
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.jobs.models import RunModel
@@ -24,7 +25,6 @@ from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
-from fp8calib.recipe import Recipe
 
 IF_QUANTIZED = (
     "its activations have quantization errors already: calibrate the unquantized model it was made "

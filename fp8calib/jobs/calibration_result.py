@@ -13,6 +13,9 @@ from typing import Any
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.saturation import compute_position_saturation, compute_saturation
+from fp8calib.commands.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
+from fp8calib.commands.result import BeforeAfter
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.formats.write import Note
 from fp8calib.jobs.processes import count_planned, count_run
@@ -22,9 +25,6 @@ from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.numerics.rules import Fallback
-from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
-from fp8calib.results.record import BeforeAfter
-from fp8calib.results.run_plan import RunPlan
 
 
 def make_calibrate_result(

@@ -13,6 +13,7 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.commands.calibrate import CalibrateResult, NotQuantized
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
@@ -20,7 +21,6 @@ from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.results.calibrate import CalibrateResult, NotQuantized
 from fp8calib.selection.select import select
 
 

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast, get_type_hints
 
+from fp8calib.commands.option import list_options
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.jobs.reporter import PythonReporter, Reporter
-from fp8calib.options.option import list_options
-from fp8calib.results.run_plan import RunPlan
 
 P = ParamSpec("P")
 Request = TypeVar("Request")

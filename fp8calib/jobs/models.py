@@ -15,6 +15,8 @@ from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.weight_index import lacks_weights
+from fp8calib.commands.options import Model
+from fp8calib.commands.recipe import Recipe
 from fp8calib.errors import UsageError
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.progress import Progress
@@ -35,8 +37,6 @@ from fp8calib.model.load import (
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.sources.decoded import open_model
-from fp8calib.recipe import Recipe
-from fp8calib.requests.shared import Model
 
 
 class Placed(Protocol):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.commands.result import ShardIndex
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.process_rank import ProcessRank
-from fp8calib.results.record import ShardIndex
 
 
 def choose_rank_device(

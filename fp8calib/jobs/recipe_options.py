@@ -11,7 +11,20 @@ from pydantic import BaseModel, ValidationError
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.observe import Observe
+from fp8calib.commands.option import Declared, list_options
+from fp8calib.commands.options import (
+    BATCH_SIZE,
+    DATA,
+    PACK,
+    SAMPLES,
+    SEED,
+    SEQ_LEN,
+    TEXT_COLUMN,
+    TP,
+    TextData,
+)
 from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.recipe import Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
@@ -22,19 +35,6 @@ from fp8calib.formats.registry import (
     list_query_format_names,
 )
 from fp8calib.model.tensor_parallel import check_degree
-from fp8calib.options.option import Declared, list_options
-from fp8calib.options.recipe_keys import (
-    BATCH_SIZE,
-    DATA,
-    PACK,
-    SAMPLES,
-    SEED,
-    SEQ_LEN,
-    TEXT_COLUMN,
-    TP,
-)
-from fp8calib.recipe import Recipe, ScaleOptions, explain_value, load_recipe
-from fp8calib.requests.shared import TextData
 
 M = TypeVar("M", bound=BaseModel)
 Request = TypeVar("Request", bound=QuantizeRequest)

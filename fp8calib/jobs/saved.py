@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.commands.options import Model
 from fp8calib.errors import Fp8CalibError
-from fp8calib.requests.shared import Model
 
 
 def warn_of_tokenizer(model: Model, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:

@@ -12,14 +12,14 @@ import torch
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.calibration_stats import STATS_NAME
 from fp8calib.calibration.merge import merge_shards
+from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.options import Stats
 from fp8calib.errors import UsageError
 from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.jobs.recipe_options import make_scale_options
 from fp8calib.model.shapes import KV_ROLES
 from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.requests.shared import Stats
-from fp8calib.results.calibrate import CalibrateResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
+from fp8calib.commands.options import DEFAULT_SEQ_LEN
+from fp8calib.commands.recipe import Data
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import Row, has_chat_template
@@ -15,8 +17,6 @@ from fp8calib.data.sequences import (
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
-from fp8calib.options.recipe_keys import DEFAULT_SEQ_LEN
-from fp8calib.recipe import Data
 
 
 def read_settings(request: object, specs: Sequence[str]) -> Data:

@@ -18,6 +18,7 @@ from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.recipe import ScaleOptions
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.fp8.dialect import Fp8Dialect
@@ -30,7 +31,6 @@ from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
-from fp8calib.recipe import ScaleOptions
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection

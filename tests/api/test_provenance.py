@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
+from fp8calib.commands.result import RunHashes
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import batches
 from fp8calib.engines.numerics import Numerics
-from fp8calib.results.hashes import RunHashes
 from fp8calib.verification.verify import choose_noise_text, compare_noise
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS

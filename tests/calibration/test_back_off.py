@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibrate import WorkShare
-from fp8calib.calibration.observed_batches import BackOff
+from fp8calib.calibration.header import BackOff
 from fp8calib.errors import CalibrationError
 from tests import zoo
 from tests.calibration.running import Subject, as_bytes, opened

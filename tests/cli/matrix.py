@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.commands.recipe import Recipe
 from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.registry import ENGINES
 from fp8calib.formats.compute import compute_kv_scales
@@ -25,7 +26,6 @@ from fp8calib.formats.registry import list_written
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.recipe import Recipe
 from tests.cli.program import run, succeed
 from tests.formats.foreign import FOLDER, find_geometry
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
+from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
-from fp8calib.options.shipped_recipes import recipe_files
 from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed

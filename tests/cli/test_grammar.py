@@ -10,10 +10,9 @@ import pytest
 from fp8calib import __version__
 from fp8calib.cli import main_inner
 from fp8calib.commands import spell_commands
+from fp8calib.commands.options import read_gib, split_names, spread_formats
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import list_format_names
-from fp8calib.options.recipe_keys import split_names
-from fp8calib.requests.shared import read_gib, spread_formats
 from tests.cli.program import fail, run, succeed
 
 COMMANDS = list(spell_commands())

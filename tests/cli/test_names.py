@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from fp8calib.commands.options import GATE_NAMES
 from fp8calib.errors import join_or, suggest
-from fp8calib.requests.shared import GATE_NAMES
 from fp8calib.verification.judge.gates import GATES
 from tests.cli.program import succeed
 

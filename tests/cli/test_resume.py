@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.commands import calibrate as calibrate_run
+from fp8calib.commands import _calibrate as calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, run, snapshot, succeed

@@ -799,7 +799,7 @@ def test_an_output_that_cannot_be_written_hides_no_result(
     def refuse_to(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"fp8calib.commands.verify.{failing}", refuse_to)
+    monkeypatch.setattr(f"fp8calib.commands._verify.{failing}", refuse_to)
     outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
     assert outcome.code != 0

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from typer.main import get_command
 
 from fp8calib.cli.app import app
+from fp8calib.commands.options import spread_formats
 from fp8calib.engines.registry import ENGINES
 from fp8calib.plugins.vllm import engine as vllm_calibration
-from fp8calib.requests.shared import spread_formats
 from scripts.draw_images import write_rows as write_images
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows

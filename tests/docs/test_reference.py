@@ -14,11 +14,11 @@ import typer
 import fp8calib
 from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
+from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.export import ExportRequest
-from fp8calib.options.option import Option, list_options
-from fp8calib.options.shipped_recipes import describe_recipes
-from fp8calib.recipe import Recipe, find_section, parse_recipe
-from fp8calib.requests.calibrate import CalibrateRequest
+from fp8calib.commands.option import Option, list_options
+from fp8calib.commands.options import describe_recipes
+from fp8calib.commands.recipe import Recipe, find_section, parse_recipe
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
 from tests.cli.program import succeed

@@ -16,6 +16,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.recipe import Quantize, ScaleOptions
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
@@ -46,7 +47,6 @@ from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequan
 from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
-from fp8calib.recipe import Quantize, ScaleOptions
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix

@@ -9,11 +9,11 @@ from pathlib import Path
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.commands.quantize import QuantizeResult, UnquantizedLinear
+from fp8calib.commands.recipe import Quantize
+from fp8calib.commands.result import BeforeAfter, LayerScheme
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
-from fp8calib.recipe import Quantize
-from fp8calib.results.record import BeforeAfter, LayerScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

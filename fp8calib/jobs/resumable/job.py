@@ -11,6 +11,7 @@ from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.recorder import LayerWork
+from fp8calib.commands.recipe import Recipe
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError
@@ -20,7 +21,6 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Recipe
 from fp8calib.selection.select import Selection
 
 

@@ -23,10 +23,10 @@ from fp8calib.checkpoint.resumable_folder import (
     remove_progress_file,
     resumable_folder,
 )
+from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats as PublicStats
-from fp8calib.results.calibrate import CalibrateResult
 
 
 class UnwrittenError(ExportError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import open_folder
@@ -19,7 +20,6 @@ from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.numerics.schemes import Scheme, find_scheme
 from fp8calib.quantization.plan import make_plan
-from fp8calib.requests.verify import VerifyRequest
 from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import (
     OpenedCandidate,

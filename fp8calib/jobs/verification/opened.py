@@ -10,6 +10,10 @@ from typing import Any
 from fp8calib.calibration.calibration_origin import estimate_overlap
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.options import SKIP_LAYERS, Stats
+from fp8calib.commands.recipe import Data
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.engines.engine import Engine
@@ -26,10 +30,6 @@ from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.recipe import Data
-from fp8calib.requests.shared import SKIP_LAYERS, Stats
-from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     Target,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.commands.options import SKIP_LAYERS
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E5M2
-from fp8calib.requests.shared import SKIP_LAYERS
-from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.judge.decide import has_kv_only
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import Remedy, VerifyReport

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.calibration.processes import open_process_group
+from fp8calib.commands.recipe import ScaleOptions
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.written import check_written
 from fp8calib.errors import UsageError
 from fp8calib.jobs.card import CardJob, add_card
@@ -19,8 +21,6 @@ from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.plugins.gptq.job import open_gptq, plan_gptq, run_gptq
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult
-from fp8calib.recipe import ScaleOptions
-from fp8calib.results.run_plan import RunPlan
 
 
 def run(

@@ -17,6 +17,8 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.calibration import choose_calibration_mode, run_job
 from fp8calib.jobs.calibration_result import make_run_plan
@@ -62,8 +64,6 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Recipe
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated
 
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.commands.quantize import QuantizeRequest
-from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
-from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)

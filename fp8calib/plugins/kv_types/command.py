@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.verify import run as verify
+from fp8calib.commands._verify import run as verify
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
@@ -20,8 +22,6 @@ from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import FP8_TYPES, CacheResult, KvTypesResult, recommend
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
-from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE

@@ -7,10 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated
 
-from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
-from fp8calib.requests import shared
-from fp8calib.requests.verify import check_scales
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.commands.verify import check_scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from math import prod
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.commands.recipe import Quantize
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
@@ -29,7 +30,6 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.plugins.plan.opened import OpenedPlan
-from fp8calib.recipe import Quantize
 from fp8calib.selection.ignored import span_layers
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix

@@ -15,6 +15,7 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import resumable_folder
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
@@ -35,7 +36,6 @@ from fp8calib.plugins.plan.report import CHOSEN, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.plugins.plan.search import Search
-from fp8calib.results.run_plan import RunPlan
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.commands.recipe import Recipe
 from fp8calib.data.sequences import (
     DataPlan,
     list_other_warnings,
@@ -28,7 +29,6 @@ from fp8calib.jobs.text import plan_text, read_settings
 from fp8calib.model.load import ModelSource
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
-from fp8calib.recipe import Recipe
 from fp8calib.verification.candidates import Target
 from fp8calib.verification.summary import Summary, bounded_exp
 

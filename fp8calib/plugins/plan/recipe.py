@@ -11,15 +11,15 @@ from typing import Any
 import yaml
 
 from fp8calib.calibration.calibration_stats import STATS_NAME, CalibrationStats
+from fp8calib.commands.options import FORMATS
+from fp8calib.commands.recipe import Quantize
 from fp8calib.errors import VerificationError
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.stats import drop_kv
 from fp8calib.numerics.rules import AMAX
-from fp8calib.options.recipe_keys import FORMATS
 from fp8calib.plugins.plan.choices import IN_16_BITS, Plan, Unit, choice_of
 from fp8calib.plugins.plan.opened import OpenedPlan
-from fp8calib.recipe import Quantize
 
 RECIPE_NAME = "recipe.yaml"
 _OVERLAY = "kv-overlay"

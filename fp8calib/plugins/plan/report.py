@@ -9,6 +9,7 @@ from typing import Literal
 
 from fp8calib.calibration.fingerprint import versions
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.commands.result import BeforeAfter
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
 from fp8calib.machine.command_line import spell_command
@@ -19,7 +20,6 @@ from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.plugins.plan.recipe import RECIPE_NAME, PlannedScheme, spell_serve, spell_write
 from fp8calib.plugins.plan.result import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
 from fp8calib.plugins.plan.search import Group, Search, Tried
-from fp8calib.results.record import BeforeAfter
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import RunProvenance

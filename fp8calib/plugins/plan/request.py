@@ -8,14 +8,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.options import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
 from fp8calib.numerics.rules import parse_rule
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
-from fp8calib.requests import shared
 
 NO_SCHEME = "none"
 """The value of --scheme that leaves all linears in 16 bits."""

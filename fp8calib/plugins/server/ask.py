@@ -12,6 +12,7 @@ import torch
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.commands.options import SKIP_LAYERS
 from fp8calib.data.sequences import DataPlan, replace_sequences
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.machine.progress import Progress
@@ -25,7 +26,6 @@ from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER
 from fp8calib.plugins.server.score import Server, connect
 from fp8calib.plugins.server.written import count_given, write_text
-from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.verification.report import SCALE_ONE
 
 _SERVER_KEY = "FP8CALIB_SERVER_KEY"

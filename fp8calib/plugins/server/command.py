@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.streamed_model import StreamedModel
-from fp8calib.commands.verify import (
+from fp8calib.commands._verify import (
     announce,
     check_outputs,
     complete_report,
@@ -17,6 +17,7 @@ from fp8calib.commands.verify import (
     finish,
     hash_inputs,
 )
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError
@@ -48,7 +49,6 @@ from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import SERVER, ServerVerifyResult
 from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served import compare_served, list_served
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.verify import Verification, Verified, verify
 

@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.option import Option
-from fp8calib.requests.verify import VerifyRequest
+from fp8calib.commands.option import Option
+from fp8calib.commands.verify import VerifyRequest
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fp8calib.commands._verify import VerifyResult
 from fp8calib.model.shapes import Frozen
-from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import PairedResult
 
 SERVER = "server"

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckResult
+from fp8calib.commands.options import Stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
@@ -24,7 +25,6 @@ from fp8calib.plugins.vllm.engine import WORKER
 from fp8calib.plugins.vllm.http import ask
 from fp8calib.plugins.vllm.rank_answer import RankAnswer
 from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
-from fp8calib.requests.shared import Stats
 
 _FLAG = f"--worker-extension-cls {WORKER}"
 _PATH = "/collective_rpc"

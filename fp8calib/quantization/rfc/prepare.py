@@ -10,6 +10,7 @@ from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.recipe import Recipe
 from fp8calib.errors import ModelError
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.table import ScaleTable
@@ -22,7 +23,6 @@ from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
-from fp8calib.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

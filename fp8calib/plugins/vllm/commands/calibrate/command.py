@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from fp8calib.commands import calibrate as core
+from fp8calib.commands import _calibrate as core
+from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.run_plan import RunPlan
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.function import as_function
@@ -13,8 +15,6 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.plugins.vllm.commands.calibrate.request import VllmCalibrateRequest
 from fp8calib.plugins.vllm.engine import EngineSettings, check_options
-from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.results.run_plan import RunPlan
 
 
 def run(

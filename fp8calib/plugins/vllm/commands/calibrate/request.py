@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import yaml
 
+from fp8calib.commands.calibrate import CalibrateRequest
+from fp8calib.commands.option import Option
 from fp8calib.errors import UsageError
-from fp8calib.options.option import Option
-from fp8calib.requests.calibrate import CalibrateRequest
 
 
 def parse_engine_options(texts: Sequence[str] | None) -> dict[str, Any] | None:

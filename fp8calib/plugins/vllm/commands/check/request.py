@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.option import Option
-from fp8calib.requests import shared
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.observe import Observe
+from fp8calib.commands import options as keys
+from fp8calib.commands.option import Declared, Option, list_options
+from fp8calib.commands.options import recipe_files
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
-from fp8calib.options import recipe_keys as keys
-from fp8calib.options.option import Declared, Option, list_options
-from fp8calib.options.shipped_recipes import recipe_files
 
 
 def _key(option: Option, **more: Any) -> Any:

@@ -1,19 +1,26 @@
-"""Options that several commands share, and how their values are read."""
+"""Options that several commands share, keys of recipes among them, and how values are read."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
+from fp8calib.commands.option import Option
+from fp8calib.data.specs import ACCEPTED_SUFFIXES, Specs, parse_spec
 from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError, suggest
-from fp8calib.formats.registry import list_format_names
-from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import DATA
+from fp8calib.formats.registry import (
+    find_dialect,
+    list_format_names,
+    list_query_format_names,
+)
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
+from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fp8calib.calibration.calibration_stats import CalibrationStats
-    from fp8calib.results.calibrate import CalibrateResult
+    from fp8calib.commands.calibrate import CalibrateResult
 
     Array: TypeAlias = np.ndarray[Any, Any]
 else:  # only named, as importing them takes seconds
@@ -29,6 +36,174 @@ else:  # only named, as importing them takes seconds
     Array, Tensor, PreTrainedModel, CalibrateResult, CalibrationStats = (
         type(name, (), {}) for name in _NAMES
     )
+
+DEFAULT_SEQ_LEN = 2048
+_DEFAULT_SAMPLES = 512
+
+
+def split_names(values: Sequence[str] | None) -> list[str] | None:
+    """Split `a,b` into two names and drop repetitions; None stays None (not given)."""
+    if values is None:
+        return None
+    names = [name.strip() for value in values for name in value.split(",")]
+    if not any(names):
+        raise UsageError("--format: no name given")
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _check_rule(text: str) -> None:
+    try:
+        parse_rule(text)
+    except UsageError as error:
+        raise UsageError(f"--rule: {error.message}", hint=error.hint) from error
+
+
+DATA = Option(
+    "--data",
+    metavar="SPEC",
+    reads=list[str],
+    collect=Specs,
+    check=parse_spec,
+    key="data.sources",
+    default=(),
+    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk, "
+    "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several. Default: builtin.",
+)
+TEXT_COLUMN = Option(
+    "--text-column",
+    metavar="NAME",
+    key="data.text_column",
+    help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
+    "messages, ... that there is.",
+)
+SAMPLES = Option(
+    "--samples",
+    metavar="N",
+    least=1,
+    key="data.samples",
+    default=_DEFAULT_SAMPLES,
+    help=f"Number of sequences; default {_DEFAULT_SAMPLES}.",
+)
+SEQ_LEN = Option(
+    "--seq-len",
+    metavar="L",
+    least=2,
+    key="data.seq_len",
+    help=f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum if smaller.",
+)
+BATCH_SIZE = Option(
+    "--batch-size",
+    metavar="B",
+    least=1,
+    key="data.batch_size",
+    default=1,
+    help="Sequences per batch; default 1.",
+)
+PACK = Option(
+    "--no-pack",
+    negates=True,
+    key="data.pack",
+    default=True,
+    help="One text per sequence, truncated or padded; padding is masked.",
+)
+SEED = Option(
+    "--seed",
+    metavar="S",
+    key="data.seed",
+    default=0,
+    help="Seed for mixing weighted data specs.",
+)
+RULE = Option(
+    "--rule",
+    metavar="amax|percentile:P|mse|headroom:H|1.0",
+    check=_check_rule,
+    key="scales.rule",
+    default=AMAX,
+    help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
+    "squared error), headroom:H (H times amax) or 1.0. Weights always use amax.",
+)
+FALLBACK = Option(
+    "--fallback",
+    choices=tuple(Fallback),
+    key="scales.fallback",
+    help="Scale of a site for which none can be computed: layer-max, the largest of the same role "
+    "in its layer, else 1.0 (default for tensors of zeros); one; or refuse.",
+)
+FP8_DTYPE = Option(
+    "--fp8-dtype",
+    choices=tuple(KV_FORMATS),
+    key="scales.fp8_dtype",
+    default=E4M3FN.name,
+    help=f"FP8 format; default {E4M3FN.name}.",
+)
+FORMATS = Option(
+    "--format",
+    metavar="|".join(list_format_names()),
+    reads=list[str],
+    collect=split_names,
+    check=find_dialect,
+    key="formats",
+    default=("kv-overlay",),
+    help="What to write; several names, or repeat for more.",
+)
+TP = Option(
+    "--tp",
+    metavar="N",
+    reads=list[int],
+    key="tp",
+    default=(1,),
+    help="Tensor-parallel degree of the JSON formats; repeat for more.",
+)
+QUERY_SCALE = Option(
+    "--query-scale",
+    metavar="auto|yes|no",
+    key="query_scale",
+    default="auto",
+    help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
+    "needs it in some layer.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeOptions:
+    """What a calibration can be asked beside its recipe; None leaves the value of the recipe.
+
+    A field here is an option of the command line, an argument in Python, and a key of recipes.
+    """
+
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
+    tp: Annotated[int | Sequence[int] | None, TP] = None
+    samples: Annotated[int | None, SAMPLES] = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    pack: Annotated[bool | None, PACK] = None
+    seed: Annotated[int | None, SEED] = None
+    rule: Annotated[str | None, RULE] = None
+    fallback: Annotated[str | None, FALLBACK] = None
+    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
+    query_scale: Annotated[str | None, QUERY_SCALE] = None
+
+
+# In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
+_IN_PACKAGE = Path(__file__).parents[1] / "recipes"
+_IN_CLONE = Path(__file__).parents[2] / "recipes"
+
+
+def recipe_files() -> dict[str, Path]:
+    """List the shipped recipes, sorted by name: name -> YAML file."""
+    folder = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _IN_CLONE
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def describe_recipes() -> Iterator[tuple[str, str]]:
+    """Give the name of each shipped recipe and its description, which is the first line."""
+    for name, path in recipe_files().items():
+        yield (
+            name,
+            path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("description: "),
+        )
+
 
 Model: TypeAlias = str | Path | PreTrainedModel
 """A folder, a Hub id, or a model that is in memory."""

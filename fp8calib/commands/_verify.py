@@ -1,0 +1,384 @@
+"""Compare a model, on a path or in memory, with its FP8 emulation on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from platform import python_version
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from fp8calib.blocks import Answer, Block, Line, Table
+from fp8calib.calibration.fingerprint import versions
+from fp8calib.calibration.memory_plan import MemoryPlan
+from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.commands.result import Result, RunHashes
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.verify import VerifyRequest
+from fp8calib.data.sources import split_data
+from fp8calib.data.specs import Specs
+from fp8calib.errors import CANNOT_TELL, ModelError, UsageError, VerificationError
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.hashes import hash_run
+from fp8calib.jobs.models import RunModel, open_run_model
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.text import read_settings
+from fp8calib.jobs.verification.memory import open_scored, plan_verification
+from fp8calib.jobs.verification.opened import (
+    check_request,
+    if_quantized,
+    list_scales,
+    open_verification,
+    plan_verified,
+)
+from fp8calib.jobs.verification.suggest import suggest_command
+from fp8calib.machine.command_line import spell_command
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.figures import format_db, format_share
+from fp8calib.verification.histograms import list_histograms
+from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.page.page import is_page, write_page
+from fp8calib.verification.report import (
+    RunProvenance,
+    Verdict,
+    VerifyReport,
+    candidates_table,
+    describe_pair,
+)
+from fp8calib.verification.tables import (
+    list_shown_pairs,
+    rules_table,
+    sites_table,
+)
+from fp8calib.verification.verify import Verification, Verified
+from fp8calib.verification.verify import verify as compare
+
+
+class VerifyResult(VerifyReport, Result):
+    """The report of a verification, and the command that it asks for."""
+
+    first_keys: ClassVar = ("next", "advice")
+    next: str = ""
+    """The command that helps most; empty where none does."""
+    gates: tuple[Gate, ...] = ()
+    """The thresholds of the candidates' gates."""
+    hashes: RunHashes | None = None
+    """None where only a server and an unquantized one or a dump are compared."""
+    has_gate: bool = Field(default=False, exclude=True)
+    """Whether a failure is one of the command."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no verdict on a candidate that was asked for is a failure."""
+        return self.find_failure(strict=self.is_strict) is None and not self.refused
+
+    @property
+    def exit_code(self) -> int:
+        """8 for a refused candidate or where the gate fails, 9 where it cannot tell; else 0."""
+        if self.refused:
+            return VerificationError.exit_code
+        failure = self.find_failure(strict=self.is_strict) if self.has_gate else None
+        if failure is None:
+            return 0
+        return CANNOT_TELL if failure is Verdict.CANNOT_TELL else VerificationError.exit_code
+
+
+_SETTINGS = (
+    *("engine", "scheme", "rules", "fp8_dtype", "kv_cache_dtype_skip_layers"),
+    *("samples", "seq_len", "batch_size", "pack", "text_column"),
+)
+
+
+def run(
+    request: VerifyRequest,
+    reporter: Reporter,
+    make_candidates: Callable[[Verification], Sequence[Candidate]] | None = None,
+) -> VerifyResult | RunPlan:
+    """Verify a model, and write the files that are asked for.
+
+    `make_candidates` makes further candidates, for a plug-in.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
+    weights, they are replaced while it runs, and copied before that to the memory of the host.
+
+    Raises:
+        UsageError: an option is invalid.
+        ModelError: the model or a candidate cannot be read, or do not belong together.
+        DataError: the data cannot be read.
+        CalibrationError: a forward pass failed.
+        VerificationError: a model gives NaN or infinity.
+        ExportError: a file cannot be written.
+    """
+    check_outputs(request, reporter)
+    check_request(request)
+    specs, rows = split_data(request.data, text_column=request.text_column)
+    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
+        settings = read_settings(request, specs)
+        asked = open_verification(
+            request,
+            model,
+            lambda: plan_verified(model.source, settings, rows, request.tokenizer),
+        )
+        if make_candidates is not None:
+            more = make_candidates(asked)
+            asked = replace(asked, candidates=(*more, *asked.candidates))
+        for note in asked.warnings:
+            reporter.warn(note)
+        mode = plan_verification(asked, model, find_scratch(request))
+        if request.dry_run:
+            return describe_plan(asked, model, mode)
+        announce(mode, model, reporter)
+        hashes = hash_inputs(asked, request, model, specs)
+        with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
+            verified = compare(asked, scored, reporter, measures_noise=True)
+    report = complete_report(verified, request, mode, peak)
+    for note in report.warnings:
+        if note not in asked.warnings:
+            reporter.warn(note)
+    return finish(request, asked, report, verified.logprobs, reporter, hashes)
+
+
+def find_scratch(request: VerifyRequest) -> Path:
+    """Find the folder of hidden states that do not fit into memory."""
+    outputs = [path for path in (request.dump, request.report) if path is not None]
+    return Path(outputs[0]).absolute().parent if outputs else Path.cwd()
+
+
+def announce(mode: MemoryPlan, model: RunModel, reporter: Reporter) -> None:
+    """Say how the model is held in memory, and how it computes."""
+    for note in mode.describe():
+        reporter.say(note)
+    reporter.say(f"computing in {model.dtype} on {model.device} ({model.dtype_why})")
+
+
+def hash_inputs(
+    asked: Verification, request: VerifyRequest, model: RunModel, specs: Sequence[str]
+) -> RunHashes:
+    """Hash the files of the model, of the text and of what is compared with it.
+
+    Raises:
+        ModelError: one cannot be read.
+    """
+    scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
+    try:
+        places = {name: find_candidate(name) for name in scales if name in asked.droppable}
+        return hash_run(None if model.is_live else model.source.folder, specs, places)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:
+    """Describe the planned run."""
+    return RunPlan(
+        plan={
+            "model": model.name,
+            "architecture": asked.geometry.architecture,
+            "layers": len(asked.geometry.layers),
+            "weights_size_bytes": model.checkpoint.total_size_bytes,
+            "engine": asked.engine,
+            "candidates": [each.name for each in asked.candidates],
+            "dtype": model.dtype,
+            "dtype_why": model.dtype_why,
+            "device": model.device,
+            "sequences": len(asked.plan.sequences),
+            "tokens": asked.plan.num_tokens,
+            "data": list(asked.plan.sources),
+            **mode.as_json(),
+        }
+    )
+
+
+def complete_report(
+    verified: Verified, request: VerifyRequest, mode: MemoryPlan, peak: PeakMemory
+) -> VerifyReport:
+    """Add to a report what it was made from, and what the page alone shows."""
+    asked = verified.verification
+    provenance = RunProvenance(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=spell_command(),
+        model_hash=asked.fingerprint,
+        data_hash=asked.plan.fingerprint,
+        versions={**versions(asked.plan.tokens_by_modality), "python": python_version()},
+        settings={name: getattr(request, name) for name in _SETTINGS},
+        numerics=asked.numerics.list_differences(),
+    )
+    return verified.report.model_copy(
+        update={
+            "histograms": () if request.report is None else tuple(list_histograms(asked)),
+            "memory": {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes},
+            "provenance": provenance,
+        }
+    )
+
+
+def finish(
+    request: VerifyRequest,
+    asked: Verification,
+    report: VerifyReport,
+    logprobs: Mapping[str, torch.Tensor],
+    reporter: Reporter,
+    hashes: RunHashes | None = None,
+) -> VerifyResult:
+    """Write the output files; an error carries the result, which may have cost hours.
+
+    `logprobs` are what --dump writes.
+
+    Raises:
+        ExportError: a file cannot be written.
+    """
+    gates = GATES if asked.gate is None else {asked.gate.name: asked.gate}
+    used = dict.fromkeys(each.gate for each in report.candidates)
+    result = VerifyResult(
+        **dict(report),
+        gates=tuple(gates[name] for name in used),
+        hashes=hashes,
+        next=suggest_command(report, request, gates),
+        has_gate=request.gate is not None,
+    )
+    try:
+        if request.dump is not None:
+            metadata = {"format": "pt", "data": asked.plan.fingerprint}
+            save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
+            reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
+        if request.report is not None:
+            write_page(result, Path(request.report), command=result.next)
+            reporter.say(f"report written to {request.report}")
+    except Exception as error:
+        error.result = result  # type: ignore[attr-defined]
+        raise
+    return result
+
+
+def check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
+    """Refuse outputs that cannot be written or would replace an input, before hours of work.
+
+    Raises:
+        UsageError: naming the path.
+    """
+    kinds = (
+        *([(Path(request.report), is_page, "no page")] if request.report else []),
+        *([(Path(request.dump), _is_dump, "no dump")] if request.dump else []),
+    )
+    outputs = [path for path, _, _ in kinds]
+    if request.force and not outputs:
+        reporter.warn("--force has no effect without --report or --dump")
+    for path, is_ours, other in kinds:
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: no such folder: {path.parent}")
+        check_output_file(path, force=request.force)
+        for source in _list_inputs(request):
+            _refuse_input(path, source)
+        if path.exists() and path.stat().st_size and not is_ours(path):
+            raise UsageError(f"{path}: exists, and is {other} of verify", hint="name another file")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a file is one that --dump wrote."""
+    try:
+        header = read_header(path)
+    except ModelError:
+        return False
+    return "reference" in header.tensors and "data" in header.metadata
+
+
+def _refuse_input(path: Path, source: Path) -> None:
+    try:
+        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
+    except (OSError, ValueError):
+        return
+    if is_inside and (path.exists() or source.is_file()):
+        raise UsageError(f"{path} would replace an input", hint="name another file")
+
+
+def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
+    """List the inputs that are paths."""
+    data = request.data
+    specs = data if isinstance(data, Specs) else [data]
+    for each in (request.model, *list_scales(request.scales), *specs):
+        if isinstance(each, str | Path):
+            yield Path(each)
+
+
+_SHOWN_SITES = 8
+
+
+def describe(
+    result: VerifyResult, request: VerifyRequest, more: Iterable[Block] = ()
+) -> Iterator[Block]:
+    """Describe the report, with `more` after its candidates."""
+    answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
+    yield Line(result.decision.headline)
+    if result.decision.details:
+        yield Line(result.decision.details)
+    yield Line()
+    yield from _describe_candidates(result)
+    yield from more
+    yield from _list_sites(result)
+    if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
+        yield Line()
+        yield _tabulate_diagnosis(result)
+    if result.rules:
+        yield Line()
+        yield rules_table(result.rules)
+    yield Line()
+    yield Answer("\n".join(answer))
+
+
+def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
+    title = (
+        f"{report.engine_version}, emulated: {report.tokens:,} tokens in "
+        f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
+        f"{report.reference.ppl:.4f}"
+    )
+    yield candidates_table(report.candidates, report.refused, title=title)
+    for candidate in report.candidates:
+        yield Line(f"  {candidate.name}: {candidate.description}")
+        yield Line(f"    {candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}")
+        for pair in list_shown_pairs(report):
+            if pair.candidate == candidate.name:
+                yield Line(f"    against {pair.base}: {describe_pair(pair)}")
+    for refused in report.refused:
+        yield Line(f"  {refused}")
+
+
+def _list_sites(report: VerifyReport) -> Iterator[Block]:
+    for candidate in report.candidates:
+        rows = [row for row in report.layers if row.candidate == candidate.name]
+        if rows:
+            yield Line()
+            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
+            yield sites_table(rows[:_SHOWN_SITES], title=title)
+
+
+def _tabulate_diagnosis(report: VerifyReport) -> Table:
+    """List the sites that calibrated scales improve most: those that clip, then by their loss."""
+    ranked = sorted(
+        report.diagnosis, key=lambda row: (-row.unscaled_clipped, -row.unscaled_loss_db)
+    )
+    rows = ranked[:_SHOWN_SITES]
+    columns = {
+        "site": [row.site for row in rows],
+        "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
+        "per tensor": [format_db(row.scaled_db) for row in rows],
+        "per head": [format_db(row.per_head_db) for row in rows],
+        "fitted": [format_db(row.fitted_db) for row in rows],
+        "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
+        "clipped in calibration": [format_share(row.calibration_clipped) for row in rows],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
+    title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
+    return Table(title=title, columns=list(known), rows=list(zip(*known.values(), strict=True)))
+
+
+verify = as_function("verify", VerifyRequest, run)
