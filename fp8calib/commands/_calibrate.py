@@ -31,9 +31,9 @@ from fp8calib.commands.written import check_formats, check_written
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.formats.compute import find_site_rules
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.site_rules import find_site_rules
 from fp8calib.formats.write import (
     check_export,
     check_overlay_source,

@@ -15,7 +15,7 @@ from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.written import check_formats
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment
-from fp8calib.formats.kv.rfc import RFC, name_rank_files
+from fp8calib.formats.kv.json import RFC, name_rank_files
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
 from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.formats.registry import find_dialect, list_format_names

@@ -15,17 +15,12 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.statistic import SiteStats
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, RecipeError
 from fp8calib.formats.ranks import max_per_rank
-from fp8calib.formats.site_rules import find_site_rules
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
-from fp8calib.model.shapes import Attention, Linear, Part, Role, Site
-from fp8calib.model.tensor_parallel import (
-    check_heads,
-    owned_blocks,
-    owned_channels,
-    owned_rows,
-)
+from fp8calib.model.module_paths import matches_pattern
+from fp8calib.model.shapes import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
+from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
@@ -46,6 +41,28 @@ def list_unfit_queries(stats: CalibrationStats) -> dict[int, float]:
         amax = float(seen.amax.max()) / attention.query_divisor
         if amax > E4M3FN.max or 0 < amax < UNSCALED_QUERY_FLOOR:
             found[layer.index] = amax
+    return found
+
+
+def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[Site, Rule]:
+    """Give K and V the rule of the first pattern that matches `model.layers.3.self_attn.k`.
+
+    Sites that none matches are left out.
+
+    Raises:
+        RecipeError: a pattern matches no K or V, or is not a valid regular expression.
+    """
+    sites = [attention.site(role) for _, attention in geometry.attentions() for role in KV_ROLES]
+    found: dict[Site, Rule] = {}
+    for pattern, rule in rules.items():
+        try:
+            matched = [site for site in sites if matches_pattern(pattern, str(site))]
+        except ValueError as error:
+            raise RecipeError(f"scales.rules: {pattern!r} is {error}") from error
+        if not matched:
+            hint = f"they look like {sites[0]}" if sites else ""
+            raise RecipeError(f"scales.rules: {pattern!r} matches no K or V", hint=hint)
+        found = dict.fromkeys(matched, rule) | found
     return found
 
 
@@ -77,35 +94,42 @@ def compute_kv_scales(
     """
     check_heads(stats.geometry, tp)
     by_site = find_site_rules(rules, stats.geometry)
-    roles = (Role.K, Role.V, Role.Q) if query else (Role.K, Role.V)
+    roles = (Role.K, Role.V, Role.Q) if query else KV_ROLES
     scales: dict[Site, Scale] = {}
     kept_amax: dict[Site, str] = {}
     for _, attention in stats.geometry.attentions():
         producer = stats.geometry.producer_of(attention)
         for role in roles:
-            site, owner = attention.site(role), attention if role is Role.Q else producer
-            seen = _in_one_cache(stats, owner, role, fallback)
+            owner = attention if role is Role.Q else producer
+            is_latent = owner.kind == "latent" and role is not Role.Q
+            seen = [
+                _find(stats, owner.site(each), fallback)
+                for each in (KV_ROLES if is_latent else (role,))
+            ]
             own = by_site.get(owner.site(role), rule)
             if own == ONE and role is Role.Q:  # no rule makes the scale of q 1.0
                 own = AMAX
-            clip_range = _clip_range(own, seen.values(), fmt)
-            scale = _kv_scale(
-                attention, role, seen[role], clip_range, fmt, tp=tp, per_head=per_head
-            )
+            clip_range = _clip_range(own, seen, fmt)
+            amax = torch.stack([each.amax for each in seen]).amax(0)
+            amax = clip_range.apply(amax / attention.query_divisor if role is Role.Q else amax)
+            if per_head:
+                values = _scales_or_nan(amax, fmt).unsqueeze(0)
+            elif is_latent:
+                values = _scales_or_nan(amax.max(), fmt).expand(tp)
+            else:
+                values = _scales_or_nan(max_per_rank(amax, tp), fmt)
+            source = _source(values, unseen=any(each.count == 0 for each in seen))
             if owner is not attention:
-                scale = Scale(values=scale.values, source=ScaleSource.SHARED)
+                source = ScaleSource.SHARED
             elif clip_range.kept_amax:
-                kept_amax[site] = clip_range.kept_amax
-            scales[site] = scale
-        if attention.kind == "latent":
-            _share_latent(scales, attention)
-    pools = {site: [[scale]] for site, scale in scales.items()}
+                kept_amax[attention.site(role)] = clip_range.kept_amax
+            scales[attention.site(role)] = Scale(values=values, source=source)
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
         tp=tp,
         per_head=per_head,
-        scales=fill_missing(scales, pools, fallback),
+        scales=fill_missing(scales, {site: [[each]] for site, each in scales.items()}, fallback),
         kept_amax=kept_amax,
         origin=stats.origin,
     )
@@ -177,15 +201,6 @@ def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> Sit
     return found
 
 
-def _in_one_cache(
-    stats: CalibrationStats, owner: Attention, role: Role, fallback: Fallback | None
-) -> dict[Role, SiteStats]:
-    """Find the statistics that share a cache with `role`: k and v of latent attention do."""
-    is_joint = owner.kind == "latent" and role is not Role.Q
-    roles = (Role.K, Role.V) if is_joint else (role,)
-    return {each: _find(stats, owner.site(each), fallback) for each in roles}
-
-
 def _clip_range(rule: Rule, seen: Collection[SiteStats], fmt: Fp8Format) -> ClipRange:
     """Find the clip range of sites that share a scale."""
     amax = max(float(site.amax.max()) for site in seen)
@@ -193,35 +208,6 @@ def _clip_range(rule: Rule, seen: Collection[SiteStats], fmt: Fp8Format) -> Clip
     is_complete = len(histograms) == len(seen)
     histogram = torch.stack(histograms).sum(0) if is_complete else None
     return find_clip_range(rule, amax=amax, histogram=histogram, fmt=fmt)
-
-
-def _kv_scale(
-    attention: Attention,
-    role: Role,
-    seen: SiteStats,
-    clip_range: ClipRange,
-    fmt: Fp8Format,
-    *,
-    tp: int,
-    per_head: bool,
-) -> Scale:
-    amax = clip_range.apply(seen.amax / attention.query_divisor if role is Role.Q else seen.amax)
-    unseen = seen.count == 0
-    if per_head:
-        values = _scales_or_nan(amax, fmt).unsqueeze(0)
-    elif attention.kind == "latent" and role is not Role.Q:
-        values = _scales_or_nan(amax.max(), fmt).expand(tp)
-    else:
-        values = _scales_or_nan(max_per_rank(amax, tp), fmt)
-    return Scale(values=values, source=_source(values, unseen=unseen))
-
-
-def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
-    k, v = (scales[attention.site(role)] for role in (Role.K, Role.V))
-    values = torch.fmax(k.values, v.values)
-    source = _source(values, unseen=ScaleSource.UNSEEN in {k.source, v.source})
-    for role in (Role.K, Role.V):
-        scales[attention.site(role)] = Scale(values=values, source=source)
 
 
 def _linear_scales(
@@ -233,44 +219,38 @@ def _linear_scales(
     fmt: Fp8Format,
     tp: int,
 ) -> dict[int | None, Scale]:
+    """Compute the scales of one projection, by the number of the expert; None without experts."""
     if linear.num_experts:
-        return _expert_scales(seen, clip_range, linear, fmt, tp)
-    amax = torch.stack([_rank_amax(seen, linear, part, role, tp, rank) for rank in range(tp)])
-    values = _scales_or_nan(clip_range.apply(amax), fmt)
-    return {None: Scale(values=values, source=_source(values, unseen=False))}
-
-
-def _rank_amax(
-    seen: SiteStats, linear: Linear, part: Part, role: Role, tp: int, rank: int
-) -> torch.Tensor:
-    channels = owned_channels(linear, tp, rank)
-    if role is Role.INPUT:
-        return seen.amax[channels.start : channels.stop].max()
-    if linear.shard == "row":
-        assert seen.amax_in is not None  # noqa: S101 -- a weight's stats always hold both axes
-        return seen.amax_in[channels.start : channels.stop].max()
-    return seen.amax[owned_rows(linear, part, tp, rank)].max()
-
-
-def _expert_scales(
-    seen: SiteStats, clip_range: ClipRange, linear: Linear, fmt: Fp8Format, tp: int
-) -> dict[int | None, Scale]:
-    assert seen.experts is not None  # noqa: S101 -- an expert projection's stats always hold it
-    blocks = seen.experts
-    if blocks.shape[1] == 1:
-        amax = blocks.expand(-1, tp)
+        amax, counts = _expert_amax(seen, linear, tp), seen.expert_counts
     else:
-        ranges = [owned_blocks(linear, tp, rank) for rank in range(tp)]
-        amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
+        amax, counts = _rank_amax(seen, linear, part, role, tp).unsqueeze(0), None
     values = _scales_or_nan(clip_range.apply(amax), fmt)
-    counts = seen.expert_counts
     return {
         expert: Scale(
-            values=values[expert],
-            source=_source(values[expert], unseen=counts is not None and int(counts[expert]) == 0),
+            values=own, source=_source(own, unseen=counts is not None and not counts[expert])
         )
-        for expert in range(linear.num_experts)
+        for expert, own in zip(linear.experts, values, strict=True)
     }
+
+
+def _rank_amax(seen: SiteStats, linear: Linear, part: Part, role: Role, tp: int) -> torch.Tensor:
+    ranks = range(tp)
+    if role is Role.WEIGHT and linear.shard != "row":
+        rows = (owned_rows(linear, part, tp, rank) for rank in ranks)
+        return torch.stack([seen.amax[own].max() for own in rows])
+    amax = seen.amax if role is Role.INPUT else seen.amax_in
+    assert amax is not None  # noqa: S101 -- a weight's stats always hold both axes
+    channels = (owned_channels(linear, tp, rank) for rank in ranks)
+    return torch.stack([amax[own.start : own.stop].max() for own in channels])
+
+
+def _expert_amax(seen: SiteStats, linear: Linear, tp: int) -> torch.Tensor:
+    blocks = seen.experts
+    assert blocks is not None  # noqa: S101 -- an expert projection's stats always hold it
+    if blocks.shape[1] == 1:
+        return blocks.expand(-1, tp)
+    ranges = (owned_blocks(linear, tp, rank) for rank in range(tp))
+    return torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
 
 
 def _scales_or_nan(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fp8calib.calibration.calibration_origin import CalibrationOrigin
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.metadata import Provenance
+    from fp8calib.formats.quantized_model import QuantizedModel
     from fp8calib.formats.table import ScaleTable
     from fp8calib.model.shapes import ModelGeometry, Site
 
@@ -105,16 +106,6 @@ class Attachment:
     """The KV scales that it has are replaced."""
 
 
-class QuantizedSource(Protocol):
-    """A checkpoint that is quantized already: a `QuantizedModel`, which imports torch."""
-
-    def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
-        """Add the KV cache to its configs: entries of config.json, and other files by name."""
-
-    def make_tensors(self, table: ScaleTable) -> dict[str, torch.Tensor]:
-        """Make the scale tensors under the names that engines read beside its weights."""
-
-
 NO_ATTACHMENT = Attachment()
 """The record of scales that are not added to a quantized checkpoint."""
 
@@ -135,7 +126,7 @@ class WriteJob:
     """The caller writes the quantized weights of each rank beside the scales."""
     attachment: Attachment = NO_ATTACHMENT
     """How the scales are added to a model that is quantized already, or has scales."""
-    quantized: QuantizedSource | None = None
+    quantized: QuantizedModel | None = None
     """The model, if it is quantized already."""
     replaced: frozenset[str] = frozenset()
     """The names of the model's own KV scales, which are left out."""
@@ -175,11 +166,7 @@ class WriteJob:
     def save_tensors(
         self, path: Path, tensors: Mapping[str, torch.Tensor], *, fmt: Fp8Format | None
     ) -> None:
-        """Write a safetensors file that records `fmt` and the origin of the scales.
-
-        Raises:
-            ExportError: the file cannot be written.
-        """
+        """Write a safetensors file that records `fmt` and the origin of the scales."""
         from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
 
         save_tensors(path, tensors, metadata={"format": "pt", **self._make_metadata(fmt)})
@@ -188,9 +175,6 @@ class WriteJob:
         """Write a JSON file that records the origin of the scales; floats read back as fp32.
 
         Engines ignore the keys `_comment` and `_fp8calib` at the top of a document.
-
-        Raises:
-            ExportError: the file cannot be written.
         """
         from fp8calib.formats.metadata import JSON_ORIGIN_KEY  # noqa: PLC0415 -- imports torch
 

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 
 from fp8calib import __version__
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 
 if TYPE_CHECKING:
+    from fp8calib.checkpoint.tensor_file import TensorFile
     from fp8calib.model.shapes import ModelGeometry
 
-KV_DTYPES: Mapping[str, Fp8Format] = {
+_KV_DTYPES: Mapping[str, Fp8Format] = {
     **{fmt.dtype_name: fmt for fmt in KV_FORMATS.values()},
     NVFP4_CACHE: E4M3FN,
 }
@@ -30,11 +31,11 @@ KV_DTYPES: Mapping[str, Fp8Format] = {
 JSON_ORIGIN_KEY = "_fp8calib"
 """Holds the calibrated model and text."""
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
-ORIGIN_KEY = "fp8calib.measured_on"
-PROVENANCE_KEY = "fp8calib.provenance"
-FITS_KEY = "fp8calib.fits"
+_ORIGIN_KEY = "fp8calib.measured_on"
+_PROVENANCE_KEY = "fp8calib.provenance"
+_FITS_KEY = "fp8calib.fits"
 """Holds what binds the scales to models: attention, and hashes of norms and embeddings."""
-ATTACHMENT_KEY = "fp8calib.grafted"
+_ATTACHMENT_KEY = "fp8calib.grafted"
 """Holds the quantized checkpoint that the scales were added to."""
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
@@ -57,11 +58,6 @@ class Provenance:
         files = ", ".join(self.files)
         return f"scales of a quantized model ({self.dialect}: {files}): {_BIAS}"
 
-    def to_json(self) -> str:
-        """Describe it as JSON."""
-        fields = {"taken_from": "a quantized model", **asdict(self), "bias": _BIAS}
-        return json.dumps(fields)
-
 
 def make_metadata(
     *,
@@ -78,27 +74,23 @@ def make_metadata(
     """
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
-        metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
+        metadata[_ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
-        metadata[PROVENANCE_KEY] = provenance.to_json()
+        fields = {"taken_from": "a quantized model", **asdict(provenance), "bias": _BIAS}
+        metadata[_PROVENANCE_KEY] = json.dumps(fields)
     if origin is not None and geometry is not None:
-        fit = _describe_fit(origin, geometry, per_head=per_head)
-        metadata[FITS_KEY] = json.dumps(fit, separators=(",", ":"))
+        fit: dict[str, object] = {
+            "version": __version__,
+            "granularity": "attn_head" if per_head else "tensor",
+            "attention": describe_attention(geometry),
+            "unquantized": dict(origin.unquantized),
+        }
+        if origin.measured_quantized:
+            fit["measured_quantized"] = origin.measured_quantized
+        metadata[_FITS_KEY] = json.dumps(fit, separators=(",", ":"))
     if attachment is not None:
-        metadata[ATTACHMENT_KEY] = json.dumps(attachment)
+        metadata[_ATTACHMENT_KEY] = json.dumps(attachment)
     return metadata
-
-
-def _describe_fit(
-    origin: CalibrationOrigin, geometry: ModelGeometry, *, per_head: bool
-) -> dict[str, object]:
-    return {
-        "version": __version__,
-        "granularity": "attn_head" if per_head else "tensor",
-        "attention": describe_attention(geometry),
-        "unquantized": dict(origin.unquantized),
-        **({"measured_quantized": measured} if (measured := origin.measured_quantized) else {}),
-    }
 
 
 def describe_attention(geometry: ModelGeometry) -> dict[str, object]:
@@ -135,13 +127,17 @@ def explain_other_attention(recorded: Mapping[str, object], geometry: ModelGeome
 
 
 def find_recorded_format(file: TensorFile) -> Fp8Format | None:
-    """Find the FP8 format recorded in a file; None if there is none.
-
-    Raises:
-        ModelError: it is not a format of KV scales.
-    """
+    """Find the FP8 format recorded in a file; None if there is none."""
     dtype = file.header.metadata.get(DTYPE_KEY)
     return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
+
+
+def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
+    """Find the format by the name of its torch dtype."""
+    if not isinstance(dtype, str) or dtype not in _KV_DTYPES:
+        known = " or ".join(_KV_DTYPES)
+        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
+    return _KV_DTYPES[dtype]
 
 
 def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
@@ -150,7 +146,7 @@ def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin |
     Raises:
         ModelError: the record is damaged, or the files record several models.
     """
-    recorded = map(_find_recorded_origin, dict.fromkeys(files))
+    recorded = (_read_origin(file.path, file.header.metadata) for file in dict.fromkeys(files))
     named = [found for found in recorded if found is not None]
     if len({found.model for found in named}) > 1:
         raise refusal(
@@ -168,57 +164,46 @@ def read_file_origin(path: Path) -> CalibrationOrigin | None:
         ModelError: the record is damaged, or a file of tensors cannot be read.
     """
     if path.suffix == ".safetensors":
-        with TensorFile(path) as file:
-            return _find_recorded_origin(file)
+        return _read_origin(path, read_header(path).metadata)
     try:
         document = load_json(path) if path.suffix == ".json" else None
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(document, dict) or JSON_ORIGIN_KEY not in document:
+    return parse_origin(path, document) if isinstance(document, dict) else None
+
+
+def parse_origin(path: Path, document: Mapping[str, object]) -> CalibrationOrigin | None:
+    """Parse the record of the calibrated model and text in a JSON document; None without one."""
+    if JSON_ORIGIN_KEY not in document:
         return None
-    return parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+    return _parse_fields(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
 
 
-def _find_recorded_origin(file: TensorFile) -> CalibrationOrigin | None:
-    text = file.header.metadata.get(ORIGIN_KEY)
-    if text is None:
+def _read_origin(path: Path, metadata: Mapping[str, str]) -> CalibrationOrigin | None:
+    """Read the model and text in a header, with what binds the scales to models."""
+    if _ORIGIN_KEY not in metadata:
         return None
     try:
-        fields = json.loads(text)
+        fields = json.loads(metadata[_ORIGIN_KEY])
     except (ValueError, RecursionError):
         fields = None
-    origin = parse_origin(file.path, ORIGIN_KEY, fields)
-    return _add_fit(file, origin)
-
-
-def _add_fit(file: TensorFile, origin: CalibrationOrigin) -> CalibrationOrigin:
-    """Add what binds the scales to models, if the file records it."""
-    text = file.header.metadata.get(FITS_KEY)
-    if text is None:
+    origin = _parse_fields(path, _ORIGIN_KEY, fields)
+    if _FITS_KEY not in metadata:
         return origin
     try:
-        fields = json.loads(text)
+        fields = json.loads(metadata[_FITS_KEY])
         attention, hashes = dict(fields["attention"]), dict(fields["unquantized"])
         measured = str(fields.get("measured_quantized", ""))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         hint = "it binds the scales to their model; write the file again"
-        raise refusal(file.path, f"{FITS_KEY} is damaged", hint=hint) from error
+        raise refusal(path, f"{_FITS_KEY} is damaged", hint=hint) from error
     unquantized = {str(name): str(digest) for name, digest in hashes.items()}
     return replace(
         origin, unquantized=unquantized, attention=attention, measured_quantized=measured
     )
 
 
-def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
-    """Find the format by the name of its torch dtype."""
-    if not isinstance(dtype, str) or dtype not in KV_DTYPES:
-        known = " or ".join(KV_DTYPES)
-        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
-    return KV_DTYPES[dtype]
-
-
-def parse_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
-    """Parse the record of the calibrated model and text."""
+def _parse_fields(path: Path, key: str, fields: object) -> CalibrationOrigin:
     try:
         return CalibrationOrigin.from_fields(fields)
     except ValueError as error:

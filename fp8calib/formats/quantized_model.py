@@ -20,6 +20,7 @@ from fp8calib.checkpoint.model_config import (
     replace_quantization,
 )
 from fp8calib.errors import ExportError, ModelError, UsageError, cut_list
+from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quark import QUARK, names_outputs
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
@@ -63,23 +64,22 @@ class QuantizedModel:
         Raises:
             ExportError: engines refuse the config.
         """
-        dialect, folder = self.dialect, self.source.folder
         updates: dict[str, object] = {}
         documents: dict[str, object] = {}
-        if dialect is None:
+        dialect, folder = self.dialect, self.source.folder
+        if dialect is None or dialect.add_kv is None:
             return updates, documents
-        if self.config and dialect.add_kv is not None:
+        if self.config:
             section = dialect.add_kv(folder / CONFIG_NAME, self.config, strategy)
             updates = replace_quantization(self.source.load_config(), section)
-        if self.own_file and dialect.add_kv_to_file is not None:
-            path = folder / MODELOPT_CONFIG_NAME
-            documents[path.name] = dialect.add_kv_to_file(path, self.own_file, strategy)
+        if self.own_file and dialect.own_file:
+            path = folder / dialect.own_file
+            documents[path.name] = dialect.add_kv(path, self.own_file, strategy)
         return updates, documents
 
     def make_tensors(self, table: ScaleTable) -> dict[str, torch.Tensor]:
         """Make the scale tensors under the names that the method's engines read."""
-        dialect = self.dialect
-        shape = () if dialect is None else dialect.scalar_shape
+        shape = () if self.dialect is None else self.dialect.scalar_shape
         name = name_scales if table.per_head else self._name
         return make_scale_tensors(table, scalar_shape=shape, name=name)
 
@@ -92,6 +92,14 @@ class QuantizedModel:
             if self.source.load_config().get("model_type") in _PROJECTION_TYPES:
                 return dialect.name_kv(attention, role, has_projections=True)
         return name_scales(attention, role)
+
+    def list_schemes(self) -> Iterator[tuple[str, object]]:
+        """List the schemes of the KV cache in the configs, with their keys."""
+        nested = self.config.get("quantization")
+        own = self.own_file.get("quantization")
+        sections = [each for each in (self.config, nested, own) if isinstance(each, Mapping)]
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            yield from ((key, section[key]) for section in sections if section.get(key) is not None)
 
 
 def find_quantized(source: Checkpoint) -> QuantizedModel | None:
@@ -138,22 +146,9 @@ def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str
 
 
 def check_attachable(
-    source: Checkpoint,
-    geometry: ModelGeometry,
-    *,
-    per_head: bool,
-    replaces_scales: bool,
-    is_configured: bool,
+    source: Checkpoint, geometry: ModelGeometry, dialect: Dialect, *, replaces_scales: bool
 ) -> None:
-    """Refuse a checkpoint that KV scales cannot be added to; write nothing.
-
-    `is_configured` means that the format needs a `quantization_config`.
-
-    Raises:
-        UsageError: its method has no place for a scale per head.
-        ExportError: its KV scales, or its scheme of them, would be replaced; or engines refuse its
-            config.
-    """
+    """Refuse a checkpoint that KV scales cannot be added to in a dialect; write nothing."""
     if (present := sorted(list_kv_scales(source, geometry))) and not replaces_scales:
         raise ExportError(
             f"{source.folder}: the checkpoint already has a tensor {present[0]}, and "
@@ -161,46 +156,31 @@ def check_attachable(
             hint="start from the model without scales, or add --replace-scales",
         )
     quantized = find_quantized(source)
-    if quantized is None or not is_configured:
+    if quantized is None or not dialect.configures_quantization:
         return
     strategies = ("tensor",) if quantized.dialect is None else quantized.dialect.kv_strategies
-    strategy = "attn_head" if per_head else "tensor"
+    strategy = "attn_head" if dialect.per_head else "tensor"
     if strategy not in strategies:
         raise UsageError(
             f"{source.folder}: beside quant_method {quantized.method} engines read one KV scale "
             "for a layer, not one for each head",
             hint="use --format kv-overlay; scales per head need a compressed-tensors checkpoint",
         )
-    _refuse_other_scheme(quantized, replaces_scales=replaces_scales)
+    for key, found in quantized.list_schemes():
+        if not (replaces_scales or _is_fp8(found)):
+            raise ExportError(
+                f"{source.folder}: its config has a KV cache of another kind already: {key} is "
+                f"{found!a:.200}",
+                hint="add --replace-scales to replace it with FP8 scales",
+            )
     quantized.merge(strategy)
 
 
 def has_kv_cache(source: Checkpoint, geometry: ModelGeometry) -> bool:
     """Tell whether a checkpoint has KV scales, or a scheme of the KV cache, to replace."""
     quantized = find_quantized(source)
-    is_configured = quantized is not None and any(_list_schemes(quantized))
+    is_configured = quantized is not None and any(quantized.list_schemes())
     return is_configured or bool(list_kv_scales(source, geometry))
-
-
-def _list_schemes(quantized: QuantizedModel) -> Iterator[tuple[str, object]]:
-    """List the schemes of the KV cache in the configs, with their keys."""
-    nested = quantized.config.get("quantization")
-    own = quantized.own_file.get("quantization")
-    sections = [each for each in (quantized.config, nested, own) if isinstance(each, Mapping)]
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        yield from ((key, section[key]) for section in sections if section.get(key) is not None)
-
-
-def _refuse_other_scheme(quantized: QuantizedModel, *, replaces_scales: bool) -> None:
-    """Refuse to replace a scheme of the KV cache that is not the one to be written."""
-    for key, found in _list_schemes(quantized):
-        if replaces_scales or _is_fp8(found):
-            continue
-        raise ExportError(
-            f"{quantized.source.folder}: its config has a KV cache of another kind already: "
-            f"{key} is {found!a:.200}",
-            hint="add --replace-scales to replace it with FP8 scales",
-        )
 
 
 def _is_fp8(scheme: object) -> bool:

@@ -10,26 +10,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.calibration.calibration_stats import METADATA_KEY
+from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.errors import ModelError, UsageError
-from fp8calib.formats.dialect import Dialect, ScaleFiles
+from fp8calib.errors import ModelError, UsageError, name_ranges
+from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles
 from fp8calib.formats.kv.config import read_quant_method
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.formats.kv.rank_files import list_tensor_names
 from fp8calib.formats.kv.read_tensors import list_indexed_scales
-from fp8calib.formats.kv.validate import fill_shared
 from fp8calib.formats.refusals import refusal
 from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 _TENSOR_SUFFIXES = (".safetensors", ".npz")
+_RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +71,18 @@ def read_scales(
         UsageError: there is no such path, or `source_fmt` is needed.
         ModelError: there are no scales, or they are incomplete, invalid or of another model.
     """
-    files = replace(_look_into(path), drops_bad_query=drops_bad_query, fills_layers=fills_layers)
-    dialect = _recognise(files)
+    files, dialect = _recognise(path)
     if dialect is None or dialect.read is None:
         raise _no_scales(files)
-    parsed, shared = fill_shared(geometry, dialect.read(files, geometry))
-    sources = {**shared, **dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)}
+    files = replace(files, drops_bad_query=drops_bad_query, fills_layers=fills_layers)
+    parsed = dialect.read(files, geometry)
+    values, sources, notes = _fill_shared(geometry, parsed)
+    sources |= dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)
     scales = {
-        site: Scale(values=parsed.values[site], source=sources.get(site, ScaleSource.OBSERVED))
+        site: Scale(values=values[site], source=sources.get(site, ScaleSource.OBSERVED))
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
-        if (site := attention.site(role)) in parsed.values
+        if (site := attention.site(role)) in values
     }
     table = ScaleTable(
         geometry=geometry,
@@ -95,8 +98,38 @@ def read_scales(
         table=table,
         has_weights=parsed.has_weights,
         files=parsed.files,
-        notes=parsed.notes,
+        notes=(*parsed.notes, *notes),
     )
+
+
+def _fill_shared(
+    geometry: ModelGeometry, parsed: ParsedScales
+) -> tuple[dict[Site, torch.Tensor], dict[Site, ScaleSource], list[str]]:
+    """Give layers that read another layer's cache its scale.
+
+    Returns:
+        All scales, the sources of those that are shared, and notes.
+    """
+    values = dict(parsed.values)
+    shared: dict[Site, ScaleSource] = {}
+    differing: list[int] = []
+    for layer, attention in geometry.attentions():
+        producer = geometry.producer_of(attention)
+        if producer is attention:
+            continue
+        for role in KV_ROLES:
+            site, theirs = attention.site(role), values[producer.site(role)]
+            if site not in values:
+                values[site], shared[site] = theirs, ScaleSource.ABSENT
+            elif torch.equal(values[site], theirs):
+                shared[site] = ScaleSource.SHARED
+            elif layer.index not in differing:
+                differing.append(layer.index)
+    notes = [
+        f"{name_ranges(differing)}: the scales differ from those of the layer whose cache is read; "
+        "they are kept, but an engine that uses them misreads the cache"
+    ]
+    return values, shared, notes if differing else []
 
 
 def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
@@ -122,7 +155,7 @@ def has_kv_scales(path: Path) -> bool:
         UsageError: there is no such path.
         ModelError: a file is damaged.
     """
-    return _recognise(_look_into(path)) is not None
+    return _recognise(path)[1] is not None
 
 
 def require_kv_scales(path: Path) -> None:
@@ -132,16 +165,20 @@ def require_kv_scales(path: Path) -> None:
         UsageError: there is no such path.
         ModelError: a file is damaged, or there are no KV scales.
     """
-    files = _look_into(path)
-    if _recognise(files) is None:
+    files, dialect = _recognise(path)
+    if dialect is None:
         raise _no_scales(files)
 
 
-def _recognise(files: ScaleFiles) -> Dialect | None:
-    for dialect in list_read():
-        if dialect.recognise is not None and dialect.recognise(files):
-            return dialect
-    return None
+def refuse_result(path: Path) -> ModelError:
+    """Make the error for the report of a command where scales are asked for."""
+    return refusal(path, "the result of a command, not scales", hint=_RESULT_HINT)
+
+
+def _recognise(path: Path) -> tuple[ScaleFiles, Dialect | None]:
+    files = _look_into(path)
+    dialects = (each for each in list_read() if each.recognise and each.recognise(files))
+    return files, next(dialects, None)
 
 
 def _look_into(path: Path) -> ScaleFiles:
@@ -149,12 +186,14 @@ def _look_into(path: Path) -> ScaleFiles:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder", hint="name a scales file")
         if path.is_dir():
-            return _look_into_folder(path)
+            refuse_external_links(path)
+            visible = (each for each in sorted(path.iterdir()) if not each.name.startswith("."))
+            return _find_scales(path, [each for each in visible if each.is_file()])
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{path}: cannot be read: {reason}") from error
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
-        return _find_scales(path, path.parent, [path], [])
+        return _find_scales(path, [path])
     if path.is_file() and path.suffix == ".json":
         document = load_json_object(path, parse=parse_unique_keys)
         is_scales = any(keys[0] in document for keys in list_json_keys())
@@ -164,31 +203,22 @@ def _look_into(path: Path) -> ScaleFiles:
     raise refusal(path, "not a scales file", hint=hint)
 
 
-def _look_into_folder(folder: Path) -> ScaleFiles:
-    refuse_external_links(folder)
-    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
-    paths = [path for path in visible if path.is_file()]
+def _find_scales(place: Path, paths: list[Path]) -> ScaleFiles:
+    """Look for scales in the names; JSON files count only if no tensor is a scale."""
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]
     json_files = [path for path in paths if path.suffix == ".json" and path.name != CONFIG_NAME]
-    return _find_scales(folder, folder, tensor_files, json_files)
-
-
-def _find_scales(
-    place: Path, folder: Path, tensor_files: list[Path], json_files: list[Path]
-) -> ScaleFiles:
-    """Look for scales in the names; JSON files count only if no tensor is a scale."""
     tensor_names = {path: list_tensor_names(path) for path in tensor_files}
     names = [name for listed in tensor_names.values() for name in listed]
     found = map(find_spelling, [*names, *list_indexed_scales(place)])
     spellings = frozenset(spelling for spelling in found if spelling is not None)
     has_tensors = bool(spellings) or any(RANK_FILE_MARK in name for name in names)
-    return ScaleFiles(
+    files = ScaleFiles(
         place=place,
         tensor_names=tensor_names,
         documents={} if has_tensors else dict(_load_documents(json_files)),
         spellings=spellings,
-        quant_method=read_quant_method(folder) if spellings else None,
     )
+    return replace(files, quant_method=read_quant_method(files.folder)) if spellings else files
 
 
 def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:
@@ -203,24 +233,16 @@ def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, ob
             yield path, document
 
 
-def refuse_result(path: Path) -> ModelError:
-    """Make the error for the report of a command where scales are asked for."""
-    return refusal(path, "the result of a command, not scales", hint=_RESULT_HINT)
-
-
-_RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
-
-
 def _no_scales(files: ScaleFiles) -> ModelError:
     if inner := list_inner_checkpoints(files.place):
         hint = f"name one of the checkpoints in it, such as {inner[0]}"
         return refusal(files.place, "there are no KV scales in the folder itself", hint=hint)
     if files.place.is_file() and is_result(files.place):
         return refuse_result(files.place)
-    opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
-    if any(METADATA_KEY in file.header.metadata for file in opened):
+    opened = [read_header(path) for path in files.tensor_names if path.suffix == ".safetensors"]
+    if any(METADATA_KEY in header.metadata for header in opened):
         hint = "these are statistics: `fp8calib export` makes scales from them"
-    elif any(file.tensors for file in opened):
+    elif any(header.tensors for header in opened):
         hint = "there are only weights; `fp8calib calibrate` makes scales"
     else:
         hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from fp8calib.errors import UsageError, suggest
 from fp8calib.formats.dialect import Dialect
-from fp8calib.formats.kv.foreign import AUTOFP8, COMPRESSED_TENSORS, MODELOPT, QUARK, TRTLLM
-from fp8calib.formats.kv.json import VLLM_JSON
-from fp8calib.formats.kv.kv_scales import KV_SCALES
-from fp8calib.formats.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
-from fp8calib.formats.kv.rfc import RFC
-from fp8calib.formats.kv.tgi import TGI_CHECKPOINT
+from fp8calib.formats.kv.json import RFC, VLLM_JSON
+from fp8calib.formats.kv.kv_scales import (
+    AUTOFP8,
+    COMPRESSED_TENSORS,
+    KV_SCALES,
+    MODELOPT,
+    QUARK,
+    TRTLLM,
+)
+from fp8calib.formats.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD, TGI_CHECKPOINT
 from fp8calib.plugin import load_formats
 
 _dialects: dict[str, Dialect] = {}
@@ -33,9 +37,7 @@ def list_written() -> tuple[Dialect, ...]:
 
 def list_read() -> tuple[Dialect, ...]:
     """List the dialects that can be read, in the order of recognition."""
-    return tuple(
-        dialect for dialect in reversed(_dialects.values()) if dialect.recognise is not None
-    )
+    return tuple(each for each in reversed(_dialects.values()) if each.recognise is not None)
 
 
 def list_format_names() -> tuple[str, ...]:
@@ -65,8 +67,7 @@ def find_dialect(format_name: str) -> Dialect:
 
 def list_scale_suffixes() -> tuple[str, ...]:
     """List the endings of scale tensors' names in all dialects."""
-    found = (suffix for dialect in _dialects.values() for suffix in dialect.scale_suffixes)
-    return tuple(dict.fromkeys(found))
+    return tuple({suffix for dialect in _dialects.values() for suffix in dialect.scale_suffixes})
 
 
 def list_json_keys() -> frozenset[tuple[str, ...]]:

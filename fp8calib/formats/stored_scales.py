@@ -34,14 +34,14 @@ def read_stored_scales(path: Path) -> dict[str, tuple[float | str, ...] | str]:
     Raises:
         ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
     """
-    found = sorted(_read(path), key=_natural_key)
+    found = dict(sorted(_read(path), key=_natural_key))
     if not found and is_result(path):
         raise refuse_result(path)
     if not found:
         raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
     return {
         name: x if isinstance(x, str) else tuple(y if math.isfinite(y) else str(y) for y in x)
-        for name, x in found
+        for name, x in found.items()
     }
 
 
@@ -51,7 +51,10 @@ def _natural_key(scale: StoredScale) -> list[tuple[int, str]]:
 
 
 def _read(path: Path) -> Iterator[StoredScale]:
-    if path.is_dir() and (ranks := _list_rank_files(path)):
+    # the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none
+    ranks = sorted(path.glob("*rank[0-9]*")) if path.is_dir() else []
+    ranks = [each for each in ranks if each.suffix in _RANK_FILE_SUFFIXES and each.is_file()]
+    if ranks:
         for each in ranks:
             yield from ((f"{each.name}.{name}", values) for name, values in _read(each))
     elif path.is_dir():
@@ -67,18 +70,9 @@ def _read(path: Path) -> Iterator[StoredScale]:
             if name.endswith(list_scale_suffixes()):
                 yield name, read_npz_number(path, name).flatten().tolist()
     else:
-        kinds = ".safetensors, .npz or .json"
         hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
-        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder", hint=hint)
-
-
-def _list_rank_files(folder: Path) -> list[Path]:
-    """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
-    return [
-        path
-        for path in sorted(folder.glob("*rank[0-9]*"))
-        if path.suffix in _RANK_FILE_SUFFIXES and path.is_file()
-    ]
+        fault = "neither a .safetensors, .npz or .json file nor a checkpoint folder"
+        raise ModelError(f"{path}: {fault}", hint=hint)
 
 
 def _read_tensors(file: TensorFile | Checkpoint) -> Iterator[StoredScale]:

@@ -104,15 +104,16 @@ def check_overlay_source(
         name = dialects[0].name
         hint = f"pass the model whose weights the {name} folder contains"
         raise UsageError(f"--format {name} needs --model", hint=hint)
-    _check_attentions(geometry, source)
+    modules = {path for name in source.tensors for path in list_paths(name)}
+    for layer, attention in geometry.attentions():
+        if attention.checkpoint_module not in modules:
+            raise ExportError(
+                f"{source.folder}: no tensor is under {attention.checkpoint_module}, where layer "
+                f"{layer.index} of the calibrated model has its attention",
+                hint="pass the model that was calibrated",
+            )
     for dialect in dialects:
-        check_attachable(
-            source,
-            geometry,
-            per_head=dialect.per_head,
-            replaces_scales=replaces_scales,
-            is_configured=dialect.configures_quantization,
-        )
+        check_attachable(source, geometry, dialect, replaces_scales=replaces_scales)
 
 
 def list_owned(
@@ -191,7 +192,7 @@ def write_formats(
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
             notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
-    files = (file for target in written for file in _list_files(target))
+    files = {file for target in written for file in (target, *target.rglob("*")) if file.is_file()}
     return WrittenFormats(
         files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
         notes=tuple(dict.fromkeys(notes)),
@@ -237,24 +238,23 @@ def _write(
     shown: Path,
 ) -> Iterator[Note]:
     """Write one file, or an overlay of the model; give what a user should know about it."""
+    geometry = job.table.geometry
     if source is not None and dialect.needs_model:
         job = replace(
             job,
             source=source,
             attachment=attachment,
             quantized=find_quantized(source),
-            replaced=list_kv_scales(source, job.table.geometry),
+            replaced=list_kv_scales(source, geometry),
         )
     assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
     dialect.write(job, target)
-    yield from _list_notes(dialect, job, shown)
-
-
-def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:
     for table in filter(None, (job.linears, job.table)):
         for site, scale in table.not_observed():
             yield Note(str(site), scale.why_not_observed)
-        yield from _note_kept_amax(table)
+        for why in dict.fromkeys(table.kept_amax.values()):
+            first, *more = (str(site) for site, reason in table.kept_amax.items() if reason == why)
+            yield Note(f"{first} and {len(more)} more" if more else first, why)
     for name, why in job.skipped.items():
         yield Note(name, f"left out of {dialect.name}: {why}")
     if job.replaced:
@@ -263,31 +263,6 @@ def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:
         yield Note(str(shown / name), why)
     if dialect.lists_all_layers:
         why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
-        layers = job.table.geometry.layers
-        yield from (Note(layer.module, why) for layer in layers if layer.attention is None)
+        yield from (Note(each.module, why) for each in geometry.layers if each.attention is None)
     if dialect.has_linears and job.linears is None:
         yield Note(dialect.name, _KV_ALONE)
-
-
-def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
-    """Note, once per reason, the sites at which the rule could not be applied."""
-    for why in dict.fromkeys(table.kept_amax.values()):
-        first, *others = (str(site) for site, reason in table.kept_amax.items() if reason == why)
-        yield Note(f"{first} and {len(others)} more" if others else first, why)
-
-
-def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
-    modules = {path for name in source.tensors for path in list_paths(name)}
-    for layer, attention in geometry.attentions():
-        if attention.checkpoint_module not in modules:
-            raise ExportError(
-                f"{source.folder}: no tensor is under {attention.checkpoint_module}, where layer "
-                f"{layer.index} of the calibrated model has its attention",
-                hint="pass the model that was calibrated",
-            )
-
-
-def _list_files(target: Path) -> list[Path]:
-    if target.is_file():
-        return [target]
-    return [path for path in target.rglob("*") if path.is_file()]

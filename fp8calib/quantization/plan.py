@@ -20,7 +20,7 @@ from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
-from fp8calib.formats.fp8.registry import list_own_files
+from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.model.shapes import ModelGeometry
@@ -212,10 +212,13 @@ def make_plan(
     )
     assert settings.dialect.make_config is not None  # noqa: S101 -- find_written refused it
     quantization = settings.dialect.make_config(job)
-    extras = settings.dialect.make_files(job)
+    extras: dict[str, Mapping[str, object]] = {}
+    if settings.dialect.make_own_file is not None:
+        extras[settings.dialect.own_file] = settings.dialect.make_own_file(job)
     if checkpoint.is_sharded:
         extras[INDEX_NAME] = _make_index(checkpoint, shards)
     sides, skipped = find_side_files(checkpoint)
+    own_files = {dialect.own_file for dialect in FP8_DIALECTS.values()}
     return QuantizePlan(
         settings=settings,
         selection=selection,
@@ -224,7 +227,7 @@ def make_plan(
         json_files=extras,
         # a source's own file of a dialect describes a quantization that no longer holds
         side_files={
-            name: path for name, path in sides.items() if name not in {*extras, *list_own_files()}
+            name: path for name, path in sides.items() if name not in {*extras, *own_files}
         },
         skipped={**skipped, **_list_unlisted(checkpoint)},
         has_kv=has_kv,

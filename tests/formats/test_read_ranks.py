@@ -242,7 +242,7 @@ class _Bomb:
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "rank0.npz", **{NAME.format(0): np.array([_Bomb()], dtype=object)})
-    assert _refusal(tmp_path / "rank0.npz").endswith(": it is pickled, which is not read")
+    assert _refusal(tmp_path / "rank0.npz").endswith("when allow_pickle=False")
     (tmp_path / "rank1.npz").write_bytes(pickle.dumps(_Bomb()))
     assert "not a readable .npz archive" in _refusal(tmp_path / "rank1.npz")
 
@@ -283,13 +283,11 @@ def _npy(version: tuple[int, int]) -> bytes:
 
 def test_an_array_without_its_number_is_refused(tmp_path: Path) -> None:
     path = _save_member(tmp_path / "rank0.npz", _npy((1, 0))[:-2])
-    assert _refusal(path).endswith(f"{NAME.format(0)}: truncated")
+    assert f"{NAME.format(0)}: cannot be read" in _refusal(path)
 
 
 def test_the_versions_of_arrays_that_numpy_writes_for_numbers_are_read(tmp_path: Path) -> None:
     geometry = make_geometry([make_attention(0)])
-    for version in ((1, 0), (2, 0)):
+    for version in ((1, 0), (2, 0), (3, 0)):
         path = _save_member(tmp_path / "rank0.npz", _npy(version))
         assert _values(read_scales(path, geometry)) == [[1.0], [1.0]]
-    path = _save_member(tmp_path / "rank0.npz", _npy((3, 0)))
-    assert "version (3, 0) of the .npy format" in _refusal(path)

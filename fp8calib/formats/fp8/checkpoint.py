@@ -20,25 +20,26 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.formats.fp8.dialect import Fp8Dialect
-from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, pair_tensors
+from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, Fp8Weight, pair_tensors
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
-from fp8calib.formats.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.formats.kv.validate import check_scales
 from fp8calib.formats.metadata import find_origin
 from fp8calib.formats.refusals import refusal
+from fp8calib.model.module_paths import name_fused_group, span_experts
+from fp8calib.numerics.cast import round_to_format_
 from fp8calib.numerics.encode import decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
-from fp8calib.numerics.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity, count_blocks
 
 
-class Fp8Checkpoint:
+class Fp8Checkpoint(Checkpoint):
     """A folder of FP8 weights: headers, scales and config are checked, no weight stays in memory.
 
-    Made by `Fp8Checkpoint.open`; as a context manager it closes its files.
+    `read` and `read_rows` give an FP8 weight as fp32 values, and any other tensor as stored.
 
     Attributes:
-        folder: the folder of the checkpoint.
         tensors: all tensors as stored, except scales and zero points.
         quantized: the names of the FP8 weights.
         dialect: how it is stored.
@@ -48,49 +49,16 @@ class Fp8Checkpoint:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        stored: Checkpoint,
         *,
-        fuse: bool,
+        fuse: bool = False,
         through_float16: bool = False,
         keeps_equal_scales: bool = False,
     ) -> None:
-        self._checkpoint = checkpoint
-        self.folder = checkpoint.folder
-        dialect, find_scheme = load_finder(self.folder, self.load_config())
-        pairing = pair_tensors(checkpoint, find_scheme)
-        self._weights = pairing.weights
-        self.quantized = frozenset(pairing.weights)
-        self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
-        self.fmt = pairing.fmt
-        self.dialect = self._refine(dialect)
-        self.origin = find_origin(self.folder, checkpoint.files)
-        for name in pairing.zero_points:
-            self._check_zero_point(name)
-        self._stored = self._load_tensor_scales()
-        self._input_scales = self._load_input_scales()
-        self._shared: Mapping[str, float] = {}
-        self._through_float16: frozenset[str] = frozenset()
-        if fuse:
-            if through_float16:
-                keeps_equal = keeps_equal_scales and self.dialect.name == "modelopt"
-                self._through_float16 = frozenset(self._list_requantized(keeps_equal=keeps_equal))
-            weights = self._weights
-            self._shared = _share(self._stored, lambda name: weights[name].fused_group)
-            self._input_scales = _share(self._input_scales, lambda name: weights[name].input_group)
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        fuse: bool,
-        through_float16: bool = False,
-        keeps_equal_scales: bool = False,
-    ) -> Self:
-        """Read everything but the weights, and check that it is consistent.
+        """Check everything but the weights.
 
         Args:
-            folder: a Hugging Face checkpoint.
+            stored: the checkpoint, whose `tensors` are those to read.
             fuse: share scales as engines do at load: one per-tensor weight scale for projections
                 that they fuse, one static input scale for these and for all experts of a layer.
                 The shared scale is the largest; weights are rounded again with it.
@@ -102,24 +70,42 @@ class Fp8Checkpoint:
         Raises:
             ModelError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
         """
-        checkpoint = Checkpoint.open(folder)
-        try:
-            return cls(
-                checkpoint,
-                fuse=fuse,
-                through_float16=through_float16,
-                keeps_equal_scales=keeps_equal_scales,
+        super().__init__(stored.folder, files=stored.files, index=stored.index)
+        self._checkpoint = stored  # with its codes and scales
+        dialect, find_scheme = load_finder(self.folder, self.load_config())
+        self._weights, zero_points = pair_tensors(stored, find_scheme)
+        parts = {part for each in self._weights.values() for part in each.companions}
+        self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
+            {n: e for n, e in stored.tensors.items() if n not in parts and not is_companion(n)}
+        )
+        self.quantized = frozenset(self._weights)
+        self.fmt = WEIGHT_FORMATS[stored.tensors[next(iter(self._weights))].dtype]
+        self.dialect = self._refine(dialect)
+        self.origin = find_origin(self.folder, self.files)
+        for name in zero_points:
+            self._check_zero_point(name)
+        self._stored = self._load_tensor_scales()
+        self._input_scales = {
+            name: self._read_scale(weight.input_scale_name).item()
+            for name, weight in self._weights.items()
+            if weight.input_scale_name is not None
+        }
+        self._shared: Mapping[str, float] = {}
+        self._through_float16: frozenset[str] = frozenset()
+        if fuse and through_float16:
+            keeps_equal = keeps_equal_scales and self.dialect.name == "modelopt"
+            self._through_float16 = frozenset(self._list_requantized(keeps_equal=keeps_equal))
+        if fuse:
+            self._shared = _share(self._stored, self._name_group)
+            self._input_scales = _share(
+                self._input_scales, lambda name: span_experts(self._name_group(name))
             )
-        finally:
-            checkpoint.close()
 
-    def load_config(self) -> dict[str, object]:
-        """Load `config.json`, its keys in the file's order.
-
-        Raises:
-            ModelError: it is missing, or is not a JSON object.
-        """
-        return self._checkpoint.load_config()
+    @classmethod
+    def open(cls, folder: Path, **options: bool) -> Self:
+        """Open a Hugging Face checkpoint, with the options of the class."""
+        with Checkpoint.open(folder) as stored:
+            return cls(stored, **options)
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor: an FP8 weight as fp32 values, any other as stored.
@@ -153,24 +139,19 @@ class Fp8Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """Give the dtype of what `read` returns."""
         self._require(name)
-        return torch.float32 if name in self.quantized else self._checkpoint.dtype(name)
+        return torch.float32 if name in self.quantized else super().dtype(name)
 
     def read_clip_limits(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Give the largest magnitude that the file can store for each element of an FP8 weight.
 
         The scale is the weight's own, not a shared one; the rounding error of the scale's dtype is
-        added.
-
-        Args:
-            name: the name of an FP8 weight.
-            start: the first row.
-            stop: the row after the last; None for all.
+        added. `start` and `stop` (exclusive) choose rows.
 
         Returns:
             fp32, of the shape of these rows.
         """
         weight = self._find(name)
-        scale = spread_scale(weight, self._read_scale(weight.scale_name))
+        scale = _spread_scale(weight, self._read_scale(weight.scale_name))
         scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
         if scale.shape[-1] not in (1, columns):
@@ -192,8 +173,7 @@ class Fp8Checkpoint:
         Raises:
             ModelError: `name` is not an FP8 weight, or its scale cannot be read.
         """
-        weight = self._find(name)
-        scale = self._read_scale(weight.scale_name)
+        scale = self._read_scale(self._find(name).scale_name)
         return scale.fill_(self._shared[name]) if name in self._shared else scale
 
     def activation(self, name: str) -> Activation:
@@ -209,16 +189,6 @@ class Fp8Checkpoint:
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
-
-    def close(self) -> None:
-        """Close all files; a later read opens its file again."""
-        self._checkpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _refine(self, dialect: Fp8Dialect) -> Fp8Dialect:
         scales = {each.scale_name: each.scheme.weights for each in self._weights.values()}
@@ -237,33 +207,39 @@ class Fp8Checkpoint:
             raise refusal(self.folder, f"{name!r} is not an FP8 weight of this checkpoint")
         return self._weights[name]
 
+    def _name_group(self, name: str) -> str:
+        """Name the weight that engines load an FP8 weight into."""
+        return name_fused_group(self._weights[name].module)
+
     def _dequantize(self, name: str, codes: torch.Tensor, start: int) -> torch.Tensor:
         """Dequantize the rows from `start` on; fused weights are rounded again."""
         weight = self._weights[name]
-        scale = spread_scale(weight, self._read_scale(weight.scale_name))
+        scale = _spread_scale(weight, self._read_scale(weight.scale_name))
         if scale.shape[0] > 1:
             scale = scale[start : start + codes.shape[0]]
-        values = dequantize(codes, scale, weight.scheme.block[1])
+        values = _multiply(codes, scale, weight.scheme.block[1])
         if not _is_finite(values):
             hint = "FP8 has codes for NaN; quantizers write them when a scale is wrong"
-            path = self._checkpoint.file_of(name)
             row, *rest = (~values.isfinite()).nonzero()[0].tolist()
             fault = f"{name} holds NaN or infinity at {[start + row, *rest]}"
-            raise refusal(path, fault, hint=hint)
+            raise refusal(self.file_of(name), fault, hint=hint)
         shared = self._shared.get(name)
         if shared is None:
             return values
         if name in self._through_float16:
-            return requantize(values.half().float(), shared, self.fmt)
-        return values if shared == self._stored[name] else requantize(values, shared, self.fmt)
+            values = values.half().float()
+        elif shared == self._stored[name]:
+            return values
+        # vLLM 0.32.0 does so at load (`w8a8_utils.py:requantize_with_max_scale`). Its values are
+        # fp16 between the two scales; that rounding is not repeated here.
+        return round_to_format_(values.div_(shared), self.fmt).mul_(shared)
 
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""
         stored = self._checkpoint.tensors[name].dtype
         values = decode_scale(self._checkpoint.read(name))
         smallest = SMALLEST_EXPONENT if stored in EXPONENT_DTYPES else SMALLEST_SCALE
-        path = self._checkpoint.file_of(name)
-        check_scales(path, name, values, stored=stored, smallest=smallest)
+        check_scales(self.file_of(name), name, values, stored=stored, smallest=smallest)
         return values
 
     def _load_tensor_scales(self) -> dict[str, float]:
@@ -279,9 +255,9 @@ class Fp8Checkpoint:
         """List the per-tensor weights that are dequantized to fp16 and quantized again at load."""
         groups: dict[str, list[float]] = defaultdict(list)
         for name, scale in self._stored.items():
-            groups[self._weights[name].fused_group].append(scale)
+            groups[self._name_group(name)].append(scale)
         for name in self._stored:
-            scales = groups[self._weights[name].fused_group]
+            scales = groups[self._name_group(name)]
             if ".experts." in name:
                 is_kept = len(scales) == 1
             else:
@@ -289,18 +265,10 @@ class Fp8Checkpoint:
             if not is_kept:
                 yield name
 
-    def _load_input_scales(self) -> dict[str, float]:
-        return {
-            name: self._read_scale(weight.input_scale_name).item()
-            for name, weight in self._weights.items()
-            if weight.input_scale_name is not None
-        }
-
     def _check_zero_point(self, name: str) -> None:
-        values = self._checkpoint.read(name).to(torch.float32)
-        if bool((values != 0).any()):
+        if bool((self._checkpoint.read(name).to(torch.float32) != 0).any()):
             hint = "FP8 is symmetric; engines ignore zero points"
-            raise refusal(self._checkpoint.file_of(name), f"{name} is not zero", hint=hint)
+            raise refusal(self.file_of(name), f"{name} is not zero", hint=hint)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
@@ -314,3 +282,37 @@ def _share(scales: Mapping[str, float], group_of: Callable[[str], str]) -> dict[
     for name, scale in scales.items():
         groups[group_of(name)] = max(groups[group_of(name)], scale)
     return {name: groups[group_of(name)] for name in scales}
+
+
+def _spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
+    """Reshape a stored fp32 scale to the axes of its weight.
+
+    The last axis has length 1, the weight's length, or the number of blocks; every other axis has
+    length 1 or the weight's length.
+    """
+    if scale.numel() == 1:
+        return scale.reshape((1,) * len(weight.shape))
+    if weight.scheme.weights is Granularity.BLOCK:
+        block, num_rows = weight.scheme.block, weight.shape[-2]
+        blocks = scale.reshape(count_blocks(weight.shape, block))
+        return blocks.repeat_interleave(min(block[0], num_rows), dim=-2)[..., :num_rows, :]
+    if scale.dim() == 1:
+        return scale.reshape(-1, *(1,) * (len(weight.shape) - 1))
+    return scale
+
+
+def _multiply(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> torch.Tensor:
+    """Multiply codes by their scales in fp32; torch converts every FP8 code to its exact value.
+
+    `codes` are rows of a weight, of any FP8 dtype; `scale` is what `_spread_scale` gives for them.
+    """
+    values = codes.to(torch.float32)
+    if scale.shape[-1] in (1, values.shape[-1]):
+        return values.mul_(scale)
+    if values.shape[-1] == scale.shape[-1] * block_columns:
+        values.view(*values.shape[:-1], -1, block_columns).mul_(scale.unsqueeze(-1))
+        return values
+    for block in range(scale.shape[-1]):
+        columns = slice(block * block_columns, (block + 1) * block_columns)
+        values[..., columns].mul_(scale[..., block : block + 1])
+    return values

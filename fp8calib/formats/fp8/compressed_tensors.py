@@ -38,7 +38,12 @@ _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 def _make_finder(path: Path, config: Fields) -> FindScheme:
     """Read the config of compressed-tensors: groups of linears, by name, expression or class."""
-    _check(path, config)
+    from fp8calib.formats.kv.config import check_scheme  # noqa: PLC0415 -- imports torch
+
+    check_scheme(path, config.get("kv_cache_scheme"))  # vLLM stops, whatever the linears are
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("targets"):
+        raise refusal(path, "sparsity_config has targets", hint="use a model without sparsity")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(item, dict) for item in groups.values()):
         raise refusal(
@@ -93,20 +98,6 @@ def require_format(path: Path, config: Mapping[str, object]) -> None:
             raise refusal(path, fault, hint="vLLM and SGLang refuse it; name the format")
 
 
-def _check(path: Path, config: Fields) -> None:
-    """Refuse what stops vLLM, whatever the linears are.
-
-    Raises:
-        ModelError: the scheme of the KV cache is not FP8, or weights are sparse.
-    """
-    from fp8calib.formats.kv.config import check_scheme  # noqa: PLC0415 -- imports torch
-
-    check_scheme(path, config.get("kv_cache_scheme"))
-    sparsity = config.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("targets"):
-        raise refusal(path, "sparsity_config has targets", hint="use a model without sparsity")
-
-
 def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str | None:
     """Find the target that applies, in the order of compressed-tensors: name, expression, class."""
     if module in targets:
@@ -150,45 +141,35 @@ def _make_quantizer(strategy: str, *, dynamic: bool = False, **sizes: object) ->
     return {**NUMBER, "strategy": strategy, **sizes, "symmetric": True, "dynamic": dynamic}
 
 
-def _make_mx_quantizer(*, dynamic: bool) -> Config:
-    sizes: Config = {"group_size": MX_BLOCK[1], "scale_dtype": "torch.uint8"}
-    return _make_quantizer("group", dynamic=dynamic, **sizes)
-
-
-def _make_weight_quantizer(scheme: Scheme) -> Config:
+def _make_group(targets: list[str], scheme: Scheme) -> Config:
+    mx_sizes = {"group_size": MX_BLOCK[1], "scale_dtype": "torch.uint8"}
     if scheme.is_mx:
-        return _make_mx_quantizer(dynamic=False)
-    has_blocks = scheme.weights is Granularity.BLOCK
-    sizes: Config = {"block_structure": list(scheme.block)} if has_blocks else {}
-    return _make_quantizer(scheme.weights.value, dynamic=False, **sizes)
-
-
-def _make_input_quantizer(scheme: Scheme) -> Config | None:
-    if scheme.inputs is InputScaling.NONE:
-        return None
+        weights = _make_quantizer("group", dynamic=False, **mx_sizes)
+    elif scheme.weights is Granularity.BLOCK:
+        weights = _make_quantizer("block", block_structure=list(scheme.block))
+    else:
+        weights = _make_quantizer(scheme.weights.value)
+    inputs: Config | None = None
     if scheme.has_static_inputs:
-        return _make_quantizer("tensor")
-    if scheme.is_mx:
-        return _make_mx_quantizer(dynamic=True)
-    has_groups = scheme.inputs is InputScaling.GROUP
-    sizes: Config = {"group_size": GROUP_SIZE} if has_groups else {}
-    return _make_quantizer(scheme.inputs.value, dynamic=True, **sizes)
+        inputs = _make_quantizer("tensor")
+    elif scheme.inputs is InputScaling.GROUP:
+        sizes = mx_sizes if scheme.is_mx else {"group_size": GROUP_SIZE}
+        inputs = _make_quantizer("group", dynamic=True, **sizes)
+    elif scheme.inputs is not InputScaling.NONE:
+        inputs = _make_quantizer(scheme.inputs.value, dynamic=True)
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": _name_format(scheme),
+    }
 
 
 def _name_format(scheme: Scheme) -> str:
     if scheme.is_mx:
         return MX_FORMAT
     return "naive-quantized" if scheme.inputs is InputScaling.NONE else "float-quantized"
-
-
-def _make_group(targets: list[str], scheme: Scheme) -> Config:
-    return {
-        "targets": targets,
-        "weights": _make_weight_quantizer(scheme),
-        "input_activations": _make_input_quantizer(scheme),
-        "output_activations": None,
-        "format": _name_format(scheme),
-    }
 
 
 def _make_config(job: ConfigJob) -> Config:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
-from fp8calib.model.module_paths import split_expert
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
 
@@ -50,12 +49,6 @@ class UnquantizedMatrix:
         """List the paths of its linears."""
         return (self.module, *self.experts) if self.is_linear else self.experts
 
-    @property
-    def renamed(self) -> tuple[str, ...]:
-        """List their paths in engines that rename the modules of a layer."""
-        layer = _LAYER.match(self.module)
-        return tuple(f"{layer[1]}{end}" for end in self.ends) if layer is not None else ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigJob:
@@ -74,17 +67,12 @@ class ConfigJob:
     @property
     def excluded(self) -> list[str]:
         """Name the linears that have no scales, and the output head even if it is tied."""
-        names = (name for each in self.unquantized for name in (*each.linears, *each.renamed))
-        return list(dict.fromkeys([HEAD, *names]))
-
-    @property
-    def excluded_experts(self) -> list[str]:
-        """Name the modules of experts that have no scales at all: `model.layers.0.mlp.experts`."""
-        found, quantized = (
-            dict.fromkeys(expert[0] for expert in map(split_expert, names) if expert is not None)
-            for names in (self.excluded, self.quantized)
-        )
-        return [module for module in found if module not in quantized]
+        names = [HEAD]
+        for item in self.unquantized:
+            names += item.linears
+            if layer := _LAYER.match(item.module):  # for engines that rename modules of a layer
+                names += (f"{layer[1]}{end}" for end in item.ends)
+        return list(dict.fromkeys(names))
 
     @property
     def excluded_ends(self) -> list[str]:
@@ -109,8 +97,8 @@ class Fp8Dialect:
     """Read a config; raise ModelError at any fault."""
     make_config: Callable[[ConfigJob], Config] | None = None
     """Make the `quantization_config`; None for a dialect that is only read."""
-    make_files: Callable[[ConfigJob], dict[str, Config]] = lambda _: {}
-    """Make the JSON files beside config.json, by name."""
+    make_own_file: Callable[[ConfigJob], Config] | None = None
+    """Make the content of its own file."""
     expressible: Sequence[str] | None = None
     """The schemes that its config has words for, by name; None: all, by their granularities."""
     has_groups: bool = False
@@ -123,10 +111,8 @@ class Fp8Dialect:
     scalar_shape: Shape = ()
     """The shape of a scale that covers a whole tensor: a weight, an input, K or V."""
     add_kv: Callable[[Path, Fields, str], Config] | None = None
-    """Add the KV cache to a `quantization_config`, given its file and the strategy of the scales;
-    None if the config does not change. Raise ExportError if engines refuse the config."""
-    add_kv_to_file: Callable[[Path, Fields, str], Config] | None = None
-    """The same for the dialect's own file."""
+    """Add the KV cache to a `quantization_config` or to its own file, given the file and the
+    strategy of the scales; None if neither changes. Raise ExportError if engines refuse it."""
     kv_strategies: Sequence[str] = ("tensor",)
     """The strategies that engines know for KV scales beside its weights: `tensor`, `attn_head`."""
     names_kv_by_projection: bool = False

@@ -17,6 +17,7 @@ from fp8calib.formats.fp8.quantization_config import (
     refuse_ignored,
     weight_contradiction,
 )
+from fp8calib.model.module_paths import split_expert
 from fp8calib.numerics.schemes import SCHEMES
 
 _ALGORITHMS = {
@@ -40,10 +41,7 @@ _PRODUCER = {"name": "fp8calib", "version": __version__}
 def read_algorithm(name: object) -> StoredScheme | None:
     """Find the scheme of a ModelOpt `quant_algo`; None if it is not FP8."""
     found = _READ_ALGORITHMS.get(str(name).upper())
-    if found is None:
-        return None
-    scheme = SCHEMES[found]
-    return StoredScheme(weights=scheme.weights, block=scheme.block, inputs=scheme.inputs)
+    return None if found is None else StoredScheme.of(SCHEMES[found])
 
 
 def _make_finder(path: Path, config: Fields) -> FindScheme:
@@ -81,7 +79,11 @@ def _list_excluded(job: ConfigJob) -> list[str]:
     SGLang 0.5.23 looks for the module of all experts of a layer, not for single ones
     (`modelopt_quant.py`, is_layer_excluded); vLLM 0.32.0 takes both.
     """
-    return [*job.excluded, *job.excluded_experts]
+    excluded, quantized = (
+        dict.fromkeys(expert[0] for expert in map(split_expert, names) if expert is not None)
+        for names in (job.excluded, job.quantized)
+    )
+    return [*job.excluded, *(module for module in excluded if module not in quantized)]
 
 
 def _make_config(job: ConfigJob) -> Config:
@@ -100,8 +102,8 @@ def _make_config(job: ConfigJob) -> Config:
     return config
 
 
-def _make_files(job: ConfigJob) -> dict[str, Config]:
-    document = {
+def _make_own_file(job: ConfigJob) -> Config:
+    return {
         "producer": _PRODUCER,
         "quantization": {
             "quant_algo": _ALGORITHMS[job.scheme.name],
@@ -109,27 +111,13 @@ def _make_files(job: ConfigJob) -> dict[str, Config]:
             "exclude_modules": _list_excluded(job),
         },
     }
-    return {MODELOPT_CONFIG_NAME: document}
 
 
-def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
-    """Add the KV cache to the section of config.json: flat, or nested as in the own file."""
-    del strategy
-    if isinstance(config.get("quantization"), dict):
-        return _add_kv_to_file(path, config, "tensor")
-    _require_algorithm(path, config)
-    return {**config, "kv_cache_scheme": {"dynamic": False, **NUMBER}}
-
-
-def _add_kv_to_file(path: Path, config: Fields, strategy: str) -> Config:
-    del strategy
-    section = config.get("quantization")
-    section = section if isinstance(section, dict) else {}
-    _require_algorithm(path, section)
-    return {**config, "quantization": {**section, "kv_cache_quant_algo": "FP8"}}
-
-
-def _require_algorithm(path: Path, section: Fields) -> None:
+def _add_kv(path: Path, config: Fields, strategy: str) -> Config:  # noqa: ARG001 -- always tensor
+    """Add the KV cache to its own file, or to a section of config.json: nested like it, or flat."""
+    nested = config.get("quantization")
+    is_flat = path.name != MODELOPT_CONFIG_NAME and not isinstance(nested, dict)
+    section = config if is_flat else nested if isinstance(nested, dict) else {}
     if not section.get("quant_algo"):
         raise ExportError(
             f"{path}: the ModelOpt config has no quant_algo, and vLLM and SGLang refuse such a "
@@ -137,6 +125,9 @@ def _require_algorithm(path: Path, section: Fields) -> None:
             hint="if only its KV cache is quantized, write a kv-overlay of the unquantized model; "
             "otherwise export the model with ModelOpt again",
         )
+    if is_flat:
+        return {**config, "kv_cache_scheme": {"dynamic": False, **NUMBER}}
+    return {**config, "quantization": {**section, "kv_cache_quant_algo": "FP8"}}
 
 
 MODELOPT = Fp8Dialect(
@@ -147,9 +138,8 @@ MODELOPT = Fp8Dialect(
     own_file=MODELOPT_CONFIG_NAME,
     make_finder=_make_finder,
     make_config=_make_config,
-    make_files=_make_files,
+    make_own_file=_make_own_file,
     add_kv=_add_kv,
-    add_kv_to_file=_add_kv_to_file,
     expressible=tuple(_ALGORITHMS),
     names_kv_by_projection=True,
 )

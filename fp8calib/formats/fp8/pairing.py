@@ -7,23 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.header import TensorEntry, read_header
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import find_weights
 from fp8calib.errors import ModelError, cut_list
 from fp8calib.formats.fp8.quantization_config import FindScheme, StoredScheme, contradiction
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
-    Companions,
-    Fp8Weight,
     is_companion,
     is_linear_scale,
     list_scale_shapes,
     name_companions,
 )
 from fp8calib.formats.refusals import refusal
-from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
@@ -34,14 +30,18 @@ _NO_SCALE_HINT = "the weights cannot be used without it; the download or the exp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
-    """The FP8 weights of a checkpoint with their scales."""
+class Fp8Weight:
+    """An FP8 weight, its scheme in the config, and the names of its scales."""
 
-    weights: Mapping[str, Fp8Weight]
-    fmt: Fp8Format
-    zero_points: tuple[str, ...]
-    others: Mapping[str, TensorEntry]
-    """All tensors except scales and zero points."""
+    module: str
+    """Path of the linear; for stacked experts, of the parameter."""
+    shape: tuple[int, ...]
+    """[out, in]; for stacked experts [experts, ., .]."""
+    scale_name: str
+    input_scale_name: str | None
+    companions: Collection[str]
+    """All names that its scales and zero points may have."""
+    scheme: StoredScheme
 
 
 def is_fp8_checkpoint(folder: Path) -> bool:
@@ -56,33 +56,29 @@ def is_fp8_checkpoint(folder: Path) -> bool:
         names = find_weights(folder)[0]
     except ModelError:
         names = tuple(path.name for path in sorted(folder.glob("*.safetensors")))
-    return any(_list_weights(TensorFile(folder / name).tensors) for name in names)
+    return any(_list_weights(read_header(folder / name).tensors) for name in names)
 
 
-def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
-    """Find the scales of every FP8 weight, and check them against its shape and the config.
+def pair_tensors(
+    checkpoint: Checkpoint, find_scheme: FindScheme
+) -> tuple[dict[str, Fp8Weight], list[str]]:
+    """Find the FP8 weights, and check their scales against their shapes and the config.
 
-    Raises:
-        ModelError: there are no FP8 weights, or a scale is missing, is stored twice, has a
-            wrong shape or dtype, or contradicts the config.
+    Returns:
+        The weights by name, and the names of their zero points.
     """
-    names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
-    fmt = _find_format(checkpoint, names)
-    schemes = {name: find_scheme(item.module) for name, item in names.items()}
-    weights = {
-        name: _pair_weight(checkpoint, name, item, schemes[name]) for name, item in names.items()
-    }
-    paired = {part for item in names.values() for part in item.all}
-    _refuse_orphans(checkpoint, paired)
-    others = {
-        name: entry
-        for name, entry in checkpoint.tensors.items()
-        if name not in paired and not is_companion(name)
-    }
-    zero_points = tuple(
-        part for item in names.values() for part in item.zero_points if part in checkpoint
-    )
-    return Pairing(weights=weights, fmt=fmt, zero_points=zero_points, others=others)
+    names = _list_weights(checkpoint.tensors)
+    _check_dtypes(checkpoint, names)
+    schemes = {name: find_scheme(name_companions(name).module) for name in names}
+    weights = {name: _pair_weight(checkpoint, name, schemes[name]) for name in names}
+    paired = {part for weight in weights.values() for part in weight.companions}
+    orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
+    if orphans:
+        fault = f"scales without an FP8 weight: {cut_list(orphans)}"
+        hint = "their weights have another dtype (INT4, FP4), or are missing"
+        raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)
+    zero_points = (part for name in names for part in name_companions(name).zero_points)
+    return weights, [part for part in zero_points if part in checkpoint]
 
 
 def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -96,7 +92,7 @@ def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
     ]
 
 
-def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
+def _check_dtypes(checkpoint: Checkpoint, names: Collection[str]) -> None:
     if not names:
         hint = "name the folder of a checkpoint that is quantized to FP8"
         raise refusal(checkpoint.folder, "there are no FP8 weights", hint=hint)
@@ -104,32 +100,27 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
     if len(by_dtype) > 1:
         examples = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
         raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}")
-    dtype, name = by_dtype.popitem()
+    ((dtype, name),) = by_dtype.items()
     if dtype not in WEIGHT_FORMATS:
-        known = ", ".join(WEIGHT_FORMATS)
-        raise refusal(
-            checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=f"supported: {known}"
-        )
-    return WEIGHT_FORMATS[dtype]
+        hint = f"supported: {', '.join(WEIGHT_FORMATS)}"
+        raise refusal(checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=hint)
 
 
-def _pair_weight(
-    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
-) -> Fp8Weight:
+def _pair_weight(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> Fp8Weight:
+    names = name_companions(name)
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     scale_name = _find_one(checkpoint, name, names.scales, dtypes)
     if scale_name is None:
         fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
-        raise refusal(
-            checkpoint.file_of(name), fault, hint=_explain_missing(checkpoint, names.scales)
-        )
+        hint = _explain_missing(checkpoint, names.scales)
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
     _check_shape(checkpoint, name, scale_name, scheme)
     return Fp8Weight(
-        name=name,
         module=names.module,
         shape=checkpoint.tensors[name].shape,
         scale_name=scale_name,
-        input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
+        input_scale_name=_find_input_scale(checkpoint, name, scheme),
+        companions=(*names.scales, *names.input_scales, *names.zero_points),
         scheme=scheme,
     )
 
@@ -149,11 +140,10 @@ def _find_one(
         return None
     dtype = checkpoint.tensors[found[0]].dtype
     if dtype not in dtypes:
-        fault = f"{found[0]} is of dtype {dtype}"
         hint = "scales of FP8 weights must be floats"
         if dtypes is EXPONENT_DTYPES:
             hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
-        raise refusal(checkpoint.file_of(found[0]), fault, hint=hint)
+        raise refusal(checkpoint.file_of(found[0]), f"{found[0]} is of dtype {dtype}", hint=hint)
     return found[0]
 
 
@@ -173,21 +163,18 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sto
     shapes = list_scale_shapes(shape, scheme.block)
     if scale_shape in shapes[scheme.weights]:
         return
+    path, fault = checkpoint.file_of(scale_name), f"{scale_name} has shape {list(scale_shape)}"
     fitting = [granularity for granularity, known in shapes.items() if scale_shape in known]
-    fault = f"{scale_name} has shape {list(scale_shape)}"
     if fitting:
         says = f"the config says per {scheme.weights}"
-        raise contradiction(
-            checkpoint.file_of(scale_name), f"{fault}, which is per {fitting[0]}; {says}"
-        )
+        raise contradiction(path, f"{fault}, which is per {fitting[0]}; {says}")
     expected = " or ".join(str(list(known)) for known in shapes[scheme.weights])
     hint = f"for a weight {list(shape)}, scales per {scheme.weights} are {expected}"
-    raise refusal(checkpoint.file_of(scale_name), fault, hint=hint)
+    raise refusal(path, fault, hint=hint)
 
 
-def _find_input_scale(
-    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
-) -> str | None:
+def _find_input_scale(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> str | None:
+    names = name_companions(name)
     found = _find_one(checkpoint, name, names.input_scales)
     is_static = scheme.inputs is InputScaling.STATIC
     if is_static and found is None:
@@ -196,20 +183,11 @@ def _find_input_scale(
         raise refusal(checkpoint.file_of(name), fault, hint=hint)
     if found is None:
         return None
+    path, shape = checkpoint.file_of(found), checkpoint.tensors[found].shape
     if not is_static:
         says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
-        raise contradiction(checkpoint.file_of(found), f"there is {found}, but {says}")
-    if checkpoint.tensors[found].shape not in ((), (1,)):
-        fault = f"{found} has shape {list(checkpoint.tensors[found].shape)}"
-        raise refusal(
-            checkpoint.file_of(found), fault, hint="a static input scale must be one number"
-        )
+        raise contradiction(path, f"there is {found}, but {says}")
+    if shape not in ((), (1,)):
+        hint = "a static input scale must be one number"
+        raise refusal(path, f"{found} has shape {list(shape)}", hint=hint)
     return found
-
-
-def _refuse_orphans(checkpoint: Checkpoint, paired: Collection[str]) -> None:
-    orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
-    if orphans:
-        fault = f"scales without an FP8 weight: {cut_list(orphans)}"
-        hint = "their weights have another dtype (INT4, FP4), or are missing"
-        raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)

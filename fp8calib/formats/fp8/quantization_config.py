@@ -47,6 +47,11 @@ class StoredScheme(Scaling):
 
     upper_bound: float | None = None
 
+    @classmethod
+    def of(cls, scheme: Scaling) -> StoredScheme:
+        """Make that of a linear with a scheme that is written too."""
+        return cls(weights=scheme.weights, block=scheme.block, inputs=scheme.inputs)
+
 
 FindScheme = Callable[[str], StoredScheme]
 """Gives a linear's scheme by its path; raises ModelError if the config has none."""
@@ -85,11 +90,7 @@ def weight_contradiction(path: Path, module: str, says: str) -> ContradictionErr
 
 
 def matches_entry(path: Path, module: str, expression: str) -> bool:
-    """Tell whether an expression in the config at `path` matches the start of a module's path.
-
-    Raises:
-        ModelError: the expression is invalid.
-    """
+    """Tell whether an expression in the config at `path` matches the start of a module's path."""
     try:
         refuse_costly(expression)
     except ValueError as error:
@@ -162,33 +163,20 @@ def make_scheme(
 def refuse_ignored(
     path: Path, module: str, ignored: Iterable[object], is_covered: Callable[[str, str], bool]
 ) -> None:
-    """Refuse an FP8 weight that the config leaves unquantized.
+    """Refuse the FP8 weight of a linear that the config at `path` leaves unquantized.
 
-    Args:
-        path: the config.
-        module: the weight's linear.
-        ignored: entries of the config's list: paths, or `re:` and an expression.
-        is_covered: given the module and an entry, tells whether the method also matches them.
-
-    Raises:
-        ModelError: `module` is listed.
+    `ignored` has paths, or `re:` and an expression; `is_covered` tells whether the method also
+    matches a module with an entry.
     """
     for pattern in ignored:
-        if isinstance(pattern, str) and _is_named(path, module, pattern, is_covered):
+        if not isinstance(pattern, str):
+            continue
+        if pattern.startswith("re:"):
+            is_named = matches_entry(path, module, pattern.removeprefix("re:"))
+        else:
+            is_named = module == pattern or is_covered(module, pattern)
+        if is_named:
             raise weight_contradiction(path, module, f"the config excludes {pattern!a:.80}")
-
-
-def _is_named(
-    path: Path, module: str, pattern: str, is_covered: Callable[[str, str], bool]
-) -> bool:
-    if pattern.startswith("re:"):
-        return matches_entry(path, module, pattern.removeprefix("re:"))
-    return module == pattern or is_covered(module, pattern)
-
-
-def is_below(module: str, pattern: str) -> bool:
-    """Tell whether the entry names a module that contains this one, as transformers matches it."""
-    return bool(pattern) and module.startswith(f"{pattern}.")
 
 
 def _read_scaling(path: Path, module: str, inputs: Arguments) -> InputScaling:

@@ -8,14 +8,12 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import UsageError, suggest
-from fp8calib.formats.fp8.autofp8 import AUTOFP8, FINEGRAINED
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
-from fp8calib.formats.fp8.fbgemm import FBGEMM
-from fp8calib.formats.fp8.minimax import MXFP8
 from fp8calib.formats.fp8.modelopt import MODELOPT
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.fp8.quark import QUARK
+from fp8calib.formats.fp8.uniform import AUTOFP8, FBGEMM, FINEGRAINED, MXFP8
 from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.schemes import Granularity, Scheme
 
@@ -64,11 +62,6 @@ def list_input_scale_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.input_scale_name for each in FP8_DIALECTS.values()))
 
 
-def list_own_files() -> frozenset[str]:
-    """List the files besides config.json that have a dialect's config."""
-    return frozenset(each.own_file for each in FP8_DIALECTS.values() if each.own_file)
-
-
 def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
     """Find a checkpoint's dialect by its config, and the function that gives a linear's scheme.
 
@@ -97,14 +90,10 @@ def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
 
 
 def refine_dialect(dialect: Fp8Dialect, scales: Mapping[str, Granularity]) -> Fp8Dialect:
-    """Choose between the dialects of one method by the names of scales.
-
-    Args:
-        dialect: the first of the method.
-        scales: the granularities of the weights' scales, by the scales' names.
+    """Choose between the dialects of one method: by `scales`, granularities by the scales' names.
 
     Returns:
-        The dialect that gives a scale its name, if `dialect` does not; else `dialect`.
+        The dialect that gives a scale its name, if `dialect`, the first of the method, does not.
     """
     others = (each for each in FP8_DIALECTS.values() if each.method == dialect.method)
     unknown = [item for item in scales.items() if not dialect.gives_name(*item)]

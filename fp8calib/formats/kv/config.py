@@ -35,17 +35,15 @@ class CheckpointConfig:
 
 
 def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
-    """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
-
-    Raises:
-        ModelError: a config cannot be read, is of another model, or of another KV format.
-    """
+    """Read a folder's configs, if it has any, and check that its KV scales are for FP8."""
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
     _find_algorithm(side, _load(side) or {})
     config = _load(path)
     if config is None:
         return CheckpointConfig()
-    _check_model_type(path, config, geometry)
+    is_decoder = not any(key.endswith("_config") and key != "quantization_config" for key in config)
+    if is_decoder:  # otherwise the decoder's config is inside it, with a model_type of its own
+        check_model_type(path, config.get("model_type"), geometry)
     fmt = _find_algorithm(path, config)
     _check_scheme(path, _section(config, "quantization_config"))
     if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
@@ -55,11 +53,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
 
 
 def read_quant_method(folder: Path) -> str | None:
-    """Read the method that the `quantization_config` names; None if there is no config.
-
-    Raises:
-        ModelError: the config cannot be read.
-    """
+    """Read the method that the `quantization_config` names; None if there is no config."""
     config = _load(folder / CONFIG_NAME)
     if config is None:
         return None
@@ -75,12 +69,6 @@ def _load(path: Path) -> dict[str, object] | None:
 def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = config.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelGeometry) -> None:
-    """Compare the model types, unless the config contains the decoder's config."""
-    if not any(key.endswith("_config") and key != "quantization_config" for key in config):
-        check_model_type(path, config.get("model_type"), geometry)
 
 
 def find_scheme_fault(scheme: object) -> str:
@@ -106,9 +94,6 @@ def check_scheme(path: Path, scheme: object) -> None:
     """Refuse a `kv_cache_scheme` of compressed-tensors that rules out an FP8 cache.
 
     Missing entries are accepted: only some engines need them.
-
-    Raises:
-        ModelError: naming the entry.
     """
     whole = {**_WANTED, **scheme} if isinstance(scheme, dict) else scheme
     if fault := find_scheme_fault(whole):
@@ -120,13 +105,11 @@ def _check_scheme(path: Path, section: Mapping[str, object]) -> None:
     scheme = section.get("kv_cache_scheme")
     if section.get("quant_method") == "compressed-tensors":
         check_scheme(path, scheme)
-        return
-    if not isinstance(scheme, dict):
-        return
-    kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
-    if (kind, num_bits) != ("float", 8):
-        fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
-        raise refusal(path, fault, hint=_NOT_FP8)
+    elif isinstance(scheme, dict):
+        kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+        if (kind, num_bits) != ("float", 8):
+            fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
+            raise refusal(path, fault, hint=_NOT_FP8)
 
 
 def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | None:
@@ -134,10 +117,9 @@ def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | Non
 
     The other formats of ModelOpt and TensorRT-LLM are refused: INT8 scales are amax / 127.
     """
-    sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
-    named = [found for section in sections if (found := section.get(_ALGORITHM_KEY)) is not None]
+    found = (_section(config, name).get(_ALGORITHM_KEY) for name in _ALGORITHM_SECTIONS)
+    named = [algorithm for algorithm in found if algorithm is not None]
     for algorithm in named:
-        if not isinstance(algorithm, str) or algorithm.upper() != "FP8":
-            fault = f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8"
-            raise refusal(path, fault, hint=_NOT_FP8)
+        if str(algorithm).upper() != "FP8":
+            raise refusal(path, f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8", hint=_NOT_FP8)
     return E4M3FN if named else None

@@ -79,9 +79,6 @@ def find_owners(
     The path of the layers is compared as the model and its checkpoint spell it, then without
     wrappers, then as a longer or shorter spelling. Names elsewhere (vision towers, draft layers)
     are left out; a name under that path that belongs to no layer is of another model.
-
-    Raises:
-        ModelError: no name fits the model, several paths do, or a name has no layer.
     """
     places = {
         _split(module): attention

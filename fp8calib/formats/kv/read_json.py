@@ -10,13 +10,8 @@ import torch
 
 from fp8calib.errors import cut_list
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
-from fp8calib.formats.kv.validate import (
-    OTHER_MODEL,
-    check_model_type,
-    check_scales,
-    join_ranks,
-)
-from fp8calib.formats.metadata import JSON_ORIGIN_KEY, find_format, parse_origin
+from fp8calib.formats.kv.validate import OTHER_MODEL, check_model_type, check_scales, join_ranks
+from fp8calib.formats.metadata import find_format, parse_origin
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import ModelGeometry
 
@@ -31,17 +26,12 @@ def read_json(
 ) -> ParsedScales:
     """Read the KV scales of a JSON file; its sections about weights are ignored.
 
-    `rank_prefix` precedes the number in the key of a rank; `requires_model_type` means that engines
-    refuse a file without `model_type`.
-
-    Raises:
-        ModelError: the file does not follow the schema exactly, or is of another model.
+    `rank_prefix` precedes the number in the key of a rank.
     """
     if len(files.documents) > 1:
         names = cut_list([path.name for path in files.documents])
-        raise refusal(
-            files.place, f"several files hold KV scales: {names}", hint="name one of them"
-        )
+        fault = f"several files hold KV scales: {names}"
+        raise refusal(files.place, fault, hint="name one of them")
     ((path, document),) = files.documents.items()
     kv_cache = document.get("kv_cache")
     if not isinstance(kv_cache, dict):
@@ -57,9 +47,7 @@ def read_json(
     check_model_type(path, document.get("model_type"), geometry)
     _check_counts(path, factors, geometry)
     ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
-    origin = None
-    if JSON_ORIGIN_KEY in document:
-        origin = parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+    origin = parse_origin(path, document)
     return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
 
 
@@ -86,18 +74,20 @@ def _check_counts(path: Path, factors: Mapping[str, object], geometry: ModelGeom
 
 
 def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
+    place = f"kv_cache.scaling_factor.{rank}"
     if not isinstance(layers, dict):
-        raise refusal(
-            path, f"kv_cache.scaling_factor.{rank} is not an object of layers: {layers!a:.60}"
-        )
+        raise refusal(path, f"{place} is not an object of layers: {layers!a:.60}")
     wrong = [ascii(key)[:40] for key in layers if not _INDEX.fullmatch(key)]
     if wrong:
-        raise refusal(path, f"kv_cache.scaling_factor.{rank}: not layer indices: {cut_list(wrong)}")
-    return {int(key): _read_number(path, rank, key, value) for key, value in layers.items()}
+        raise refusal(path, f"{place}: not layer indices: {cut_list(wrong)}")
+    name = rank if rank.startswith("rank") else f"rank {rank}"
+    return {
+        int(key): _read_number(path, f"layer {key} of {name}", value)
+        for key, value in layers.items()
+    }
 
 
-def _read_number(path: Path, rank: str, layer: str, value: object) -> torch.Tensor:
-    where = f"layer {layer} of {rank if rank.startswith('rank') else f'rank {rank}'}"
+def _read_number(path: Path, where: str, value: object) -> torch.Tensor:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refusal(path, f"{where}: {value!a:.60} is not a number")
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +36,11 @@ _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """A scale that was read, with its name and file."""
+    """A scale that was read, with its name, file and layer."""
 
     name: ScaleName
     file: TensorFile
+    attention: Attention
     values: torch.Tensor
     """fp32 [1], or [1, heads]."""
 
@@ -50,11 +51,7 @@ class _Stored:
 
 
 def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
-    """Read the scale tensors of a checkpoint or file, in any tool's spelling.
-
-    Raises:
-        ModelError: a scale is missing, stored twice with another value, or not a scale.
-    """
+    """Read the scale tensors of a checkpoint or file, in any tool's spelling."""
     place, config = found.place, read_config(found.folder, geometry)
     files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
     _check_listed(place, files)
@@ -65,31 +62,42 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         if parsed is not None
     ]
     owners = find_owners(place, geometry, [name for name, _ in named])
+    scales: list[_Stored] = []
     with ExitStack() as stack:
         for file in files:
             stack.callback(file.close)
-        stored = [
-            (owners[name], _read(name, file, owners[name], found.drops_bad_query))
-            for name, file in named
-            if name in owners
-        ]
-    ignored = [name.full for name, _ in named if name not in owners]
-    scales = [item for item in stored if item[1].name.spelling is not Spelling.ZERO_POINT]
-    bad_queries = _find_bad_queries([item for _, item in scales])
-    if bad_queries:
-        scales = [item for item in scales if Role.Q not in item[1].name.roles]
+        for name, file in named:
+            if name in owners:
+                stored = _read(name, file, owners[name], found.drops_bad_query)
+                if name.spelling is not Spelling.ZERO_POINT:
+                    scales.append(stored)
+    queries = (item for item in scales if Role.Q in item.name.roles)
+    bad = [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
+    if bad:
+        scales = [item for item in scales if Role.Q not in item.name.roles]
     values = _merge(place, scales)
     filled = _fill_layers(geometry, values) if found.fills_layers else {}
     _check_complete(place, geometry, values | filled)
+    held = [item.file for item in scales]
+    notes = []
+    if Spelling.SINGLE in {item.name.spelling for item in scales}:
+        notes.append(ONE_FILLS_BOTH)
+    if ignored := [name.full for name, _ in named if name not in owners]:
+        notes.append(f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})")
+    if bad:
+        notes.append(
+            f"q_scale is left out: {bad[0]} is not a scale (llm-compressor leaves it unset "
+            "when it quantizes attention)"
+        )
     return ParsedScales(
         values=values | filled,
         filled=filled,
         per_head=_is_per_head(place, values),
-        fmt=_find_format(place, config, [item.file for _, item in scales]),
-        origin=find_origin(place, [item.file for _, item in scales]),
+        fmt=_find_format(place, config, held),
+        origin=find_origin(place, held),
         has_weights=has_fp8_weights(files),
-        files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
-        notes=tuple(_list_notes(ignored, {item.name.spelling for _, item in scales}, bad_queries)),
+        files=tuple(dict.fromkeys(file.path for file in held)),
+        notes=tuple(notes),
     )
 
 
@@ -137,45 +145,38 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
 def _read(
     name: ScaleName, file: TensorFile, attention: Attention, drops_bad_query: bool
 ) -> _Stored:
-    entry, path = file.tensors[name.full], file.path
+    entry, path, full = file.tensors[name.full], file.path, name.full
     heads = attention.num_heads if Role.Q in name.roles else attention.num_kv_heads
     if entry.shape not in ((), (1,), (heads, 1, 1)):
-        fault = f"{name.full} has shape {list(entry.shape)}"
+        fault = f"{full} has shape {list(entry.shape)}"
         raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
     if name.spelling is Spelling.SINGLE and len(entry.shape) == 3:
-        raise refusal(
-            path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
-        )
-    if name.spelling is not Spelling.ZERO_POINT and not file.dtype(name.full).is_floating_point:
-        raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
-    raw = file.read(name.full).to(torch.float32)
-    values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
-    if name.spelling is not Spelling.ZERO_POINT:
+        fault = f"{full} has shape {list(entry.shape)}"
+        raise refusal(path, fault, hint="kv_scale is one number")
+    is_scale = name.spelling is not Spelling.ZERO_POINT
+    if is_scale and not file.dtype(full).is_floating_point:
+        raise refusal(path, f"{full} is of dtype {entry.dtype}", hint="a scale is a float")
+    values = file.read(full).to(torch.float32).reshape((1, heads) if entry.shape[1:] else (1,))
+    if is_scale:
         if not (drops_bad_query and Role.Q in name.roles):
-            check_scales(path, name.full, values, stored=entry.dtype)
-        check_precision(path, name.full, values, stored=entry.dtype)
+            check_scales(path, full, values, stored=entry.dtype)
+        check_precision(path, full, values, stored=entry.dtype)
     elif bool((values != 0).any()):
-        raise refusal(
-            path, f"{name.full} is not zero", hint="engines read only symmetric KV scales"
-        )
-    return _Stored(name=name, file=file, values=values)
+        raise refusal(path, f"{full} is not zero", hint="engines read only symmetric KV scales")
+    return _Stored(name=name, file=file, attention=attention, values=values)
 
 
-def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
-    queries = (item for item in scales if Role.Q in item.name.roles)
-    return [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
-
-
-def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
+def _merge(place: Path, scales: Sequence[_Stored]) -> dict[Site, torch.Tensor]:
     """Merge the spellings of each scale."""
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
-    for attention, stored in scales:
+    for stored in scales:
         target = singles if stored.name.spelling is Spelling.SINGLE else merged
         for role in stored.name.roles:
-            other = target.setdefault(attention.site(role), stored)
+            site = stored.attention.site(role)
+            other = target.setdefault(site, stored)
             if not torch.equal(other.values, stored.values):
-                fault = f"two scales for {attention.site(role)}: {other} and {stored}"
+                fault = f"two scales for {site}: {other} and {stored}"
                 raise refusal(place, fault, hint="keep the one that was calibrated")
     values = {site: stored.values for site, stored in merged.items()}
     for module in dict.fromkeys(site.module for site in singles):
@@ -218,7 +219,8 @@ def _fill_layers(
 def _check_complete(
     place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
 ) -> None:
-    owners = geometry.owners()
+    """Check that layers with a cache have k and v, others both or none, and q is in all or none."""
+    owners, attentions = geometry.owners(), list(geometry.attentions())
     lacking = {
         role: [index for index, owner in owners.items() if owner.site(role) not in values]
         for role in KV_ROLES
@@ -230,12 +232,6 @@ def _check_complete(
         if lacking[role]:
             fault = f"{name_ranges(lacking[role])}: {other}_scale without {role}_scale"
             raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
-    _check_pairs(place, geometry, values)
-
-
-def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> None:
-    """Check that shared layers have both scales or none, and that all layers have q or none."""
-    attentions = list(geometry.attentions())
     halves = [
         layer.index
         for layer, attention in attentions
@@ -246,11 +242,8 @@ def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, tor
     without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
     if 0 < len(without) < len(attentions):
         fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
-        raise refusal(
-            place,
-            fault,
-            hint="engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all",
-        )
+        hint = "engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all"
+        raise refusal(place, fault, hint=hint)
 
 
 def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
@@ -260,17 +253,3 @@ def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
         fault = f"both per-head scales ({per_head[0]}) and per-tensor scales ({scalar[0]})"
         raise refusal(place, fault, hint="engines read one or the other")
     return bool(per_head)
-
-
-def _list_notes(
-    ignored: Sequence[str], spellings: Collection[Spelling], bad_queries: Sequence[_Stored]
-) -> Iterator[str]:
-    if Spelling.SINGLE in spellings:
-        yield ONE_FILLS_BOTH
-    if ignored:
-        yield f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})"
-    if bad_queries:
-        yield (
-            f"q_scale is left out: {bad_queries[0]} is not a scale (llm-compressor leaves it unset "
-            "when it quantizes attention)"
-        )

@@ -1,9 +1,8 @@
-"""Check the KV scales that a reader found, join ranks and fill in shared layers."""
+"""Check the KV scales that a reader found, and join those of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +11,7 @@ from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.errors import ModelError, cut_list, name_ranges
 from fp8calib.formats.dialect import ParsedScales
 from fp8calib.formats.refusals import refusal
-from fp8calib.formats.table import ScaleSource
-from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Site
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
@@ -45,16 +43,16 @@ def check_scales(
     if not bad.numel():
         return
     first = float(bad.flatten()[0])
+    fault = f"{where}: {first} is not a scale"
+    hint = "a scale is a finite number above zero; some engines use this one without an error"
     if 0 < first < SMALLEST_SCALE:
         fault = f"{where}: {first:.4g} is too small for a scale"
         hint = (
             "the reciprocal of a scale under 2^-126 is infinite in fp32; calibrate this layer again"
         )
-        raise refusal(path, fault, hint=hint)
-    hint = "a scale is a finite number above zero; some engines use this one without an error"
-    if stored == "F16" and not bool(bad.any()):
+    elif stored == "F16" and not bool(bad.any()):
         hint = "a scale under 6e-8 is 0 in fp16; write it in fp32"
-    raise refusal(path, f"{where}: {first} is not a scale", hint=hint)
+    raise refusal(path, fault, hint=hint)
 
 
 def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str) -> None:
@@ -85,12 +83,26 @@ def join_ranks(
 
     `ranks` maps rank -> layer index -> fp32 0-dim; layers without a KV cache are left out.
     """
-    _check_ranks(path, ranks)
-    _check_layers(path, geometry, ranks[0])
+    absent = [rank for rank in range(len(ranks)) if rank not in ranks]
+    if absent:
+        there = f"rank{'s' if len(ranks) > 1 else ''} {cut_list(sorted(ranks))}"
+        fault = f"rank {absent[0]} is missing; there is only {there}"
+        raise refusal(path, fault, hint="there must be ranks 0 to N-1, each with all layers")
+    layers = ranks[0]
+    for rank, own in ranks.items():
+        if differing := sorted(set(own).symmetric_difference(layers)):
+            fault = f"{name_ranges(differing)}: in only one of rank 0 and rank {rank}"
+            raise refusal(path, fault, hint="every rank must have all layers")
+    count, owners = len(geometry.layers), geometry.owners()
+    if extra := sorted(index for index in layers if index >= count):
+        fault = f"there are scales for {name_ranges(extra)}, but the model has {count} layers"
+        raise refusal(path, fault, hint=OTHER_MODEL)
+    if missing := [index for index in owners if index not in layers]:
+        raise missing_layers(path, missing, of=len(owners))
     values = {
         attention.site(role): torch.stack([ranks[rank][layer.index] for rank in range(len(ranks))])
         for layer, attention in geometry.attentions()
-        if layer.index in ranks[0]
+        if layer.index in layers
         for role in KV_ROLES
     }
     return ParsedScales(
@@ -101,58 +113,3 @@ def join_ranks(
         files=tuple(files),
         notes=(ONE_FILLS_BOTH,),
     )
-
-
-def fill_shared(
-    geometry: ModelGeometry, reading: ParsedScales
-) -> tuple[ParsedScales, dict[Site, ScaleSource]]:
-    """Give layers that read another layer's cache its scale; return the sites that have it."""
-    values = dict(reading.values)
-    shared: dict[Site, ScaleSource] = {}
-    differing: list[int] = []
-    for layer, attention in geometry.attentions():
-        producer = geometry.producer_of(attention)
-        if producer is attention:
-            continue
-        for role in KV_ROLES:
-            site, theirs = attention.site(role), values[producer.site(role)]
-            if site not in values:
-                values[site], shared[site] = theirs, ScaleSource.ABSENT
-            elif torch.equal(values[site], theirs):
-                shared[site] = ScaleSource.SHARED
-            elif layer.index not in differing:
-                differing.append(layer.index)
-    note = (
-        f"{name_ranges(differing)}: the scales differ from those of the layer whose cache is read; "
-        "they are kept, but an engine that uses them misreads the cache"
-    )
-    notes = (*reading.notes, note) if differing else reading.notes
-    return replace(reading, values=values, notes=notes), shared
-
-
-def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:
-    missing = [rank for rank in range(len(ranks)) if rank not in ranks]
-    if missing:
-        fault = f"rank {missing[0]} is missing; there is only {_name_ranks(ranks)}"
-        raise refusal(path, fault, hint="there must be ranks 0 to N-1, each with all layers")
-    for rank, layers in ranks.items():
-        differing = sorted(set(layers).symmetric_difference(ranks[0]))
-        if differing:
-            fault = f"{name_ranges(differing)}: in only one of rank 0 and rank {rank}"
-            raise refusal(path, fault, hint="every rank must have all layers")
-
-
-def _name_ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {cut_list(sorted(ranks))}"
-
-
-def _check_layers(path: Path, geometry: ModelGeometry, layers: Collection[int]) -> None:
-    count = len(geometry.layers)
-    extra = sorted(index for index in layers if index >= count)
-    if extra:
-        fault = f"there are scales for {name_ranges(extra)}, but the model has {count} layers"
-        raise refusal(path, fault, hint=OTHER_MODEL)
-    owners = geometry.owners()
-    missing = [index for index in owners if index not in layers]
-    if missing:
-        raise missing_layers(path, missing, of=len(owners))

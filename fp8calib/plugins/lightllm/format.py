@@ -77,7 +77,7 @@ def _recognise(files: ScaleFiles) -> bool:
 
 
 def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
-    from fp8calib.formats.metadata import JSON_ORIGIN_KEY, parse_origin  # noqa: PLC0415
+    from fp8calib.formats.metadata import parse_origin  # noqa: PLC0415
 
     if len(files.documents) > 1:
         names = cut_list([path.name for path in files.documents])
@@ -116,12 +116,11 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         for attention, row in zip(attentions, groups, strict=True):
             each = row.repeat_interleave(attention.num_heads // heads)
             values[attention.site(Role.Q)] = each.unsqueeze(0)
-    recorded = document.get(JSON_ORIGIN_KEY)
     return ParsedScales(
         values=values,
         per_head=per_head,
         fmt=E4M3FN,
-        origin=None if recorded is None else parse_origin(path, JSON_ORIGIN_KEY, recorded),
+        origin=parse_origin(path, document),
         files=(path,),
         notes=(f"the scales of a draft ({drafts}) are left out",) if drafts else (),
     )

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.checkpoint.disk import explain_os_error, require_free_space
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
-from fp8calib.formats.kv.rfc import name_rank_files
+from fp8calib.formats.kv.json import name_rank_files
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.projections import LinearWeight

@@ -323,4 +323,4 @@ def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint |
         return None
     rest = Checkpoint(checkpoint.folder, files=checkpoint.files, index=checkpoint.index)
     rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
-    return Fp8Checkpoint(rest, fuse=False)
+    return Fp8Checkpoint(rest)
