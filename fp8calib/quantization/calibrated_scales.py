@@ -30,10 +30,11 @@ from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import list_without_calibration
+from fp8calib.quantization.ignored import span_layers, spell_options
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
-from fp8calib.selection.ignored import span_layers, spell_options
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection
+from fp8calib.quantization.select import Selection
+from fp8calib.commands.recipe import ScaleOptions
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""

@@ -25,6 +25,10 @@ from fp8calib.formats.metadata import make_metadata
 from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
+from fp8calib.quantization.ignored import span_layers, spell_options
+from fp8calib.quantization.layer_schemes import LayerSchemes, check_layer_schemes
+from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.select import Selection, select
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -35,10 +39,6 @@ from fp8calib.quantization.shard_layout import (
     WeightScale,
     lay_out,
 )
-from fp8calib.selection.ignored import span_layers, spell_options
-from fp8calib.selection.layer_schemes import LayerSchemes, check_layer_schemes
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection, select
 
 ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, encode_header
-from fp8calib.selection.matrices import Matrix
+from fp8calib.quantization.matrices import Matrix
 
 
 class CopiedTensor:

@@ -18,6 +18,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.numerics.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.numerics.schemes import Granularity, count_parts
 from fp8calib.quantization.all_zero import AllZeroWeight
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -35,7 +36,6 @@ from fp8calib.quantization.weight_reader import (
     split_rows,
 )
 from fp8calib.quantization.weight_scales import WeightScales, part_amax, scale_parts
-from fp8calib.selection.matrices import Matrix
 
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""

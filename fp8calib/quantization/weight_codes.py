@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from fp8calib.selection.matrices import Matrix
+from fp8calib.quantization.matrices import Matrix
 
 
 class WeightCodes(Protocol):

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.numerics.amax import tensor_amax
-from fp8calib.selection.matrices import Matrix
+from fp8calib.quantization.matrices import Matrix
 
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""

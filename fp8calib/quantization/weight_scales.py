@@ -13,9 +13,9 @@ from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
 from fp8calib.quantization.all_zero import AllZeroWeight
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.selection.matrices import Matrix
 
 
 class WeightScales:

@@ -40,9 +40,9 @@ from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import find_selection
+from fp8calib.quantization.select import find_selection
 from fp8calib.verification.emulation.candidate import Candidate, Reads
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,

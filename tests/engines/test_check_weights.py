@@ -29,9 +29,9 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests import zoo
 from tests.architectures.families import FAMILIES
 from tests.doors import make_plan, run_calibration

@@ -18,11 +18,11 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.numerics.schemes import find_scheme
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.select import select
 from fp8calib.quantization.sources.decoded import open_dequantized
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
 from tests.quantization.by_hand import (

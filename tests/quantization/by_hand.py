@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import choose_block_scales, find_scheme
+from fp8calib.quantization.layer_schemes import LayerSchemes
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -32,8 +34,6 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.quantize import Written, quantize
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.matrices import Matrix
 from tests.kit.checkpoints import change_config, change_tensors
 
 Tensors = dict[str, torch.Tensor]

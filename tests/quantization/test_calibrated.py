@@ -19,9 +19,9 @@ from fp8calib.quantization.calibrated_scales import (
     find_kv_scales,
     list_unmeasured,
 )
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import CalibratedScales
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests.quantization.by_hand import random, save
 
 MODELOPT = "ModelOpt modelopt_recipes/configs/ptq/units/default_disabled_quantizers.yaml"

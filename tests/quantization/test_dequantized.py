@@ -14,12 +14,12 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.select import select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import open_dequantized
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
 
 ROWS, COLUMNS = 300, 200

@@ -16,10 +16,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, run, save
 
 SHARDS = 3

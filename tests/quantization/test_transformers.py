@@ -21,7 +21,7 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.models import build_gemma3

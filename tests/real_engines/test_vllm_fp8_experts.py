@@ -12,9 +12,9 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run

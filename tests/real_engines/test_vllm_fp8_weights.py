@@ -14,9 +14,9 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests import zoo
 from tests.cli.program import succeed
 from tests.doors import make_plan, run_calibration

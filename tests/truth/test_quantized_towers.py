@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForMultimodalLM
 
 import fp8calib
-from fp8calib.selection import ignored
+from fp8calib.quantization import ignored
 from tests.calibration.running import as_bytes, opened
 from tests.cli.program import run, succeed
 from tests.kit.minutes import in_minutes

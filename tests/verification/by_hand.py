@@ -35,9 +35,9 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.select import Selection, find_selection
+from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.linears import emulate_linears

@@ -20,9 +20,9 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import changed_weights
 from tests import zoo

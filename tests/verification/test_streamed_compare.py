@@ -25,7 +25,7 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.selection.select import find_selection
+from fp8calib.quantization.select import find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table

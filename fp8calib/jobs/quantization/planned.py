@@ -35,6 +35,9 @@ from fp8calib.numerics.schemes import (
 )
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
+from fp8calib.quantization.ignored import span_layers, spell_options
+from fp8calib.quantization.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
+from fp8calib.quantization.matrices import SUFFIX, Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     PlanSettings,
@@ -47,9 +50,7 @@ from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequan
 from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
-from fp8calib.selection.ignored import span_layers, spell_options
-from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
-from fp8calib.selection.matrices import SUFFIX, Matrix
+from fp8calib.commands.recipe import Quantize, ScaleOptions
 
 _SAMPLED, _SAMPLED_ROWS = 8, 64
 """The weights, and the rows of each, on which a second rounding is measured."""

@@ -20,7 +20,8 @@ from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.numerics.schemes import Scheme, find_scheme
 from fp8calib.quantization.plan import make_plan
-from fp8calib.selection.select import find_selection
+from fp8calib.quantization.select import find_selection
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     find_candidate,

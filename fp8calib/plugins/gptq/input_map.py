@@ -11,7 +11,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer, Linear
 from fp8calib.model.stored_parameters import tied_names
 from fp8calib.plugins.gptq.hessians import expert_key
-from fp8calib.selection.matrices import Matrix
+from fp8calib.quantization.matrices import Matrix
 
 _OUTSIDE = "no linear of the decoder layers reads it"
 _SHARED = "several layers share it"

@@ -56,6 +56,8 @@ from fp8calib.quantization.calibrated_scales import (
     find_scales,
     split_static,
 )
+from fp8calib.quantization.ignored import span_layers, spell_options
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -63,10 +65,10 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
+from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.selection.ignored import span_layers, spell_options
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ import torch
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.numerics.schemes import count_parts
+from fp8calib.quantization.layer_schemes import LayerSchemes
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.shard_layout import OutputTensor, lay_out
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.matrices import Matrix
 
 GPTQ = "gptq"
 _CODES = "layer-{:05}.safetensors"

@@ -16,10 +16,10 @@ from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
+from fp8calib.quantization.layer_schemes import LayerSchemes
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection
+from fp8calib.quantization.select import Selection
 
 _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""

@@ -30,10 +30,11 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.plugins.plan.opened import OpenedPlan
-from fp8calib.selection.ignored import span_layers
-from fp8calib.selection.layer_schemes import join_linears
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import select
+from fp8calib.quantization.ignored import span_layers
+from fp8calib.quantization.layer_schemes import join_linears
+from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.select import select
+from fp8calib.commands.recipe import Quantize
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 

@@ -24,11 +24,11 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.numerics.formats import E4M3FN
+from fp8calib.quantization.layer_schemes import LayerSchemes
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers
-from fp8calib.selection.layer_schemes import LayerSchemes
-from fp8calib.selection.matrices import Matrix
 
 FP8 = "FP8"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -16,9 +16,9 @@ from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import Scheme
+from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection
+from fp8calib.quantization.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.linears import Fp8Weights
 from fp8calib.verification.emulation.weights import (

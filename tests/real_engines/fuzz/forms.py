@@ -22,7 +22,7 @@ from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales
-from fp8calib.selection.select import select
+from fp8calib.quantization.select import select
 from tests.engines.check_handmade import FP8, MODELOPT, PER_TENSOR, QUARK
 from tests.quantization.by_hand import run
 from tests.real_engines.fuzz.draft import Draft, load_draft

@@ -11,8 +11,8 @@ from functools import lru_cache
 from fp8calib.errors import UsageError
 from fp8calib.model.module_paths import name_fused_group, split_expert
 from fp8calib.numerics.schemes import Scheme, choose_block_scales, find_scheme, name_mixed
-from fp8calib.selection.ignored import match_patterns, matches_module, span_layers
-from fp8calib.selection.select import Selection
+from fp8calib.quantization.ignored import match_patterns, matches_module, span_layers
+from fp8calib.quantization.select import Selection
 
 OPTION = "--layer-scheme"
 

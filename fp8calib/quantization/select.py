@@ -11,8 +11,8 @@ from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.model.expert_layouts import list_configs
-from fp8calib.selection.ends import find_ends
-from fp8calib.selection.ignored import (
+from fp8calib.quantization.ends import find_ends
+from fp8calib.quantization.ignored import (
     TOWER,
     Reason,
     find_default,
@@ -20,7 +20,7 @@ from fp8calib.selection.ignored import (
     span_layers,
     spell_options,
 )
-from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
+from fp8calib.quantization.matrices import SUFFIX, ExpertStacks, Matrix
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}

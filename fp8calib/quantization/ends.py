@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8calib.formats.fp8.dialect import UnquantizedMatrix
 from fp8calib.model.module_paths import split_expert
-from fp8calib.selection.matrices import Matrix
+from fp8calib.quantization.matrices import Matrix
 
 _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
 """Names in transformers 5.23 of linears that stay unquantized by default
