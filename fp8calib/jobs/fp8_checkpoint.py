@@ -22,7 +22,6 @@ from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.select import select
-from fp8calib.commands.calibrate import CalibrateResult, NotQuantized
 
 
 def check_checkpoint(job: ResumableJob) -> None:

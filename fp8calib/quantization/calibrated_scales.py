@@ -34,7 +34,6 @@ from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.quantization.select import Selection
-from fp8calib.commands.recipe import ScaleOptions
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""

@@ -50,7 +50,6 @@ from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequan
 from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
-from fp8calib.commands.recipe import Quantize, ScaleOptions
 
 _SAMPLED, _SAMPLED_ROWS = 8, 64
 """The weights, and the rows of each, on which a second rounding is measured."""

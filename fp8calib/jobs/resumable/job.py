@@ -22,7 +22,6 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.commands.recipe import Recipe
 
 
 class LayerJob(Protocol):

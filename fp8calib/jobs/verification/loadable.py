@@ -21,7 +21,6 @@ from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.numerics.schemes import Scheme, find_scheme
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import find_selection
-from fp8calib.commands.verify import VerifyRequest
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     find_candidate,

@@ -67,8 +67,6 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ from fp8calib.quantization.ignored import span_layers
 from fp8calib.quantization.layer_schemes import join_linears
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import select
-from fp8calib.commands.recipe import Quantize
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 
