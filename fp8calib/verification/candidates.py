@@ -44,11 +44,6 @@ from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import find_selection
 from fp8calib.verification.emulation.candidate import Candidate, Reads
-from fp8calib.verification.emulation.coverage import (
-    find_checkpoint_gaps,
-    find_plan_gaps,
-    list_embedding_and_head,
-)
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
@@ -60,7 +55,7 @@ from fp8calib.verification.emulation.kv import (
 )
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.planned import find_planned
-from fp8calib.verification.emulation.stored import find_stored
+from fp8calib.verification.emulation.stored import find_stored, list_embedding_and_head
 
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
@@ -133,7 +128,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
         _check_origin(name, checkpoint.origin, target)
         found = _read_scales(name, path, target) if has_kv_scales(path) else None
         if found is not None and (why := explain_plain_cache(found.table, numerics)):
-            note = f"{name}: its KV scales are ignored: {why}"
+            note = f"its KV scales are ignored: {why}"
             return OpenedCandidate(name=name, checkpoint=checkpoint, kv_note=note)
         return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
     found = _read_scales(name, path, target)
@@ -283,10 +278,7 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
         quantizers=emulate_kv(table, numerics),
         reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        notes=(
-            *_note_misreads(name, reads, table.geometry),
-            *(f"{name}: {note}" for note in _note_defaulted(table)),
-        ),
+        notes=(*_note_misreads(reads, table.geometry), *_note_defaulted(table)),
     )
 
 
@@ -304,10 +296,10 @@ def _note_defaulted(table: ScaleTable) -> Iterator[str]:
         yield f"the file has no scale for {name_ranges(layers)}: 1.0, as engines serve it"
 
 
-def _note_misreads(name: str, reads: Reads, geometry: ModelGeometry) -> Iterator[str]:
+def _note_misreads(reads: Reads, geometry: ModelGeometry) -> Iterator[str]:
     if layers := [layer.index for layer, a in geometry.attentions() if a.module in reads]:
         yield (
-            f"{name}: layers {format_ranges(layers)} read the cache of other layers with their own "
+            f"layers {format_ranges(layers)} read the cache of other layers with their own "
             "scales, 1.0 where the file has none, and so misread it"
         )
 
@@ -377,24 +369,10 @@ def build_scheme(
         fmt=fmt,
         scale_input=_find_input_scales(scheme, stats, fmt),
     )
-    emulation = emulate_linears(planned.weights, target.geometry, numerics)
+    emulation = emulate_linears(planned, target.geometry, numerics)
     rounding = _describe_rounding(emulation.quantizers, numerics)
-    return replace(
-        emulation,
-        name=name,
-        description=f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}",
-        notes=(*_note_mx_inputs(name, emulation, numerics), *find_plan_gaps(name, planned)),
-    )
-
-
-def _note_mx_inputs(name: str, emulation: Candidate, numerics: Numerics) -> Iterator[str]:
-    inputs = (each for site, each in emulation.quantizers.items() if site.role is Role.INPUT)
-    is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in inputs)
-    if is_mx and numerics.mx_inputs_always_quantized:
-        yield (
-            f"{name}: inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
-            f"{numerics.name} leaves them in 16 bits"
-        )
+    description = f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}"
+    return replace(emulation, name=name, description=description)
 
 
 def _find_input_scales(
@@ -419,31 +397,25 @@ def build_checkpoint(
     assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
     _check_embedding_and_head(checkpoint, source, target)
-    weights, copied = find_stored(
+    stored = find_stored(
         checkpoint,
         target.geometry,
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
     )
-    emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
+    emulation = emulate_linears(stored, target.geometry, numerics)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
-    kv = Candidate(name=opened.name)
+    kv = Candidate(name=opened.name, notes=(opened.kv_note,) if opened.kv_note else ())
     if opened.found is not None:
-        kv = _build_kv(opened.name, "", opened.found.table, numerics)
         table = opened.found.table
-        parts.append(f"KV cache {table.fmt.name}")
-        parts += _note_defaulted(table)
+        kv = _build_kv(opened.name, "", table, numerics)
+        parts += [f"KV cache {table.fmt.name}", *_note_defaulted(table)]
     return replace(
         kv,
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
         quantizers={**emulation.quantizers, **kv.quantizers},
         weights=emulation.weights,
-        notes=(
-            *([opened.kv_note] if opened.kv_note else []),
-            *_note_mx_inputs(opened.name, emulation, numerics),
-            *kv.notes,
-            *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source),
-        ),
+        notes=(*kv.notes, *emulation.notes),
     )
 
 

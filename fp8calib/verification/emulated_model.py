@@ -96,7 +96,7 @@ def emulate(
         if made.weights:
             checkpoint.hold()
         for note in made.notes:
-            warnings.warn(note, Fp8CalibWarning, stacklevel=3)
+            warnings.warn(f"{made.name}: {note}", Fp8CalibWarning, stacklevel=3)
         stack.enter_context(emulated_model(model, target.geometry, made, prepared.weights))
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)

@@ -40,8 +40,8 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.linears import emulate_linears
-from fp8calib.verification.emulation.planned import PlannedWeights, find_planned
+from fp8calib.verification.emulation.linears import Fp8Linears, emulate_linears
+from fp8calib.verification.emulation.planned import find_planned
 from fp8calib.verification.emulation.stored import find_stored
 from fp8calib.verification.score import Scores, score
 
@@ -105,7 +105,7 @@ def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
 
 def plan_scheme(
     subject: Subject, scheme: Scheme, *, stats: CalibrationStats | None = None
-) -> PlannedWeights:
+) -> Fp8Linears:
     """Ask the product which parameters a plan of one scheme makes FP8."""
     settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
     return match_plan(subject, settings, stats=stats)
@@ -113,7 +113,7 @@ def plan_scheme(
 
 def match_plan(
     subject: Subject, settings: PlanSettings, *, stats: CalibrationStats | None = None
-) -> PlannedWeights:
+) -> Fp8Linears:
     """Ask the product which parameters a plan of `quantize` makes FP8."""
     return find_planned(
         settings,
@@ -141,7 +141,7 @@ def emulate_plan(
 ) -> Candidate:
     """Ask the product what an engine makes of what `quantize` would write."""
     planned = match_plan(subject, settings, stats=stats)
-    return emulate_linears(planned.weights, subject.geometry, numerics)
+    return emulate_linears(planned, subject.geometry, numerics)
 
 
 def emulate_checkpoint(
@@ -153,8 +153,8 @@ def emulate_checkpoint(
 ) -> Candidate:
     """Ask the product what an engine makes of a checkpoint."""
     source = WeightSource(subject.model, checkpoint)
-    weights, copied = find_stored(checkpoint, subject.geometry, source, is_changed=is_changed)
-    return emulate_linears(weights, subject.geometry, numerics, copied=copied)
+    stored = find_stored(checkpoint, subject.geometry, source, is_changed=is_changed)
+    return emulate_linears(stored, subject.geometry, numerics)
 
 
 def make_table(

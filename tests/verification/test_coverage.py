@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.verification.emulation.coverage import find_plan_gaps
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
@@ -220,8 +219,8 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     with Checkpoint.open(tmp_path) as checkpoint:
         subject = make_subject(build_skeleton(source), checkpoint)
     blocks = plan_scheme(subject, find_scheme("fp8-block"))
-    assert list(find_plan_gaps("it", blocks)) == missed
-    w8a16 = list(find_plan_gaps("it", plan_scheme(subject, find_scheme("w8a16"))))
+    assert [f"it: {note}" for note in blocks.notes] == missed
+    w8a16 = [f"it: {note}" for note in plan_scheme(subject, find_scheme("w8a16")).notes]
     assert w8a16 == [text for text in missed if "not the inputs" not in text]
 
 
@@ -229,12 +228,11 @@ def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
     """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
     with opened(zoo.build("dbrx"), tmp_path) as subject:
         planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
-    refused, missed = find_plan_gaps("it", planned)
-    assert refused.startswith(f"it: `quantize` does not write this model: {tmp_path}: ")
+    refused, missed = planned.notes
+    assert refused.startswith(f"`quantize` does not write this model: {tmp_path}: ")
     assert "experts.mlp.v1 [192, 32] holds several matrices" in refused
     assert missed == (
-        "it: not quantized here, though an engine may: transformer.blocks.0.ffn.experts.mlp and "
-        "1 more"
+        "not quantized here, though an engine may: transformer.blocks.0.ffn.experts.mlp and 1 more"
     )
 
 
@@ -247,6 +245,6 @@ def test_a_router_is_known_by_any_part_of_its_path(
 ) -> None:
     with opened(zoo.build(family), tmp_path) as subject:
         planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    names = [parameter.name for each in planned for parameter in each.weights.parameters]
+    names = [parameter.name for each in planned for parameter in each.parameters]
     assert names
     assert not [name for name in names if router in name]

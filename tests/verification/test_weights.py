@@ -19,7 +19,7 @@ from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
@@ -102,7 +102,7 @@ def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: P
     """Of the last layer; nothing else is in a group, and routers are in none."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
         planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    groups = [each.weights.parameters for each in planned]
+    groups = [each.parameters for each in planned]
     prefix = f"{subject.geometry.layers[-1].module}."
     found = [
         [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
@@ -117,7 +117,7 @@ def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_pa
     """A list made by hand of what stays: routers, and what is no projection."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
         planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    parameters = [parameter for each in planned for parameter in each.weights.parameters]
+    parameters = [parameter for each in planned for parameter in each.parameters]
     listed = [parameter.name for parameter in parameters if parameter.sites]
     assert len(listed) == len(set(listed))
     layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
@@ -240,7 +240,7 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
         source=Source(),
         fmt=E4M3FN,
         clip_limits=Source(),
-        scales={},
+        scales=ScaleRange(per=Granularity.TENSOR),
     )
     with pytest.raises(ModelError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
         list(change.apply({"w": torch.zeros(4, 4)}))

@@ -242,7 +242,7 @@ def open_verification(
             *_warn_of_ignored_kv(request, opened),
             *warn_of_loading(engine, loading),
             *_note_tiles(engine, numerics, request, fmt, geometry),
-            *(note for candidate in candidates for note in candidate.notes),
+            *(f"{each.name}: {note}" for each in candidates for note in each.notes),
         ),
     )
 

@@ -2,63 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from fp8calib.engines.numerics import Numerics
+from fp8calib.errors import cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
-from fp8calib.model.shapes import ModelGeometry, Role, Site
+from fp8calib.model.module_paths import name_fused_group
+from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, StoredWeights
-from fp8calib.verification.emulation.weights import Requantized, WeightChange, find_rounded
+from fp8calib.verification.emulation.weights import Requantized, WeightChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Weights:
-    """Weights in FP8 and the scaling of their inputs, as planned or as a checkpoint holds them."""
+class Fp8Linears:
+    """The FP8 weights of a text decoder, as planned or as a checkpoint holds them."""
 
-    weights: Requantized | StoredWeights
-    """The rounded weights and their scales, before an engine loads them."""
-    inputs: Mapping[str, Activation]
-    """By parameter; of one without a site the inputs stay unquantized, as no hook sees them."""
+    weights: Sequence[Requantized | StoredWeights]
+    """Before an engine loads them. The inputs of one without a site stay in 16 bits, as no hook
+    sees them."""
+    copied: Sequence[CopiedParameter] = ()
+    """Tensors beside them that differ from the unquantized model's."""
+    notes: Sequence[str] = ()
+    """What an engine may quantize but the emulation does not."""
 
 
-def emulate_linears(
-    linears: Iterable[Fp8Weights],
-    geometry: ModelGeometry,
-    numerics: Numerics,
-    *,
-    copied: Iterable[CopiedParameter] = (),
-) -> Candidate:
-    """Emulate an engine that loads these weights, and tensors `copied` beside them."""
-    is_rounded = find_rounded(geometry, numerics)
+def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Numerics) -> Candidate:
+    """Emulate an engine that loads these weights."""
+    is_rounded = _find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
-    for linear in linears:
-        weights, inputs = linear.weights, linear.inputs
-        has_groups = any(
-            each.kind is InputScaling.GROUP and not each.is_mx for each in inputs.values()
-        )
-        rounds_blocks = has_groups and is_rounded(weights.parameters[0].name)
-        changes.append(weights.loaded_by(numerics, rounds_blocks=rounds_blocks))
-        for parameter in weights.parameters:
-            if not parameter.sites:
-                continue
-            quantizer = _quantize_inputs(
-                inputs[parameter.name],
-                weights.fmt,
-                numerics,
-                is_rounded=is_rounded(parameter.name),
-            )
-            if quantizer is not None:
-                sites = (Site(site.module, Role.INPUT) for site in parameter.sites)
+    for weights in linears.weights:
+        first, inputs, fmt = weights.parameters[0], weights.inputs, weights.fmt
+        kinds = {each.kind for each in inputs.values() if not each.is_mx}
+        again = None
+        if InputScaling.GROUP in kinds and is_rounded(first.name):
+            again = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
+        change: Requantized | StoredWeights = replace(weights, again=again)
+        if isinstance(change, Requantized):  # `Fp8Checkpoint` does this for stored weights
+            is_expert_down = first.num_experts > 0 and len(first.sites) == 1
+            is_per_tensor = change.quantizer.scale is Granularity.TENSOR
+            passes = numerics.weights_through_float16 and is_per_tensor and not is_expert_down
+            change = replace(change, through_float16=passes)
+        changes.append(change)
+        for parameter in change.parameters:
+            sites = [Site(site.module, Role.INPUT) for site in parameter.sites]
+            if sites and (
+                quantizer := _quantize_inputs(
+                    *(inputs[parameter.name], fmt, numerics), is_rounded=is_rounded(parameter.name)
+                )
+            ):
                 quantizers |= dict.fromkeys(sites, quantizer)
-    return Candidate(quantizers=quantizers, weights=(*changes, *copied))
+    return Candidate(
+        quantizers=quantizers,
+        weights=(*changes, *linears.copied),
+        notes=(*_note_mx_inputs(quantizers.values(), numerics), *linears.notes),
+    )
+
+
+def explain_inputs(parameters: Sequence[str]) -> str:
+    """Note that the inputs of some parameters are not quantized."""
+    return (
+        f"{cut_list(parameters, 1)}: only the weights are quantized here, not the inputs: not a "
+        "linear of a decoder layer"
+    )
+
+
+def _find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
+    """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
+
+    The sizes of a parameter of no linear of the geometry are taken to fit.
+    """
+    if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
+        return lambda _name: False
+    fused: dict[str, list[Linear]] = defaultdict(list)
+    for _, linear in geometry.linears():
+        if not linear.num_experts:
+            fused[name_fused_group(linear.module)].append(linear)
+    rows_of, columns_of = numerics.power_of_two_sizes
+    kept = {
+        linear.weight_name
+        for members in fused.values()
+        for linear in members
+        if sum(each.out_features for each in members) % rows_of or linear.in_features % columns_of
+    }
+    return lambda name: name not in kept
+
+
+def _note_mx_inputs(quantizers: Iterable[Quantizer], numerics: Numerics) -> Iterator[str]:
+    is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in quantizers)
+    if is_mx and numerics.mx_inputs_always_quantized:
+        yield (
+            "inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
+            f"{numerics.name} leaves them in 16 bits"
+        )
 
 
 def _quantize_inputs(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
@@ -22,7 +22,6 @@ from fp8calib.verification.emulation.weights import (
     ChangedWeight,
     ParameterReader,
     WeightParameter,
-    round_blocks,
 )
 
 _SLACK = 2.0**-10
@@ -33,42 +32,36 @@ class StoredWeights:
     """Weights read from an FP8 checkpoint, dequantized."""
 
     parameters: tuple[WeightParameter, ...]
+    """One."""
     source: ParameterReader
     fmt: Fp8Format
     clip_limits: ParameterReader
     """The largest magnitude that the checkpoint can store for each element of a weight."""
-    scales: Mapping[str, ScaleRange]
-    """The checkpoint's scales, by parameter."""
+    scales: ScaleRange
+    """Those of the checkpoint."""
+    inputs: Mapping[str, Activation] = field(default_factory=dict)
+    """By parameter: how its inputs are scaled."""
     again: Quantizer | None = None
-    """How the engine quantizes the weights again at load; None: it does not."""
-
-    def loaded_by(self, numerics: Numerics, *, rounds_blocks: bool) -> StoredWeights:  # noqa: ARG002
-        """Add what the engine does to them at load; `Fp8Checkpoint` does the rest of it itself."""
-        return replace(self, again=round_blocks(self.fmt) if rounds_blocks else None)
+    """How the engine quantizes the weights again at load; None: it does not. `Fp8Checkpoint` does
+    the rest of what it does."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Copy the stored weights over the values, expert by expert."""
         for parameter in self.parameters:
-            damage = [
-                self._copy(piece, found.to(piece.device), limits, parameter.name)
-                for piece, found, limits in zip(
-                    parameter.pieces(values[parameter.name]),
-                    parameter.read_pieces(self.source),
-                    parameter.read_pieces(self.clip_limits),
-                    strict=True,
-                )
-            ]
-            yield ChangedWeight(parameter, sum_damage(damage), self.scales[parameter.name])
-
-    def _copy(
-        self, piece: torch.Tensor, found: torch.Tensor, limits: torch.Tensor, name: str
-    ) -> torch.Tensor:
-        _require_shape(name, piece, found)
-        values = found.float() if self.again is None else self.again.fake(found).values
-        clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
-        damage = measure_damage(piece, FakeQuantized(values, clipped), self.fmt)
-        piece.copy_(values)
-        return damage
+            damage = []
+            for piece, stored, limits in zip(
+                parameter.pieces(values[parameter.name]),
+                parameter.read_pieces(self.source),
+                parameter.read_pieces(self.clip_limits),
+                strict=True,
+            ):
+                found = stored.to(piece.device)
+                _require_shape(parameter.name, piece, found)
+                became = found.float() if self.again is None else self.again.fake(found).values
+                clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
+                damage.append(measure_damage(piece, FakeQuantized(became, clipped), self.fmt))
+                piece.copy_(became)
+            yield ChangedWeight(parameter, sum_damage(damage), self.scales)
 
 
 def find_clipped(

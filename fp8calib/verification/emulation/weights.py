@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
+from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.module_paths import name_fused_group
-from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.numerics.amax import tensor_amax
@@ -23,10 +22,7 @@ from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
-from fp8calib.verification.emulation.fake_quantize import (
-    Quantizer,
-    ScaleRange,
-)
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 
 
 class ParameterReader(Protocol):
@@ -99,6 +95,8 @@ class Requantized:
     quantizer: Quantizer
     stored: ParameterReader | None = None
     """Reads the weights in the checkpoint's dtype, if the model's rounds them; else None."""
+    inputs: Mapping[str, Activation] = field(default_factory=dict)
+    """By parameter: how its inputs are scaled."""
     through_float16: bool = False
     """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
     again: Quantizer | None = None
@@ -108,17 +106,6 @@ class Requantized:
     def fmt(self) -> Fp8Format:
         """The format of the codes."""
         return self.quantizer.fmt
-
-    def loaded_by(self, numerics: Numerics, *, rounds_blocks: bool) -> Requantized:
-        """Add what the engine does to them at load; `rounds_blocks` to powers of two."""
-        passes_float16 = (
-            numerics.weights_through_float16 and self.quantizer.scale is Granularity.TENSOR
-        )
-        return replace(
-            self,
-            through_float16=passes_float16 and not _is_expert_down(self.parameters),
-            again=round_blocks(self.fmt) if rounds_blocks else None,
-        )
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Quantize in place, expert by expert."""
@@ -173,59 +160,21 @@ class Requantized:
         return damage, torch.stack(torch.aminmax(scale))
 
 
-def find_parameters(
-    linears: Iterable[Linear], modules: Mapping[str, nn.Module]
-) -> list[WeightParameter]:
+def find_parameters(geometry: ModelGeometry, model: nn.Module) -> list[WeightParameter]:
     """List the weights of linears and experts."""
     found: dict[str, WeightParameter] = {}
-    for linear in linears:
-        known = found.get(linear.weight_name)
-        sites = (Site(linear.module, Role.WEIGHT),)
-        found[linear.weight_name] = WeightParameter(
-            name=linear.weight_name,
-            sites=(*known.sites, *sites) if known else sites,
-            is_transposed=_is_transposed(linear, modules),
+    for _, linear in geometry.linears():
+        name, site = linear.weight_name, Site(linear.module, Role.WEIGHT)
+        runner = model.get_submodule(linear.runner)
+        found[name] = WeightParameter(
+            name=name,
+            sites=(*found[name].sites, site) if name in found else (site,),
+            is_transposed=bool(getattr(runner, "is_transposed", False))
+            if linear.num_experts
+            else is_transposed(runner),
             num_experts=linear.num_experts,
         )
     return list(found.values())
-
-
-def find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
-    """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
-
-    The sizes of a parameter of no linear of the geometry are taken to fit.
-    """
-    if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
-        return lambda _name: False
-    fused: dict[str, list[Linear]] = defaultdict(list)
-    for _, linear in geometry.linears():
-        if not linear.num_experts:
-            fused[name_fused_group(linear.module)].append(linear)
-    rows_of, columns_of = numerics.power_of_two_sizes
-    kept = {
-        linear.weight_name
-        for members in fused.values()
-        for linear in members
-        if sum(each.out_features for each in members) % rows_of or linear.in_features % columns_of
-    }
-    return lambda name: name not in kept
-
-
-def round_blocks(fmt: Fp8Format) -> Quantizer:
-    """Quantize weights again with scales of blocks that are powers of two."""
-    return Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
-
-
-def _is_expert_down(group: Sequence[WeightParameter]) -> bool:
-    """Tell whether a group is the down projection of experts, which no engine fuses."""
-    return group[0].num_experts > 0 and len(group[0].sites) == 1
-
-
-def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
-    module = modules[linear.runner]
-    if linear.num_experts:
-        return bool(getattr(module, "is_transposed", False))
-    return is_transposed(module)
 
 
 def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
