@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --pipeline-parallel-size": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --tensor-parallel-size": "it is an option of `fp8calib vllm calibrate`",
+    "kv-types --gate": "every type is judged by the gate `kv`",
     "plan --kv-cache-dtype": "a plan has caches in FP8 and in 16 bits; `kv-types` compares others",
     "plan --rounding": "`fp8calib gptq --scheme RECIPE` rounds the weights of a plan by GPTQ",
     "quantize --no-shared-scales": "weights that engines load as one always share a scale",

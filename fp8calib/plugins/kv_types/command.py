@@ -28,6 +28,7 @@ from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import Verification
 
 _E5M2 = "fp8_e5m2"
+_EMULATED = {*FP8_TYPES, _E5M2, *CACHE_TYPES}
 _NOT_EMULATED = {
     "fp8_inc": "it is FP8 on Gaudi, where no scale of a file is used",
     "nvfp4_ds_mla": "it stores latents in blocks of 16, by kernels in CUDA that cannot run here",
@@ -56,7 +57,8 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     for name in request.kv_cache_dtype or ():
         if name not in engine.cache_types:
             others = [f"--engine {key}" for key in list_offering(name)]
-            hint = f"use {join_or(others)}" if others else suggest(name, list(engine.cache_types))
+            known = [each for each in engine.cache_types if each in _EMULATED]
+            hint = f"use {join_or(others)}" if others else suggest(name, known, what="types")
             why = f"--kv-cache-dtype {name}: {engine.release} has no such type"
             raise UsageError(why, hint=hint)
     facts: dict[str, dict[str, Any]] = {}
@@ -85,7 +87,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     if isinstance(verified, RunPlan):
         return verified
     rows = [CacheResult(**dict(each), **facts[each.name]) for each in verified.candidates]
-    chosen, why = recommend(rows, verified.comparisons)
+    chosen, why = recommend(rows, verified.comparisons, tokens=verified.tokens)
     return KvTypesResult(
         model=verified.model,
         engine=engine.release,
@@ -107,7 +109,7 @@ def _explain_misfit(name: str, geometry: ModelGeometry) -> str:
     """Say why a type cannot be compared; empty if it can."""
     if name in CACHE_TYPES:
         return CACHE_TYPES[name].explain_misfit(geometry)
-    if name in {*FP8_TYPES, _E5M2}:
+    if name in _EMULATED:
         return ""
     return next(why for start, why in _NOT_EMULATED.items() if name.startswith(start))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ from fp8calib.commands.result import Result
 from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.overview import Overview
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
+from fp8calib.verification.judge.decide import get_kld
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import (
     CandidateResult,
     PairedAnswer,
@@ -95,20 +98,22 @@ class KvTypesResult(Result):
 
 
 def recommend(
-    rows: Sequence[CacheResult], pairs: Sequence[PairedResult]
+    rows: Sequence[CacheResult], pairs: Sequence[PairedResult], *, tokens: int = 0
 ) -> tuple[CacheResult | None, str]:
     """Recommend the type that loses least; of equal losses, the one that needs least memory.
 
-    None if the text cannot tell whether a type that needs no more memory loses less; and why.
+    None if the text cannot tell whether a type passes, or whether one that needs no more memory
+    loses less; and why.
 
     Args:
         rows: the types, FP8 among them.
         pairs: the comparisons of all with all.
+        tokens: how many were scored.
     """
     usable = [row for row in rows if row.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}]
     if not usable:
-        return None, "No type of the KV cache passes."
-    exact = min(usable, key=_get_kld)
+        return None, _explain_none(rows, tokens)
+    exact = min(usable, key=get_kld)
     rivals = [
         (row, _find_pair(row, exact, pairs))
         for row in usable
@@ -128,7 +133,7 @@ def recommend(
     if chosen.dtype in FP8_TYPES:
         text += "; no other that passes loses less"
     else:
-        fp8 = min((row for row in rows if row.dtype in FP8_TYPES), key=_get_kld)
+        fp8 = min((row for row in rows if row.dtype in FP8_TYPES), key=get_kld)
         text += f", which {describe_pair(_find_pair(chosen, fp8, pairs))} against {fp8}"
     if chosen.backends:
         text += f"; it is served with {' or '.join(chosen.backends)}"
@@ -138,13 +143,26 @@ def recommend(
     return chosen, f"{text}."
 
 
-def _get_kld(row: CacheResult) -> float:
-    assert row.kld_mean is not None  # noqa: S101 -- of an emulated candidate
-    return row.kld_mean
+def _explain_none(rows: Sequence[CacheResult], tokens: int) -> str:
+    """Say why no type is usable: all fail, or so little text cannot tell, and how much would."""
+    unknown = [row for row in rows if row.verdict is Verdict.CANNOT_TELL]
+    if not unknown:
+        return "No type of the KV cache passes."
+    best, more = min(unknown, key=get_kld), ""
+    if tokens and best.ppl_ratio_se is not None:
+        # The errors of `judge`: both shrink with the square root of the text.
+        implied = math.sqrt(2 * get_kld(best) / tokens)
+        error = max(best.ppl_ratio_se / best.ppl_ratio, implied)
+        needed = tokens * (error / GATES[best.gate].margin) ** 2
+        more = f"; about {float(f'{needed:.2g}'):,.0f} tokens would tell" * (needed > tokens)
+    return (
+        "Whether a type of the KV cache passes cannot be told. Of the smallest KLD is "
+        f"{best}: {best.verdict_why}{more}."
+    )
 
 
 def _rank(row: CacheResult) -> tuple[float, float]:
-    return row.bytes_per_token, _get_kld(row)
+    return row.bytes_per_token, get_kld(row)
 
 
 def _find_pair(

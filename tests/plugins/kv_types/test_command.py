@@ -330,3 +330,23 @@ def test_no_type_passes() -> None:
     small = make_row("small", 36, 0.5, verdict=Verdict.FAIL)
     chosen, why = recommend([failing, small], [])
     assert (chosen, why) == (None, "No type of the KV cache passes.")
+
+
+def test_text_that_can_judge_no_type_says_how_much_would() -> None:
+    """The KLD of 0.01 implies an error of 0.014 in 100 tokens; the gate needs log(1.01)."""
+    unknown = {"verdict": Verdict.CANNOT_TELL, "verdict_why": "an error of 0.014"}
+    failing = make_row("small", 36, 0.5, verdict=Verdict.FAIL)
+    chosen, why = recommend([UNSCALED.model_copy(update=unknown), failing], [], tokens=100)
+    assert chosen is None
+    assert why == (
+        "Whether a type of the KV cache passes cannot be told. Of the smallest KLD is scale-1.0 "
+        "(64 bytes a token, KLD 0.0100 ± 0.0034): an error of 0.014; about 200 tokens would tell."
+    )
+
+
+def test_type_that_is_not_emulated_is_not_suggested(model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError) as caught:
+        kv_types(model, kv_cache_dtype=["octave_x"], **ASKED)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("known types: fp8, ")
+    assert "octave" not in caught.value.hint
