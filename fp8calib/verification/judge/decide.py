@@ -40,62 +40,31 @@ _SMALLEST_VOCABULARY = 256
 
 
 def conclude(report: VerifyReport) -> VerifyReport:
-    """Add to a report what it concludes: its decision, and whether KV scales are needed."""
-    cached, need = decide_kv(report), report.kv
-    if need is not None and cached is not None:
-        need = need.model_copy(update={"why": cached.headline})
-    if need is not None and report.broken:
-        need = need.model_copy(update={"answer": "cannot-tell", "why": report.broken})
-    return report.model_copy(update={"decision": decide(report, cached), "kv": need})
-
-
-def decide(report: VerifyReport, cached: Decision | None) -> Decision:
-    """Decide what to serve or to do next; `cached` is the decision about the KV cache.
+    """Add to a report what to serve or to do next, and whether KV scales are needed.
 
     Nothing is recommended if the unquantized model knows nothing. Nor is anything that fails its
     gate, that the text cannot judge, that is damaged, or that the engine cannot load.
     """
-    weights = [
-        one
-        for one in report.candidates
-        if one.name != SCALE_ONE and not has_kv_only(one.name, report.layers)
-    ]
-    scaled = _list_scaled(report)
-    if cached is not None:
-        found = cached
-        if weights and scaled:
-            headline = f"{_decide_weights(report, weights).headline} {cached.headline}"
-            found = cached.model_copy(update={"headline": headline})
-    elif weights:
-        found = _decide_weights(report, weights)
-    else:
-        verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
-        found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
+    others = [one for one in report.candidates if one.name != SCALE_ONE]
+    scaled = [one for one in others if has_kv_only(one.name, report.layers)]
+    weights = [one for one in others if one not in scaled]
+    decided = [_decide_weights(report, weights)] if weights else []
+    if (need := report.kv) is not None:
+        decided.append(_decide_kv(report, need, scaled))
+        update = {"why": decided[-1].headline}
+        if report.broken:
+            update = {"answer": "cannot-tell", "why": report.broken}
+        need = need.model_copy(update=update)
+    verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
+    decided = decided or [Decision(headline=f"{verdicts or 'nothing was compared'}.")]
     if report.broken:
-        found = Decision(headline="")
-    first = " ".join(filter(None, (report.broken, *_list_collapses(report))))
-    headline = f"{first} {found.headline}".strip()
-    details = " ".join(
-        text
-        for one in report.candidates
-        if one.name != SCALE_ONE
-        if (text := _describe_unfit(one.name, report))
-    )
-    return found.model_copy(update={"headline": headline, "details": details})
-
-
-def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
-    pairs = report.comparisons
-    return next(each for each in pairs if (each.candidate, each.base) == (candidate, base))
-
-
-def _list_scaled(report: VerifyReport) -> list[CandidateResult]:
-    """List the candidates with KV scales, and nothing else."""
-    return [
-        one
-        for one in report.candidates
-        if one.name != SCALE_ONE and has_kv_only(one.name, report.layers)
-    ]
+        decided = [Decision(headline=report.broken)]
+    found, said = decided[-1], [each.headline for each in decided]
+    collapses = _list_collapses(report)
+    said = [*said, *collapses] if report.broken else [*collapses, *said]
+    unfit = filter(None, (_describe_unfit(one.name, report) for one in others))
+    update = {"headline": " ".join(said), "details": " ".join(unfit)}
+    return report.model_copy(update={"decision": found.model_copy(update=update), "kv": need})
 
 
 def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
@@ -116,12 +85,12 @@ def explain_broken(ppl: float, vocabulary: int) -> str:
 
 
 def _list_collapses(report: VerifyReport) -> Iterator[str]:
-    """Say first what makes every other figure meaningless."""
+    """Say what makes every other figure meaningless."""
     for one in report.candidates:
         if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
             yield (
-                f"{_name(one.name)} predicts another token than the unquantized model "
-                f"{1 - one.top1_agreement:.0%} of the time."
+                f"{'Scale 1.0' if one.name == SCALE_ONE else one.name} predicts another token than "
+                f"the unquantized model {1 - one.top1_agreement:.0%} of the time."
             )
 
 
@@ -129,25 +98,26 @@ def _list_collapses(report: VerifyReport) -> Iterator[str]:
 
 
 def _describe_unfit(candidate: str, report: VerifyReport) -> str:
-    losing = list_losing(report.fits.get(candidate, ()))
     scales = {row.site: row.scale for row in report.layers if row.candidate == candidate}
+    losing = list_losing(report.fits.get(candidate, ()))
     described = [_describe_fit(fit, scales.get(fit.site)) for fit in losing]
     described += map(_describe_row, list_unfit_rows(candidate, report.layers, report.fits))
-    if not described:
-        return ""
     rest = len(described) - _MOST_DESCRIBED
     more = f", and {rest} more" if rest > 0 else ""
-    return f"{candidate}: {'; '.join(described[:_MOST_DESCRIBED])}{more}."
+    shown = "; ".join(described[:_MOST_DESCRIBED])
+    return f"{candidate}: {shown}{more}." if described else ""
 
 
 def _describe_fit(fit: SiteFit, scale: float | None) -> str:
-    heads = "" if _is_of_all(fit) else " of one head"
     clips = _clips(fit)
     share = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
+    # The loss of the worst head is, within a factor of two, that of the tensor.
+    most = max(fit.damage.clipped_share, fit.damage.flushed_share)
+    heads = "" if most >= max(fit.clipped, fit.flushed) / 2 else " of one head"
     lost = f"{_format_percent(share)} of the values{heads} {'clip' if clips else 'become zero'}"
     if not share:
         lost = f"which costs {fit.loss_db:.1f} dB"
-    return _describe_scale(fit.site, fit.layer, fit.role, fit.damage.amax, scale, lost, clips=clips)
+    return _describe_scale(fit, fit.damage.amax, scale, lost, clips=clips)
 
 
 def _clips(fit: SiteFit) -> bool:
@@ -158,35 +128,31 @@ def _clips(fit: SiteFit) -> bool:
     return bool(fit.clipped or fit.damage.clipped)
 
 
-def _is_of_all(fit: SiteFit) -> bool:
-    """Whether the loss of the worst head is, within a factor of two, that of the tensor."""
-    of_head = max(fit.clipped, fit.flushed)
-    return max(fit.damage.clipped_share, fit.damage.flushed_share) >= of_head / 2
-
-
 def _describe_row(row: LayerResult) -> str:
     # A value clips if and only if the amax is above the range. Values become zero beside a large
     # amax whatever the scale is, so this shows a scale that is too large only if the amax is small.
     clips = row.clipped > 0
     is_far_below = row.largest is not None and row.amax * _FAR_BELOW <= row.largest
     if not clips and not (row.flushed and is_far_below):
-        scale = "" if row.scale is None else f", scale {row.scale:.3g}"
-        where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
+        where = _describe_place(row, row.amax, row.scale)
         return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
     share = row.clipped if clips else row.flushed
     lost = f"{_format_percent(share)} of the values {'clip' if clips else 'become zero'}"
-    return _describe_scale(row.site, row.layer, row.role, row.amax, row.scale, lost, clips=clips)
+    return _describe_scale(row, row.amax, row.scale, lost, clips=clips)
 
 
 def _describe_scale(
-    site: str, layer: int, role: str, amax: float, scale: float | None, lost: str, *, clips: bool
+    site: SiteFit | LayerResult, amax: float, scale: float | None, lost: str, *, clips: bool
 ) -> str:
+    where = f"{_describe_place(site, amax, scale)} {'clips' if clips else 'underflows'}"
+    if site.role == "q" and scale == 1.0:
+        return f"{where}: there is no q_scale, so the engine uses 1.0; {lost}"
+    return f"{where}: its scale is too {'small' if clips else 'large'}, {lost}"
+
+
+def _describe_place(site: SiteFit | LayerResult, amax: float, scale: float | None) -> str:
     shown = "" if scale is None else f", scale {scale:.3g}"
-    where = f"{site} (layer {layer}, amax {amax:.3g}{shown})"
-    verb = "clips" if clips else "underflows"
-    if role == "q" and scale == 1.0:
-        return f"{where} {verb}: there is no q_scale, so the engine uses 1.0; {lost}"
-    return f"{where} {verb}: its scale is too {'small' if clips else 'large'}, {lost}"
+    return f"{site.site} (layer {site.layer}, amax {amax:.3g}{shown})"
 
 
 def _format_percent(share: float) -> str:
@@ -198,148 +164,114 @@ def _format_percent(share: float) -> str:
 # --- the KV cache ---------------------------------------------------------------------------------
 
 
-def decide_kv(report: VerifyReport) -> Decision | None:
-    """Decide on the scales of the KV cache alone; None where no KV cache is compared."""
-    need = report.kv
-    if need is None:
-        return None
-    scaled = _list_scaled(report)
+def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateResult]) -> Decision:
+    """Decide on the scales of the KV cache alone."""
     unscaled = next(one for one in report.candidates if one.name == SCALE_ONE)
-    if need.answer == "no":
-        return _decide_without(report, need, unscaled, scaled)
     losing = list_losing(report.fits.get(SCALE_ONE, ()))
-    where = describe_losing(losing)
+    if need.answer == "no":
+        return _decide_without(report, need, losing, unscaled, scaled)
+    where, paired = f"{describe_losing(losing)} at scale 1.0", need.added_by_one
+    changed = "" if paired is None else format_difference(paired)
     if need.answer == "cannot-tell":
-        return _leave_open(need, where)
-    needed = f"this model needs KV scales: {where} at scale 1.0{_describe_added(need, unscaled)}"
-    queries = [fit for fit in losing if fit.role == "q"]
-    fitting = [one for one in scaled if not list_losing(report.fits.get(one.name, ()))]
-    if not fitting:
-        return _decide_unfit(report, needed, queries, losing, scaled)
-    return _choose_scaled(report, needed, fitting)
-
-
-def _describe_added(need: KvNeed, unscaled: CandidateResult) -> str:
-    fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
-    if need.added_by_one is None:
-        return f" (KLD {format_mean_kld(unscaled.kld_mean, unscaled.kld_se)})"
-    added = format_difference(need.added_by_one)
-    if need.added_by_one.answer is PairedAnswer.WORSE:
-        return f", which adds KLD {added} to the {fp8} that FP8 costs with scales that fit"
-    return f", which destroys them, though the KLD of this text does not show it ({added})"
-
-
-def _leave_open(need: KvNeed, where: str) -> Decision:
-    paired = need.added_by_one
-    text = f"whether this model needs KV scales cannot be told: {where} at scale 1.0"
-    if paired is None:
+        text = f"whether this model needs KV scales cannot be told: {where}"
+        if paired is not None:
+            more = tell_more(paired)
+            text += (
+                f", but on this text that changes the KLD by {changed} "
+                f"({'too few tokens to tell' if more else 'too few sequences'}{more})"
+            )
         return Decision(headline=f"{text}.")
-    more = tell_more(paired)
-    return Decision(
-        headline=f"{text}, but on this text that changes the KLD by {format_difference(paired)} "
-        f"({'too few tokens to tell' if more else 'too few sequences'}{more})."
-    )
+    needed = f"this model needs KV scales: {where}"
+    if paired is None:
+        needed += f" (KLD {format_mean_kld(unscaled.kld_mean, unscaled.kld_se)})"
+    elif paired.answer is PairedAnswer.WORSE:
+        fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
+        needed += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit"
+    else:
+        needed += f", which destroys them, though the KLD of this text does not show it ({changed})"
+    unfit = {one.name: list_losing(report.fits.get(one.name, ())) for one in scaled}
+    if fitting := [one for one in scaled if not unfit[one.name]]:
+        return _choose_scaled(report, needed, fitting)
+    queries = [fit for fit in losing if fit.role == "q"]
+    repaired = [one for one in scaled if _needs_query_only(one.name, unfit[one.name], report)]
+    if repaired and queries:
+        best = min(repaired, key=get_kld)
+        layers = _join_layers(sorted({fit.layer for fit in queries}))
+        headline = f"{needed}; {best.name} has no scale for q of {layers}."
+        return Decision(headline=headline, remedy=Remedy.SCALE_QUERY, candidate=best.name)
+    if scaled:
+        worst = "; ".join(
+            f"{name} does not fit either: {describe_losing(fits)}" for name, fits in unfit.items()
+        )
+        return Decision(headline=f"{needed}. {worst}: calibrate.", remedy=Remedy.CALIBRATE)
+    of_query = " with --query-scale yes" if len(queries) == len(losing) else ""
+    return Decision(headline=f"{needed}: calibrate{of_query}.", remedy=Remedy.CALIBRATE)
 
 
 def _decide_without(
     report: VerifyReport,
     need: KvNeed,
+    losing: Sequence[SiteFit],
     unscaled: CandidateResult,
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
-    cost = f"FP8 itself costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)}"
     why = "no K, V or q loses anything at scale 1.0 that another scale would keep"
     if need.sites:
         assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
-        losing = describe_losing(list_losing(report.fits.get(SCALE_ONE, ())))
-        why = (
-            f"{losing} at scale 1.0, but the KLD changes by {format_difference(need.added_by_one)}"
-        )
+        changed = format_difference(need.added_by_one)
+        why = f"{describe_losing(losing)} at scale 1.0, but the KLD changes by {changed}"
+    cost = f"FP8 itself costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)}"
     text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
-    if others := [_compare_with_one(report, one) for one in scaled]:
+    others = []
+    for one in scaled:
+        paired = _find_pair(report, one.name, SCALE_ONE)
+        by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
+        others.append(f"{one.name} {describe_pair(paired)}{by_chance}")
+    if others:
         text = f"{text}; against scale 1.0, {'; '.join(others)}"
     if _fails(unscaled, report):
-        text = f"{text}. That fails the {unscaled.gate} gate: leave the KV cache of some layers "
-        return Decision(
-            headline=f"{text}unquantized, or of all.",
-            remedy=Remedy.FIND_LAYERS,
-            candidate=SCALE_ONE,
-        )
+        text += f". That fails the {unscaled.gate} gate: {_LEAVE_LAYERS}"
+        return Decision(headline=text, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
     if unscaled.verdict is Verdict.CANNOT_TELL:
         return Decision(headline=f"on this text {text}.")
     if SCALE_ONE in report.unusable:
-        text = f"{text}. But the engine cannot load the model"
-        return Decision(headline=f"{text}: use another engine or format.")
+        return Decision(headline=f"{text}. But the engine cannot load the model: {_OTHER_ENGINE}")
     return Decision(headline=f"{text}.", remedy=Remedy.SERVE, candidate=SCALE_ONE)
 
 
-def _compare_with_one(report: VerifyReport, one: CandidateResult) -> str:
-    paired = _find_pair(report, one.name, SCALE_ONE)
-    by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
-    return f"{one.name} {describe_pair(paired)}{by_chance}"
+_LEAVE_LAYERS = "leave the KV cache of some layers unquantized, or of all."
+_OTHER_ENGINE = "use another engine or format."
 
 
-def _decide_unfit(
-    report: VerifyReport,
-    needed: str,
-    queries: Sequence[SiteFit],
-    losing: Sequence[SiteFit],
-    scaled: Sequence[CandidateResult],
-) -> Decision:
-    """Decide where scales are needed, and no candidate has those that fit."""
-    repaired = [one for one in scaled if _needs_query_only(one.name, report)]
-    only_queries = len(queries) == len(losing)
-    if repaired and queries:
-        best = min(repaired, key=get_kld)
-        layers = _join_layers(sorted({fit.layer for fit in queries}))
-        text = f"{needed}; {best.name} has no scale for q of {layers}"
-        return Decision(headline=f"{text}.", remedy=Remedy.SCALE_QUERY, candidate=best.name)
-    if scaled:
-        worst = "; ".join(
-            f"{one.name} does not fit either: "
-            f"{describe_losing(list_losing(report.fits.get(one.name, ())))}"
-            for one in scaled
-        )
-        return Decision(headline=f"{needed}. {worst}: calibrate.", remedy=Remedy.CALIBRATE)
-    of_query = " with --query-scale yes" if only_queries else ""
-    return Decision(headline=f"{needed}: calibrate{of_query}.", remedy=Remedy.CALIBRATE)
-
-
-def _needs_query_only(name: str, report: VerifyReport) -> bool:
+def _needs_query_only(name: str, losing: Sequence[SiteFit], report: VerifyReport) -> bool:
     """Whether all that the scales of a candidate leave unfit is q at scale 1.0."""
-    losing = list_losing(report.fits.get(name, ()))
     scales = {row.site: row.scale for row in report.layers if row.candidate == name}
     return all(fit.role == "q" and scales.get(fit.site) == 1.0 for fit in losing)
 
 
 def _choose_scaled(
-    report: VerifyReport,
-    needed: str,
-    fitting: Sequence[CandidateResult],
+    report: VerifyReport, needed: str, fitting: Sequence[CandidateResult]
 ) -> Decision:
+    """Choose between candidates whose scales fit."""
     loadable = [one for one in fitting if one.name not in report.unusable]
     if not loadable:
         named = ", ".join(one.name for one in fitting)
-        text = f"{needed}. {named} would fit, but the engine cannot use it"
-        return Decision(headline=f"{text}: use another engine or format.")
+        text = f"{needed}. {named} would fit, but the engine cannot use it: {_OTHER_ENGINE}"
+        return Decision(headline=text)
     passing = [one for one in loadable if not _is_unusable(one, report)]
     best = min(passing or loadable, key=get_kld)
     klds = f"KLD {format_mean_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
     if _fails(best, report):
-        text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
-        return Decision(
-            headline=f"{text}layers unquantized, or of all.",
-            remedy=Remedy.FIND_LAYERS,
-            candidate=best.name,
-        )
+        text = f"{needed}. With {best.name} it still fails ({klds}): {_LEAVE_LAYERS}"
+        return Decision(headline=text, remedy=Remedy.FIND_LAYERS, candidate=best.name)
     if best.verdict is Verdict.CANNOT_TELL:
-        text = f"{needed}. {best.name} fits, but whether it passes cannot be told ({klds})"
-        return Decision(headline=f"{text}.")
+        text = f"{needed}. {best.name} fits, but whether it passes cannot be told ({klds})."
+        return Decision(headline=text)
     removed = format_difference(_find_pair(report, best.name, SCALE_ONE))
     text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
-    text = f"{text}{_compare_with_best(best, passing, report)}"
-    return Decision(headline=f"{text}.", remedy=Remedy.USE, candidate=best.name)
+    text = f"{text}{_compare_with_best(best, passing, report)}."
+    return Decision(headline=text, remedy=Remedy.USE, candidate=best.name)
 
 
 def describe_losing(fits: Sequence[SiteFit]) -> str:
@@ -363,8 +295,7 @@ def _join_layers(layers: Sequence[int]) -> str:
         return f"layer {layers[0]}"
     if len(layers) > _MOST_NAMED:
         return f"layers {format_ranges(layers)}"
-    shown = ", ".join(map(str, layers[:-1]))
-    return f"layers {shown} and {layers[-1]}"
+    return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
@@ -384,12 +315,9 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         choice = choice if len(found) > 1 else ""
         return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
     if failed := [one for one in loadable if _fails(one, report)]:
-        return Decision(
-            headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
-            "scheme.",
-            remedy=Remedy.FIND_LAYERS,
-            candidate=min(failed, key=get_kld).name,
-        )
+        advice = "leave the most sensitive layers unquantized, or use another scheme."
+        worst = min(failed, key=get_kld).name
+        return Decision(headline=f"{listed}; {advice}", remedy=Remedy.FIND_LAYERS, candidate=worst)
     return Decision(headline=f"{listed}.")
 
 
@@ -405,6 +333,11 @@ def _compare_with_best(
     return f"; against it, {'; '.join(others)}" if others else ""
 
 
+def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
+    pairs = report.comparisons
+    return next(each for each in pairs if (each.candidate, each.base) == (candidate, base))
+
+
 def _fails(one: CandidateResult, report: VerifyReport) -> bool:
     """Whether the gate fails: by a warning too if it is strict."""
     return one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN)
@@ -413,10 +346,6 @@ def _fails(one: CandidateResult, report: VerifyReport) -> bool:
 def _is_unusable(one: CandidateResult, report: VerifyReport) -> bool:
     """Whether a candidate fails, or cannot be judged."""
     return _fails(one, report) or one.verdict is Verdict.CANNOT_TELL
-
-
-def _name(candidate: str) -> str:
-    return "Scale 1.0" if candidate == SCALE_ONE else candidate
 
 
 def get_kld(one: CandidateResult) -> float:
