@@ -43,10 +43,11 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.figures import format_db, format_share
-from fp8calib.verification.histograms import list_histograms
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.page import is_page, write_page
 from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
     RunProvenance,
     Verdict,
     VerifyReport,
@@ -58,7 +59,7 @@ from fp8calib.verification.tables import (
     rules_table,
     sites_table,
 )
-from fp8calib.verification.verify import Verification, Verified
+from fp8calib.verification.verify import Verification, Verified, list_histograms
 from fp8calib.verification.verify import verify as compare
 
 
@@ -77,18 +78,45 @@ class VerifyResult(VerifyReport, Result):
 
     @property
     def passed(self) -> bool:
-        """Whether no verdict on a candidate that was asked for is a failure."""
-        return self.find_failure(strict=self.is_strict) is None and not self.refused
+        """Whether no verdict on a candidate that was asked for is a failure, and none is refused.
+
+        A verdict that cannot be given is one; a warning is one where the gate is strict.
+        """
+        return self._failure is None and not self.refused
 
     @property
     def exit_code(self) -> int:
         """8 for a refused candidate or where the gate fails, 9 where it cannot tell; else 0."""
         if self.refused:
             return VerificationError.exit_code
-        failure = self.find_failure(strict=self.is_strict) if self.has_gate else None
-        if failure is None:
+        if not self.has_gate or self._failure is None:
             return 0
-        return CANNOT_TELL if failure is Verdict.CANNOT_TELL else VerificationError.exit_code
+        is_unknown = self._failure is Verdict.CANNOT_TELL
+        return CANNOT_TELL if is_unknown else VerificationError.exit_code
+
+    @property
+    def exit_why(self) -> str:
+        """Why the exit code is not 0; empty where it is."""
+        if not self.exit_code:
+            return ""
+        why, names = "refused", [each.name for each in self.refused]
+        if not self.refused:
+            why = "the gate cannot tell" if self.exit_code == CANNOT_TELL else "the gate fails"
+            names = [each.name for each in self._judged if each.verdict is self._failure]
+        return f"exit code {self.exit_code}: {why}: {', '.join(names)}"
+
+    @property
+    def _judged(self) -> Sequence[CandidateResult]:
+        """The candidates that were asked for; without any, scale 1.0."""
+        asked = [each for each in self.candidates if each.name != SCALE_ONE]
+        return asked or self.candidates
+
+    @property
+    def _failure(self) -> Verdict | None:
+        """The worst verdict that a gate does not let pass; None without one."""
+        failing = (Verdict.FAIL, *([Verdict.WARN] if self.is_strict else []), Verdict.CANNOT_TELL)
+        verdicts = {each.verdict for each in self._judged}
+        return next((verdict for verdict in failing if verdict in verdicts), None)
 
 
 _SETTINGS = (
@@ -316,7 +344,7 @@ def describe(
     result: VerifyResult, request: VerifyRequest, more: Iterable[Block] = ()
 ) -> Iterator[Block]:
     """Describe the report, with `more` after its candidates."""
-    answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
+    answer = [result.exit_why, result.next and f"next: {result.next}", result.decision.headline]
     yield Line(result.decision.headline)
     if result.decision.details:
         yield Line(result.decision.details)
@@ -331,7 +359,7 @@ def describe(
         yield Line()
         yield rules_table(result.rules)
     yield Line()
-    yield Answer("\n".join(answer))
+    yield Answer("\n".join(filter(None, answer)))
 
 
 def _describe_candidates(report: VerifyReport) -> Iterator[Block]:

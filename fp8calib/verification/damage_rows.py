@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -13,7 +13,7 @@ from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.histogram_estimates import clipped_share
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult, SiteFit
+from fp8calib.verification.report import DiagnosisResult, LayerResult, SiteFit
 
 
 def list_layers(
@@ -53,30 +53,29 @@ def measure_fits(
     found: Mapping[tuple[str, Site], torch.Tensor], kind: str, layer_of: Mapping[str, int]
 ) -> tuple[SiteFit, ...]:
     """Compare a kind of scales with the fitted ones at every site, in the order of the sites."""
-    return tuple(
-        _measure_fit(site, layer_of[site.module], *both)
-        for (name, site), both in found.items()
-        if name == kind
-    )
-
-
-def _measure_fit(site: Site, layer: int, heads: torch.Tensor, fitted: torch.Tensor) -> SiteFit:
-    pairs = [
-        (Damage(*one), Damage(*other))
-        for one, other in zip(heads.tolist(), fitted.tolist(), strict=True)
-    ]
-    mine, best = max(pairs, key=lambda pair: _loss_db(*pair))
-    return SiteFit(
-        site=str(site),
-        layer=layer,
-        role=site.role.value,
-        damage=join_heads(heads),
-        fitted=join_heads(fitted),
-        loss_db=_loss_db(mine, best),
-        worst_db=mine.sqnr_db,
-        clipped=max(mine.clipped_share - best.clipped_share, 0.0),
-        flushed=max(mine.flushed_share - best.flushed_share, 0.0),
-    )
+    fits = []
+    for (name, site), (heads, fitted) in found.items():
+        if name != kind:
+            continue
+        pairs = [
+            (Damage(*one), Damage(*other))
+            for one, other in zip(heads.tolist(), fitted.tolist(), strict=True)
+        ]
+        mine, best = max(pairs, key=lambda pair: _loss_db(*pair))
+        fits.append(
+            SiteFit(
+                site=str(site),
+                layer=layer_of[site.module],
+                role=site.role.value,
+                damage=join_heads(heads),
+                fitted=join_heads(fitted),
+                loss_db=_loss_db(mine, best),
+                worst_db=mine.sqnr_db,
+                clipped=max(mine.clipped_share - best.clipped_share, 0.0),
+                flushed=max(mine.flushed_share - best.flushed_share, 0.0),
+            )
+        )
+    return tuple(fits)
 
 
 _MOST_DB = 200.0
@@ -91,36 +90,31 @@ def _loss_db(mine: Damage, best: Damage) -> float:
 
 def diagnose(
     found: Mapping[tuple[str, Site], torch.Tensor],
-    layer_of: Mapping[str, int],
+    fits: Iterable[SiteFit],
     scaled: str,
-    calibration_clipped: Mapping[Site, float],
-) -> tuple[DiagnosisResult, ...]:
-    """Compare scale 1.0, fitted scales, those of the candidate `scaled` and per-head scales."""
+    stats: CalibrationStats | None,
+    fmt: Fp8Format,
+) -> Iterator[DiagnosisResult]:
+    """Compare scale 1.0, whose `fits` are given, with the candidate `scaled` and per-head scales.
+
+    From statistics follows the share of calibration's values that clips at scale 1.0.
+    """
     sqnr_db = {key: join_heads(mine).sqnr_db for key, (mine, _) in found.items()}
-    rows = []
-    for fit in measure_fits(found, SCALE_ONE, layer_of):
+    for fit in fits:
         site = Site.parse(fit.site)
-        rows.append(
-            DiagnosisResult(
-                site=fit.site,
-                layer=fit.layer,
-                fitted_db=fit.fitted.sqnr_db,
-                unscaled_db=fit.damage.sqnr_db,
-                unscaled_loss_db=fit.loss_db,
-                unscaled_clipped=fit.damage.clipped_share,
-                unscaled_flushed=fit.damage.flushed_share,
-                scaled_db=sqnr_db.get((scaled, site)),
-                per_head_db=sqnr_db.get((PER_HEAD, site)),
-                calibration_clipped=calibration_clipped.get(site),
-            )
+        seen = None if stats is None or site.role not in KV_ROLES else stats.sites.get(site)
+        clipped = None
+        if seen is not None and seen.histogram is not None:
+            clipped = clipped_share(seen.histogram, 1.0, fmt, amax=float(seen.amax.max()))
+        yield DiagnosisResult(
+            site=fit.site,
+            layer=fit.layer,
+            fitted_db=fit.fitted.sqnr_db,
+            unscaled_db=fit.damage.sqnr_db,
+            unscaled_loss_db=fit.loss_db,
+            unscaled_clipped=fit.damage.clipped_share,
+            unscaled_flushed=fit.damage.flushed_share,
+            scaled_db=sqnr_db.get((scaled, site)),
+            per_head_db=sqnr_db.get((PER_HEAD, site)),
+            calibration_clipped=clipped,
         )
-    return tuple(rows)
-
-
-def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, float]:
-    """Estimate for K and V the share of calibration values that clips at scale 1.0."""
-    return {
-        site: clipped_share(seen.histogram, 1.0, fmt, amax=float(seen.amax.max()))
-        for site, seen in stats.sites.items()
-        if site.role in KV_ROLES and seen.histogram is not None
-    }

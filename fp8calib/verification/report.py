@@ -141,9 +141,16 @@ class RefusedCandidate(_Model):
 
     name: str
     why: str
+    hint: str = ""
+    """What helps; empty where nothing is known."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is refused, and what helps."""
+        return f"{self.why}; {self.hint}" if self.hint else self.why
 
     def __str__(self) -> str:
-        return f"{self.name} is refused: {self.why}"
+        return f"{self.name} is refused: {self.reason}"
 
 
 class LayerResult(_Model):
@@ -345,25 +352,6 @@ class VerifyReport(WithOverview, _Model):
         """The decision in words, the details first."""
         return f"{self.decision.details} {self.decision.headline}".strip()
 
-    @property
-    def judged(self) -> tuple[Verdict, ...]:
-        """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
-        asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
-        return tuple(asked or (each.verdict for each in self.candidates))
-
-    def find_failure(self, *, strict: bool = False) -> Verdict | None:
-        """Find the worst verdict in `judged` that a gate does not let pass; None without one.
-
-        `strict` counts a warning as a failure.
-        """
-        failing = (Verdict.FAIL, *((Verdict.WARN,) if strict else ()), Verdict.CANNOT_TELL)
-        return next((verdict for verdict in failing if verdict in self.judged), None)
-
-    @property
-    def passed(self) -> bool:
-        """Whether no candidate is refused, and no verdict in `judged` `fail` or `cannot-tell`."""
-        return self.find_failure() is None and not self.refused
-
     def overview(self) -> Overview:
         """Give the figures of each candidate, the conclusion and the warnings."""
         table = candidates_table(self.candidates, self.refused).without("KLD p99")
@@ -398,7 +386,7 @@ def candidates_table(
     rows += [
         [
             Cell(each.name, kind="name"),
-            Cell("refused", aside=each.why, kind="refused"),
+            Cell("refused", aside=each.reason, kind="refused"),
             *["-"] * 4,
         ]
         for each in refused

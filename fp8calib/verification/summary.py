@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fp8calib.verification.report import PositionResult
+from fp8calib.verification.report import CandidateResult, PositionResult
 from fp8calib.verification.token_scores import (
     TokenScores,
     predicted_positions,
@@ -74,15 +74,12 @@ class Summary:
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     klds = scores.klds.double()
-    found = summarize_logprobs(
+    return summarize_logprobs(
         scores.logprobs,
         reference.logprobs,
         lengths,
         agrees=scores.agrees,
         kld=average(klds, lengths),
-    )
-    return replace(
-        found,
         kld_median=_quantile(klds, 0.5),
         kld_p99=_quantile(klds, 0.99),
         kld_max=float(klds.max()),
@@ -97,10 +94,11 @@ def summarize_logprobs(
     *,
     agrees: torch.Tensor | None,
     kld: tuple[float | None, float | None],
+    **more: float,
 ) -> Summary:
     """Reduce log-probabilities [N], which are all that a server gives.
 
-    `kld` is the mean divergence and its standard error.
+    `kld` is the mean divergence and its standard error; `more` are other fields.
     """
     log_ratio, log_ratio_se = average(reference - logprobs, lengths)
     return Summary(
@@ -112,24 +110,14 @@ def summarize_logprobs(
         kld_mean=kld[0],
         kld_se=kld[1],
         top1_agreement=None if agrees is None else float(agrees.double().mean()),
+        **more,
     )
 
 
 def list_figures(summary: Summary) -> dict[str, Any]:
     """List the figures of a summary under their names in a report."""
-    return {
-        "ppl": summary.ppl,
-        "ppl_ratio": summary.ppl_ratio,
-        "ppl_ratio_se": summary.ppl_ratio_se,
-        "kld_mean": summary.kld_mean,
-        "kld_se": summary.kld_se,
-        "kld_median": summary.kld_median,
-        "kld_p99": summary.kld_p99,
-        "kld_max": summary.kld_max,
-        "top1_agreement": summary.top1_agreement,
-        "top1_se": summary.top1_se,
-        "top1_ties": summary.top1_ties,
-    }
+    names = CandidateResult.model_fields
+    return {name: getattr(summary, name) for name in names if hasattr(summary, name)}
 
 
 def compute_ppl(logprobs: torch.Tensor) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,13 +20,8 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.verification.damage_rows import (
-    PER_HEAD,
-    clipped_unscaled,
-    diagnose,
-    list_layers,
-    measure_fits,
-)
+from fp8calib.numerics.histogram import lower_edge
+from fp8calib.verification.damage_rows import PER_HEAD, diagnose, list_layers, measure_fits
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
@@ -38,6 +35,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
+    HistogramResult,
     KvNeed,
     LayerResult,
     NoiseResult,
@@ -128,7 +126,7 @@ class Verification:
         rest = [name for name in self.droppable if name != error.candidate]
         if not rest or len(rest) == len(self.droppable):
             raise error
-        refused = RefusedCandidate(name=error.candidate, why=error.message)
+        refused = RefusedCandidate(name=error.candidate, why=error.message, hint=error.hint)
         is_diagnosed = self.diagnosis_of != error.candidate
         return replace(
             self,
@@ -184,7 +182,7 @@ def verify(
     started = time.monotonic()
     text = asked.batches
     while True:
-        hooks = MeasurementHooks(_list_scale_kinds(asked), set(_list_scalable(asked)))
+        hooks = _make_hooks(asked)
         try:
             scores = score(
                 *(model, asked.list_scored(others), text, hooks),
@@ -197,36 +195,37 @@ def verify(
             asked = asked.leave_out(error)
     _require_quantized(asked.candidates, scores)
     layer_of = asked.geometry.index_modules()
-    measured = {
-        each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates
-    }
-    fits = {name: found for name, found in measured.items() if found}
-    fitted = _score_fitted(asked, scores, fits, model, text, progress)
+    fits = {each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates}
+    maker = _ReportMaker(asked, scores, {name: found for name, found in fits.items() if found})
+    fitted = None
+    if maker.needs_fitted:
+        unscaled = next(each for each in asked.candidates if each.name == SCALE_ONE)
+        scaled = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
+        again = score(model, [scaled], text, progress=progress, stage=_FITTED_NAME)
+        fitted = again.candidates[_FITTED_NAME]
     noise = None
     if measures_noise:
         few, size = choose_noise_text(asked.plan, asked.batch_size)
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
-    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
-    report = _build_report(asked, scores, fits, fitted, vocab_size)
-    diagnosis = diagnose(
-        hooks.found,
-        layer_of,
-        "" if asked.is_diagnosed_per_head else asked.diagnosis_of,
-        {} if asked.stats is None else clipped_unscaled(asked.stats, asked.fmt),
+    report = maker.make(
+        fitted,
+        vocab_size=int(model.model.config.get_text_config(decoder=True).vocab_size),
+        noise=noise,
+        diagnosis=tuple(
+            diagnose(
+                *(hooks.found, fits.get(SCALE_ONE, ())),
+                "" if asked.is_diagnosed_per_head else asked.diagnosis_of,
+                *(asked.stats, asked.fmt),
+            )
+        ),
+        duration_s=time.monotonic() - started,
     )
-    timed = {"diagnosis": diagnosis, "noise": noise, "duration_s": time.monotonic() - started}
-    report = conclude(report.model_copy(update=timed))
-    return Verified(verification=asked, report=report, scores=scores)
+    return Verified(verification=asked, report=conclude(report), scores=scores)
 
 
-# --- what is measured -----------------------------------------------------------------------------
-
-
-def _list_scale_kinds(asked: Verification) -> dict[str, Mapping[Site, Quantizer]]:
-    """List what is measured on K, V and q: each candidate's scales, and per-head ones."""
-    if not any(candidate.fitted for candidate in asked.candidates):
-        return {}
+def _make_hooks(asked: Verification) -> MeasurementHooks:
+    """Measure each candidate's scales of K, V and q, and per-head ones, beside fitted ones."""
     kinds = {
         candidate.name: {
             site: quantizer
@@ -235,15 +234,13 @@ def _list_scale_kinds(asked: Verification) -> dict[str, Mapping[Site, Quantizer]
         }
         for candidate in asked.candidates
     }
-    return {**kinds, PER_HEAD: asked.per_head}
-
-
-def _list_scalable(asked: Verification) -> Iterator[tuple[str, Site]]:
-    """List the sites of each candidate where its engine uses a scale."""
-    for candidate in asked.candidates:
-        for site, quantizer in candidate.fitted.items():
-            if not isinstance(quantizer.scale, torch.Tensor):
-                yield candidate.name, site
+    scalable = {
+        (candidate.name, site)
+        for candidate in asked.candidates
+        for site, quantizer in candidate.fitted.items()
+        if not isinstance(quantizer.scale, torch.Tensor)
+    }
+    return MeasurementHooks({**kinds, PER_HEAD: asked.per_head}, scalable)
 
 
 def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
@@ -260,32 +257,6 @@ def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
                 f"{next(iter(asked))} or another site",
                 hint="this class of the model is not supported: report it with its config",
             )
-
-
-def _score_fitted(
-    asked: Verification,
-    scores: Scores,
-    fits: Fits,
-    model: PreparedModel | StreamedModel,
-    text: Sequence[Batch],
-    progress: Progress,
-) -> TokenScores | None:
-    """Score the model with scales that fit, which tell what scale 1.0 adds to the cost of FP8.
-
-    Where scale 1.0 loses nothing, it adds nothing; where the scales of a candidate fit, that
-    candidate tells. None too where only FP8 weights are compared.
-    """
-    unscaled = next((each for each in asked.candidates if each.name == SCALE_ONE), None)
-    others = [each for each in asked.candidates if each.name != SCALE_ONE]
-    cached = [each.name for each in others if not each.weights]
-    is_lossless = not list_losing(fits.get(SCALE_ONE, ()))
-    if unscaled is None or is_lossless or (others and not cached):
-        return None
-    if (fitting := find_fitting(cached, fits)) is not None:
-        return scores.candidates[fitting]
-    fitted = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
-    found = score(model, [fitted], text, progress=progress, stage=_FITTED_NAME)
-    return found.candidates[_FITTED_NAME]
 
 
 def compare_noise(
@@ -315,188 +286,196 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-# --- the report -----------------------------------------------------------------------------------
+class _ReportMaker:
+    """Makes the report of scores, without its conclusion."""
 
+    def __init__(self, asked: Verification, scores: Scores, fits: Fits) -> None:
+        self._asked, self._scores, self._fits = asked, scores, fits
+        self._lengths = asked.plan.lengths
+        self._layers = tuple(self._list_layers())
+        scored = scores.candidates.items()
+        self._klds = {name: each.klds for name, each in scored}
+        others = [each for each in asked.candidates if each.name != SCALE_ONE]
+        cached = [each.name for each in others if not each.weights]
+        # Scales that fit tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it
+        # adds nothing; where the scales of a candidate fit, that candidate tells.
+        self._fitting = find_fitting(cached, fits)
+        is_compared = any(each.name == SCALE_ONE for each in asked.candidates)
+        self._is_lossy = is_compared and bool(list_losing(fits.get(SCALE_ONE, ())))
+        self._is_lossy &= bool(cached) or not others
+        self.needs_fitted = self._is_lossy and self._fitting is None
 
-def _build_report(
-    asked: Verification,
-    scores: Scores,
-    fits: Fits,
-    fitted: TokenScores | None,
-    vocab_size: int,
-) -> VerifyReport:
-    """Build the report, without its conclusion."""
-    lengths = asked.plan.lengths
-    layers = tuple(_list_layer_rows(asked, scores))
-    ppl = compute_ppl(scores.reference.logprobs)
-    broken = explain_broken(ppl, vocab_size)
-    results = [_make_result(each, asked, scores, fits, layers) for each in asked.candidates]
-    if broken:
-        results = [_withhold(each) for each in results]
-    pairs = _pair_candidates(results, layers, scores, lengths)
-    return VerifyReport(
-        model=asked.model,
-        engine=asked.engine or asked.numerics.name,
-        engine_version=asked.engine_version,
-        dtype=asked.dtype,
-        device=asked.device,
-        data=asked.plan.sources,
-        tokens=len(scores.reference.logprobs),
-        sequences=len(lengths),
-        seq_len=asked.plan.seq_len,
-        duration_s=0.0,
-        reference=ReferenceResult(ppl=ppl),
-        candidates=tuple(results),
-        refused=asked.refused,
-        layers=layers,
-        decision=Decision(headline=""),
-        kv=_assess_need(results, layers, scores, fits, fitted, pairs, lengths),
-        comparisons=pairs,
-        diagnosis_of=asked.diagnosis_of,
-        rules=_rank_rules(asked, scores),
-        warnings=(*asked.warnings, *_list_unmet_sites(asked, scores)),
-        fits=fits,
-        unusable=tuple(asked.unusable),
-        is_strict=asked.is_strict,
-        broken=broken,
-    )
+    def make(self, fitted: TokenScores | None, *, vocab_size: int, **more: Any) -> VerifyReport:
+        """Make the report; `fitted` are the scores with scales that fit, if these are needed."""
+        asked, reference = self._asked, self._scores.reference
+        ppl = compute_ppl(reference.logprobs)
+        broken = explain_broken(ppl, vocab_size)
+        results = [self._judge(each, broken) for each in asked.candidates]
+        pairs = self._pair_candidates(results)
+        return VerifyReport(
+            model=asked.model,
+            engine=asked.engine or asked.numerics.name,
+            engine_version=asked.engine_version,
+            dtype=asked.dtype,
+            device=asked.device,
+            data=asked.plan.sources,
+            tokens=len(reference.logprobs),
+            sequences=len(self._lengths),
+            seq_len=asked.plan.seq_len,
+            reference=ReferenceResult(ppl=ppl),
+            candidates=tuple(results),
+            refused=asked.refused,
+            layers=self._layers,
+            decision=Decision(headline=""),
+            kv=self._assess_need(results, fitted, pairs),
+            comparisons=pairs,
+            diagnosis_of=asked.diagnosis_of,
+            rules=self._rank_rules(),
+            warnings=(*asked.warnings, *self._list_unmet_sites()),
+            fits=self._fits,
+            unusable=tuple(asked.unusable),
+            is_strict=asked.is_strict,
+            broken=broken,
+            **more,
+        )
 
+    def _list_layers(self) -> Iterator[LayerResult]:
+        layer_of = self._asked.geometry.index_modules()
+        for candidate in self._asked.candidates:
+            name, quantizers = candidate.name, candidate.quantizers
+            scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
+            scales |= self._scores.weight_scales[name]
+            yield from list_layers(name, self._scores.damage[name], scales, layer_of)
 
-def _withhold(result: CandidateResult) -> CandidateResult:
-    """Withhold a verdict, because the model knows nothing: only a failure is certain."""
-    if result.verdict is Verdict.FAIL:
-        return result
-    why = f"{result.verdict_why}, but the unquantized model predicts no better than chance"
-    return result.model_copy(update={"verdict": Verdict.CANNOT_TELL, "verdict_why": why})
+    def _judge(self, candidate: Candidate, broken: str) -> CandidateResult:
+        name, asked, lengths = candidate.name, self._asked, self._lengths
+        mine, reference = self._scores.candidates[name], self._scores.reference
+        summary = summarize(mine, reference, lengths)
+        gate = asked.gate or GATES[candidate.default_gate]
+        damage = describe_damage(name, self._layers, self._fits)
+        verdict, why = judge(summary, gate)
+        verdict, why = correct_if_misleading(
+            *(verdict, why), damage=damage, summary=summary, gate=gate
+        )
+        if overflowing := self._find_overflow(candidate):
+            verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
+        if broken and verdict is not Verdict.FAIL:  # only a failure is certain
+            verdict = Verdict.CANNOT_TELL
+            why = f"{why}, but the unquantized model predicts no better than chance"
+        return CandidateResult(
+            name=name,
+            description=candidate.description,
+            **list_figures(summary),
+            verdict=verdict,
+            verdict_why=why,
+            gate=gate.name,
+            by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
+        )
 
+    def _find_overflow(self, candidate: Candidate) -> str:
+        """Describe values that overflow because the engine does not saturate; empty without any."""
+        for site, sums in self._scores.damage[candidate.name].items():
+            quantizer = candidate.quantizers.get(site)
+            count = Damage(*sums.tolist()).clipped
+            if quantizer is not None and not quantizer.saturates and count:
+                return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
+        return ""
 
-def _pair_candidates(
-    results: Sequence[CandidateResult],
-    layers: Sequence[LayerResult],
-    scores: Scores,
-    lengths: Sequence[int],
-) -> tuple[PairedResult, ...]:
-    """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
-    klds = {name: each.klds for name, each in scores.candidates.items()}
-    cached = [one for one in results if has_kv_only(one.name, layers)]
-    weights = [one for one in results if one not in cached]
-    return tuple(
-        compare_paired(one.name, base.name, klds, lengths)
-        for kind in (cached, weights)
-        for one in kind
-        for base in kind
-        if one is not base and one.name != SCALE_ONE
-    )
+    def _pair_candidates(self, results: Sequence[CandidateResult]) -> tuple[PairedResult, ...]:
+        """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
+        cached = [one for one in results if has_kv_only(one.name, self._layers)]
+        weights = [one for one in results if one not in cached]
+        return tuple(
+            compare_paired(one.name, base.name, self._klds, self._lengths)
+            for kind in (cached, weights)
+            for one in kind
+            for base in kind
+            if one is not base and one.name != SCALE_ONE
+        )
 
+    def _assess_need(
+        self,
+        results: Sequence[CandidateResult],
+        fitted: TokenScores | None,
+        pairs: Sequence[PairedResult],
+    ) -> KvNeed | None:
+        """Answer whether KV scales are needed; None where only FP8 weights are compared."""
+        others = [one.name for one in results if one.name != SCALE_ONE]
+        is_asked = not others or any(has_kv_only(name, self._layers) for name in others)
+        if SCALE_ONE not in self._fits or not is_asked:
+            return None
+        klds, fp8, added = self._klds, self._klds[SCALE_ONE], None
+        if self._is_lossy and self._fitting is not None:
+            fitted = self._scores.candidates[self._fitting]
+        if fitted is not None:
+            fp8 = fitted.klds
+            pair = {SCALE_ONE: klds[SCALE_ONE], _FITTED_NAME: fp8}
+            added = compare_paired(SCALE_ONE, _FITTED_NAME, pair, self._lengths)
+        removed = [pair for pair in pairs if pair.candidate in others]
+        losing = list_losing(self._fits[SCALE_ONE])
+        return assess_need(losing, average(fp8, self._lengths), added, removed)
 
-def _assess_need(
-    results: Sequence[CandidateResult],
-    layers: Sequence[LayerResult],
-    scores: Scores,
-    fits: Fits,
-    fitted: TokenScores | None,
-    pairs: Sequence[PairedResult],
-    lengths: Sequence[int],
-) -> KvNeed | None:
-    """Answer whether KV scales are needed; None where only FP8 weights are compared."""
-    others = [one.name for one in results if one.name != SCALE_ONE]
-    is_asked = not others or any(has_kv_only(name, layers) for name in others)
-    if SCALE_ONE not in fits or not is_asked:
-        return None
-    klds = {SCALE_ONE: scores.candidates[SCALE_ONE].klds}
-    fp8, added = average(klds[SCALE_ONE], lengths), None
-    if fitted is not None:
-        klds[_FITTED_NAME] = fitted.klds
-        fp8 = average(klds[_FITTED_NAME], lengths)
-        added = compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths)
-    removed = [pair for pair in pairs if pair.candidate in others]
-    return assess_need(list_losing(fits[SCALE_ONE]), fp8, added, removed)
+    def _list_unmet_sites(self) -> Iterator[str]:
+        """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
+        for candidate in self._asked.candidates:
+            met = self._scores.damage[candidate.name]
+            if missed := [site for site in candidate.quantizers if site not in met]:
+                yield (
+                    f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
+                    f"{self._asked.numerics.name} but not emulated: the model computes it without "
+                    "a hook"
+                )
 
-
-def _make_result(
-    candidate: Candidate,
-    asked: Verification,
-    scores: Scores,
-    fits: Fits,
-    layers: Sequence[LayerResult],
-) -> CandidateResult:
-    mine, reference = scores.candidates[candidate.name], scores.reference
-    lengths = asked.plan.lengths
-    summary = summarize(mine, reference, lengths)
-    gate = asked.gate or GATES[candidate.default_gate]
-    verdict, why = correct_if_misleading(
-        *judge(summary, gate),
-        damage=describe_damage(candidate.name, layers, fits),
-        summary=summary,
-        gate=gate,
-    )
-    if overflowing := _find_overflow(candidate, scores):
-        verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
-    return CandidateResult(
-        name=candidate.name,
-        description=candidate.description,
-        **list_figures(summary),
-        verdict=verdict,
-        verdict_why=why,
-        gate=gate.name,
-        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
-    )
-
-
-def _list_unmet_sites(asked: Verification, scores: Scores) -> Iterator[str]:
-    """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
-    for candidate in asked.candidates:
-        met = scores.damage[candidate.name]
-        missed = [site for site in candidate.quantizers if site not in met]
-        if missed:
-            yield (
-                f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
-                f"{asked.numerics.name} but not emulated: the model computes it "
-                "without a hook"
+    def _rank_rules(self) -> tuple[RuleResult, ...]:
+        """Rank the rules, the smallest divergence first."""
+        mine = {rule: self._scores.candidates[_rule_key(rule)] for rule in self._asked.rules}
+        klds = {rule: each.klds for rule, each in mine.items()}
+        found = {
+            rule: summarize(each, self._scores.reference, self._lengths)
+            for rule, each in mine.items()
+        }
+        ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
+        return tuple(
+            RuleResult(
+                candidate=self._asked.stats_of,
+                rule=rule,
+                ppl_ratio=found[rule].ppl_ratio,
+                ppl_ratio_se=found[rule].ppl_ratio_se,
+                kld_mean=found[rule].kld_mean or 0.0,
+                kld_se=found[rule].kld_se,
+                against_best=None
+                if rule == ranked[0]
+                else compare_paired(rule, ranked[0], klds, self._lengths),
             )
-
-
-def _find_overflow(candidate: Candidate, scores: Scores) -> str:
-    """Describe values that overflow because the engine does not saturate; empty without any."""
-    for site, sums in scores.damage[candidate.name].items():
-        quantizer = candidate.quantizers.get(site)
-        count = Damage(*sums.tolist()).clipped
-        if quantizer is not None and not quantizer.saturates and count:
-            return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
-    return ""
-
-
-def _list_layer_rows(asked: Verification, scores: Scores) -> Iterator[LayerResult]:
-    layer_of = asked.geometry.index_modules()
-    for candidate in asked.candidates:
-        quantizers = candidate.quantizers
-        scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-        scales |= scores.weight_scales[candidate.name]
-        yield from list_layers(candidate.name, scores.damage[candidate.name], scales, layer_of)
+            for rule in ranked
+        )
 
 
 def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
 
 
-def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
-    """Rank the rules, the smallest divergence first."""
-    lengths = asked.plan.lengths
-    mine = {rule: scores.candidates[_rule_key(rule)] for rule in asked.rules}
-    klds = {rule: each.klds for rule, each in mine.items()}
-    found = {rule: summarize(each, scores.reference, lengths) for rule, each in mine.items()}
-    ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
-    return tuple(
-        RuleResult(
-            candidate=asked.stats_of,
-            rule=rule,
-            ppl_ratio=found[rule].ppl_ratio,
-            ppl_ratio_se=found[rule].ppl_ratio_se,
-            kld_mean=found[rule].kld_mean or 0.0,
-            kld_se=found[rule].kld_se,
-            against_best=None
-            if rule == ranked[0]
-            else compare_paired(rule, ranked[0], klds, lengths),
+def list_histograms(asked: Verification) -> Iterator[HistogramResult]:
+    """List what the first statistics saw at the sites that its candidate scales statically."""
+    candidate = next((each for each in asked.candidates if each.name == asked.stats_of), None)
+    if asked.stats is None or candidate is None:
+        return
+    layer_of = asked.geometry.index_modules()
+    for site, quantizer in candidate.quantizers.items():
+        seen = asked.stats.sites.get(site)
+        if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
+            continue
+        filled = seen.histogram[1:].nonzero().flatten() + 1
+        if not len(filled):
+            continue
+        scale, fmt = float(quantizer.scale.max()), quantizer.fmt
+        bins = range(int(filled[0]), int(filled[-1]) + 1)
+        yield HistogramResult(
+            site=str(site),
+            layer=layer_of[site.module],
+            lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
+            counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
+            scale=scale,
+            largest=scale * fmt.max,
+            smallest=scale * fmt.smallest_subnormal / 2,
         )
-        for rule in ranked
-    )

@@ -336,6 +336,7 @@ def test_a_gate_decides_the_exit_code_and_the_report_is_printed(
     arguments = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate)
     outcome = run(*arguments, "--scales", broken)
     assert outcome.code == 8
+    assert f"exit code 8: the gate fails: {broken}" in outcome.err.replace("\n", " ")
     assert outcome.json["candidates"][0]["verdict"] == "fail"
     assert outcome.json["passed"] is False
     loose = tmp_path / "loose.json"
@@ -510,9 +511,12 @@ def test_a_damaged_candidate_is_refused_alone(
     (refused,) = found.json["refused"]
     assert refused["name"] == str(nan_scale)
     assert "model.layers.1.self_attn.k_scale: nan is not a scale" in refused["why"]
+    assert refused["hint"]
     shown = run(*command).out
     assert re.search(rf"{re.escape(nan_scale.name)} *.* refused", shown)
     assert "nan is not a scale" in shown
+    assert refused["hint"] in shown
+    assert f"exit code 8: refused: {nan_scale}" in shown.splitlines()[-3:]
     assert "nan is not a scale" in page.read_text()
     planned = run(*command, "--dry-run", "--json")
     assert planned.json["plan"]["candidates"] == [str(files), "scale-1.0"]

@@ -195,7 +195,10 @@ def open_verification(
     maker = _CandidateMaker(request, model, numerics, fmt)
     opened, candidates, faults = maker.make_all()
     plan = read_text()
-    refused = tuple(RefusedCandidate(name=n, why=e.message) for n, e in faults.items())
+    refused = tuple(
+        RefusedCandidate(name=name, why=error.message, hint=error.hint)
+        for name, error in faults.items()
+    )
     if request.scheme is not None and not opened:
         candidates.append(maker.finish(maker.make_scheme(request.scheme, None)))
     # A model without a KV cache has nothing that scale 1.0 could change.
