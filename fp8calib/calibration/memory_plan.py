@@ -21,7 +21,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine.memory import anonymous_bytes, available_bytes
-from fp8calib.machine.units import GIB, format_gib
+from fp8calib.machine.units import GIB, check_gib, count_decimals, format_gib
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
@@ -118,9 +118,9 @@ class MemoryPlan:
         yield f"plan: scratch disk {place if self.scratch_bytes else 'none'}"
 
 
-def _describe_peak(peak: Mapping[str, int]) -> str:
+def _describe_peak(peak: Mapping[str, int], decimals: int = 2) -> str:
     parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.items())
-    return f"{format_gib(sum(peak.values()))} ({parts})"
+    return f"{format_gib(sum(peak.values()), decimals)} ({parts})"
 
 
 class Limits(NamedTuple):
@@ -143,8 +143,8 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
     Raises:
         UsageError: --memory is not a positive number.
     """
-    if memory_gib is not None and not 0 < memory_gib * GIB < math.inf:
-        raise UsageError(f"--memory {memory_gib}: must be a number of GiB above 0")
+    if memory_gib is not None:
+        check_gib(memory_gib)
     free = None if device == "cpu" else int(torch.cuda.mem_get_info(device)[0] * _OWN_SHARE)
     process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
     available = process + int(available_bytes() * _OWN_SHARE) // sharers
@@ -168,7 +168,8 @@ def plan_memory(
         host, device = {**host, **device}, {}
         room, where = limits.host_bytes, limits.host_why
     needed = sum((device or host).values())
-    numbers = f"{format_gib(needed)}, {format_gib(room)} are {where}"
+    decimals = count_decimals(needed, room)
+    numbers = f"{format_gib(needed, decimals)}, {format_gib(room, decimals)} are {where}"
     if not work.checkpoint.has_weights:
         numbers += "; there are no weights: sizes follow from config.json"
     if needed <= room and not work.always_streams:
@@ -248,16 +249,18 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
         if limits.host_why == GIVEN:
             smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
             advice = f"the smallest --memory that works is {smallest:.2f}"
+        decimals = count_decimals(needed, limits.host_bytes)
         raise UsageError(
-            f"even layer by layer the model needs {_describe_peak(host)}, but "
-            f"{format_gib(limits.host_bytes)} are {limits.host_why}",
+            f"even layer by layer the model needs {_describe_peak(host, decimals)}, but "
+            f"{format_gib(limits.host_bytes, decimals)} are {limits.host_why}",
             hint=f"{advice}; a smaller --batch-size or --seq-len needs less",
         )
     free, needed = limits.device_bytes, sum(device.values())
     if free is not None and needed > free:
+        decimals = count_decimals(needed, free)
         raise UsageError(
-            f"even layer by layer the model needs {format_gib(needed)} on the GPU, but "
-            f"{format_gib(free)} are free",
+            f"even layer by layer the model needs {format_gib(needed, decimals)} on the GPU, but "
+            f"{format_gib(free, decimals)} are free",
             hint="use a smaller --batch-size or --seq-len, or --device cpu",
         )
 

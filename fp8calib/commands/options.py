@@ -21,6 +21,7 @@ from fp8calib.formats.registry import (
 )
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
+from fp8calib.machine.units import check_gib
 
 if TYPE_CHECKING:
     import numpy as np
@@ -367,6 +368,7 @@ MemoryOption = Annotated[
         "--memory",
         metavar="GIB",
         parser=read_gib,
+        check=check_gib,
         help="Memory limit of the process (24 is 24 GiB, 500M is 500 MiB); a model that needs more "
         "is streamed layer by layer. Default: what is available on the machine.",
     ),

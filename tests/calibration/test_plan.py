@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -187,6 +188,15 @@ def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload)
     assert stream(work, found).streaming is not None
     with pytest.raises(UsageError):
         stream(work, limits(found.host_bytes - 2**26))
+
+
+def test_sizes_that_differ_by_little_are_told_apart(work: Workload) -> None:
+    bare = sum(stream(work, limits(2**30)).peak.values()) - STATES
+    room = limits(2**30 + bare - 2**10)._replace(process_bytes=1000 + 2**30)
+    with pytest.raises(UsageError) as caught:
+        stream(work, room)
+    needed, *_, given = re.findall(r"([0-9.]+) GiB", caught.value.message)
+    assert float(needed) > float(given)
 
 
 def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(work: Workload) -> None:
