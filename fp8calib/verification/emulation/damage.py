@@ -66,11 +66,18 @@ def measure_damage(
     round beyond the largest one count as clipped.
     """
     exact = x.float()
+    clipped = torch.zeros((), dtype=torch.float64, device=x.device)
+    if fake.scaled is not None:
+        limit = clip_limit(fmt, saturates=saturates)
+        clipped = (fake.scaled.abs() > limit).sum(dtype=torch.float64)
+    chosen, became = _every(exact, flush_stride), _every(fake.values, flush_stride)
+    # A cache type that rotates makes zeros of one value and others of zeros.
+    flushed = (chosen.count_nonzero() - became.count_nonzero()).clamp(min=0).double()
     sums = (
         _sum_squares(exact),
         _sum_squares(fake.values - exact),
-        _count_beyond(fake.scaled, clip_limit(fmt, saturates=saturates), x.device),
-        _count_flushed(exact, fake.values, flush_stride),
+        clipped,
+        flushed * (exact.numel() / max(chosen.numel(), 1)),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
     )
@@ -85,42 +92,23 @@ def clip_limit(fmt: Fp8Format, *, saturates: bool) -> float:
 def _sum_squares(x: torch.Tensor) -> torch.Tensor:
     """Sum x squared: fp64 0-dim, right for every magnitude of fp32.
 
-    On a CPU fp32 takes half the time; fp64 serves where squares overflow, or underflow and count.
+    On a CPU fp32 takes half the time, and of a contiguous tensor the dot product takes half that of
+    the norm; fp64 serves where squares overflow, or underflow and count.
     """
     if x.device.type == "cpu":
-        total = _sum_squares_in_fp32(x)
+        if x.is_contiguous():
+            total = torch.dot(x.view(-1), x.view(-1)).double()
+        else:
+            total = torch.linalg.vector_norm(x).double().square()
         if _SAFE_SUM < total.item() < math.inf:
             return total
     norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm.square()
 
 
-def _sum_squares_in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Sum x squared. For a contiguous tensor the dot product takes half the time of the norm."""
-    if x.is_contiguous():
-        flat = x.view(-1)
-        total: torch.Tensor = torch.dot(flat, flat)
-        return total.double()
-    norm: torch.Tensor = torch.linalg.vector_norm(x)
-    return norm.double().square()
-
-
-def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
-    chosen, became = _every(exact, stride), _every(values, stride)
-    # A cache type that rotates makes zeros of one value and others of zeros.
-    flushed = (chosen.count_nonzero() - became.count_nonzero()).clamp(min=0).double()
-    return flushed * (exact.numel() / max(chosen.numel(), 1))
-
-
 def _every(x: torch.Tensor, stride: int) -> torch.Tensor:
     """Give every `stride`-th token, which is on the last axis but one."""
     return x[..., ::stride, :] if stride > 1 else x
-
-
-def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) -> torch.Tensor:
-    if x is None:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return (x.abs() > limit).sum(dtype=torch.float64)
 
 
 def measure_heads(
@@ -192,34 +180,31 @@ class DamageSums(Generic[Key]):
         self.totals: dict[Key, torch.Tensor] = {}
         """The sums of `measure_damage`; complete after `settle`."""
         self._rows: list[tuple[Key, DamageRow]] = []
-        self._waiting: dict[int, _Waiting] = {}
-        """Those of the rows, by identity."""
         self._num_elements = 0
 
     def add(self, key: Key, row: DamageRow) -> None:
         """Add the damage to one tensor."""
-        self._rows.append((key, row))
-        if isinstance(row, _Waiting) and id(row) not in self._waiting:
-            self._waiting[id(row)] = row
+        if isinstance(row, _Waiting) and not (self._rows and self._rows[-1][1] is row):
             self._num_elements += row.x.numel()
+        self._rows.append((key, row))
         if self._num_elements >= _MOST_WAITING or len(self._rows) >= _MOST_ROWS:
             self.settle()
 
     def drop(self) -> None:
         """Forget what was added since `settle`."""
         self._rows.clear()
-        self._waiting.clear()
         self._num_elements = 0
 
     def settle(self) -> None:
         """Add all that waits to the totals."""
+        waiting = {id(row): row for _, row in self._rows if isinstance(row, _Waiting)}
         groups = defaultdict[tuple[torch.device, torch.dtype], list[_Waiting]](list)
-        for waiting in self._waiting.values():
-            groups[waiting.x.device, waiting.x.dtype].append(waiting)
+        for each in waiting.values():
+            groups[each.x.device, each.x.dtype].append(each)
         reduced = {
-            id(waiting): row
+            id(each): row
             for group in groups.values()
-            for waiting, row in zip(group, _reduce_waiting(group), strict=True)
+            for each, row in zip(group, _reduce_waiting(group), strict=True)
         }
         updates: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, row in self._rows:

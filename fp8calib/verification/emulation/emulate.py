@@ -103,31 +103,23 @@ class EmulationHooks:
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize K and V."""
+        """Quantize K and V; on a GPU both in one kernel, where they differ in one scale alone."""
         sites = attention.site(Role.K), attention.site(Role.V)
+        place = (sites[0], key.device)
         if key.device.type != "cpu" and self._kept is None and key.shape == value.shape:
-            pair = self._find_pair(sites, key)
-            if pair is not None:
-                return self._quantize_pair(sites, pair, torch.stack([key, value]))
+            if place not in self._pairs:
+                self._pairs[place] = _pair(
+                    self._quantizers.get(sites[0]), self._quantizers.get(sites[1]), key
+                )
+            if (pair := self._pairs[place]) is not None:
+                both = torch.stack([key, value])
+                fake = pair.fake(both)
+                rows = reduce_stacked(both, fake, pair.fmt, saturates=pair.saturates)
+                for site, row in zip(sites, rows, strict=True):
+                    self._sums.add(site, row)
+                key, value = fake.values.to(key.dtype)
+                return key, value
         return self._heads(sites[0], key), self._heads(sites[1], value)
-
-    def _find_pair(self, sites: tuple[Site, Site], x: torch.Tensor) -> Quantizer | None:
-        """Give a quantizer for K and V stacked, where they differ in one scale alone."""
-        place = (sites[0], x.device)
-        if place not in self._pairs:
-            key, value = (self._quantizers.get(site) for site in sites)
-            self._pairs[place] = _pair(key, value, x)
-        return self._pairs[place]
-
-    def _quantize_pair(
-        self, sites: tuple[Site, Site], quantizer: Quantizer, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        fake = quantizer.fake(x)
-        rows = reduce_stacked(x, fake, quantizer.fmt, saturates=quantizer.saturates)
-        for site, row in zip(sites, rows, strict=True):
-            self._sums.add(site, row)
-        key, value = fake.values.to(x.dtype)
-        return key, value
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q before the factor that the model multiplies it by, as the engine does."""
@@ -204,10 +196,24 @@ class EmulationHooks:
         quantizer = self._quantizers.get(sites[0])
         if quantizer is None or not x.numel():
             return x
-        quantized, damage = self._quantized_input(sites[0], quantizer, x, tokens)
+        known = (
+            (quantized, damage)
+            for seen, version, used, quantized, damage in self._inputs
+            if seen is x and version == x._version and used.is_same(quantizer)
+        )
+        if (found := next(known, None)) is None:
+            rows = x.reshape(-1, x.shape[-1])
+            before, after = rows, (fake := self._place(sites[0], quantizer, x).fake(rows))
+            if self._kept is not None:
+                before = self._counted(rows, tokens)
+                after = fake.map(lambda t: self._counted(t, tokens))
+            damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
+            found = fake.values.to(x.dtype).reshape(x.shape), damage
+            self._inputs.append((x, x._version, quantizer, *found))
+            del self._inputs[:-_REMEMBERED_INPUTS]
         for site in sites:
-            self._sums.add(site, damage)
-        return quantized
+            self._sums.add(site, found[1])
+        return found[0]
 
     def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
         """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
@@ -220,23 +226,6 @@ class EmulationHooks:
         if (site, x.device) not in self._placed:
             self._placed[site, x.device] = quantizer.to(x.device)
         return self._placed[site, x.device]
-
-    def _quantized_input(
-        self, site: Site, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, DamageRow]:
-        for seen, version, used, quantized, damage in self._inputs:
-            if seen is x and version == x._version and used.is_same(quantizer):
-                return quantized, damage
-        rows = x.reshape(-1, x.shape[-1])
-        before, after = rows, (fake := self._place(site, quantizer, x).fake(rows))
-        if self._kept is not None:
-            before = self._counted(rows, tokens)
-            after = fake.map(lambda t: self._counted(t, tokens))
-        damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
-        quantized = fake.values.to(x.dtype).reshape(x.shape)
-        self._inputs.append((x, x._version, quantizer, quantized, damage))
-        del self._inputs[:-_REMEMBERED_INPUTS]
-        return quantized, damage
 
     def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._kept is not None and tokens is not None:
@@ -305,12 +294,6 @@ def open_emulation_hooks(
     )
 
 
-def _measure_heads(quantizer: Quantizer, heads: torch.Tensor) -> torch.Tensor:
-    fake = quantizer.fake(heads)
-    limit = clip_limit(quantizer.fmt, saturates=quantizer.saturates)
-    return measure_heads(heads, fake.values, fake.scaled, limit)
-
-
 SEQUENCE_STRIDE = 4
 """Every 4th sequence is measured."""
 
@@ -375,19 +358,21 @@ class MeasurementHooks(EmulationHooks):
     def _measure(self, site: Site, x: torch.Tensor) -> None:
         if not self._is_measured:
             return
-        heads = self._by_head(x)
+        heads = x.transpose(0, 1).flatten(1, 2)  # [B, H, S, D] by head: the tokens that count
+        heads = heads if self._kept is None else heads[:, self._kept.to(x.device)]
+
+        def measure(quantizer: Quantizer) -> torch.Tensor:
+            fake = quantizer.fake(heads)
+            limit = clip_limit(quantizer.fmt, saturates=quantizer.saturates)
+            return measure_heads(heads, fake.values, fake.scaled, limit)
+
         for kind, quantizers in self._kinds.items():
             if (quantizer := quantizers.get(site)) is not None:
                 mine = quantizer.for_heads(len(heads))
                 if heads.device.type != "cpu":
                     mine = mine.to(heads.device)
-                pair = [_measure_heads(mine, heads)] * 2
+                pair = [measure(mine)] * 2
                 fitted = mine.fitted_to(heads) if (kind, site) in self._scalable else mine
                 if not fitted.is_same(mine):
-                    pair[1] = _measure_heads(fitted, heads)
+                    pair[1] = measure(fitted)
                 self._batch.setdefault((kind, site), []).append(torch.stack(pair))
-
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the tokens that count by head, [H, N, D], of a tensor [B, H, S, D]."""
-        flat = x.transpose(0, 1).flatten(1, 2)
-        return flat if self._kept is None else flat[:, self._kept.to(x.device)]

@@ -124,17 +124,14 @@ class Quantizer:
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
         before, amax = None, None
-        if not (is_within or self._covers_all()):
+        # Scales that come from the values themselves cover all of them.
+        is_free = isinstance(self.scale, Granularity) and not self.power_of_two
+        if not (is_within or (is_free and self.largest_amax is None)):
             before, amax = self._find_excess(x, scale, scaled)
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)
         return FakeQuantized(values.mul_(scale), before, amax, scale)
-
-    def _covers_all(self) -> bool:
-        """Tell whether scales come from the values themselves, none of which exceeds them."""
-        is_dynamic = isinstance(self.scale, Granularity)
-        return is_dynamic and self.largest_amax is None and not self.power_of_two
 
     def _find_excess(
         self, x: torch.Tensor, scale: torch.Tensor, scaled: torch.Tensor

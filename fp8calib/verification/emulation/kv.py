@@ -44,8 +44,14 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
             if attention.producer is None:
-                values = _kv_scale_values(table, attention, role, numerics)
-                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, numerics)
+                quantizers[attention.site(role)] = Quantizer(
+                    fmt=table.fmt,
+                    scale=_kv_scale_values(table, attention, role, numerics),
+                    rounding=numerics.kv_rounding,
+                    by_reciprocal=numerics.kv_by_reciprocal,
+                    in_model_dtype=numerics.kv_in_model_dtype,
+                    saturates=table.fmt.name not in numerics.kv_unsaturated,
+                )
         if numerics.quantizes_query and attention.kind == "heads":
             quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
@@ -65,22 +71,15 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         producer = table.geometry.producer_of(attention)
         if producer is attention:
             continue
-        key, value = (
-            _read_scale(table, attention, role, numerics)
-            / _kv_scale_values(table, producer, role, numerics)
-            for role in (Role.K, Role.V)
-        )
-        if bool((key != 1).any()) or bool((value != 1).any()):
-            found[attention.module] = key, value
+        factors = []
+        for role in (Role.K, Role.V):
+            own = torch.tensor(1.0)
+            if table.scales[attention.site(role)].source is not ScaleSource.ABSENT:
+                own = _kv_scale_values(table, attention, role, numerics)
+            factors.append(own / _kv_scale_values(table, producer, role, numerics))
+        if any(bool((factor != 1).any()) for factor in factors):
+            found[attention.module] = factors[0], factors[1]
     return found
-
-
-def _read_scale(
-    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
-) -> torch.Tensor:
-    if table.scales[attention.site(role)].source is ScaleSource.ABSENT:
-        return torch.tensor(1.0)
-    return _kv_scale_values(table, attention, role, numerics)
 
 
 def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[Site, Quantizer]:
@@ -189,17 +188,6 @@ def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
         heads = rank_range(num_heads, len(values), rank)
         spread[heads.start : heads.stop] = values[rank]
     return spread.reshape(-1, 1, 1)
-
-
-def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, numerics: Numerics) -> Quantizer:
-    return Quantizer(
-        fmt=fmt,
-        scale=values,
-        rounding=numerics.kv_rounding,
-        by_reciprocal=numerics.kv_by_reciprocal,
-        in_model_dtype=numerics.kv_in_model_dtype,
-        saturates=fmt.name not in numerics.kv_unsaturated,
-    )
 
 
 def _query_quantizer(table: ScaleTable, attention: Attention, numerics: Numerics) -> Quantizer:

@@ -115,7 +115,10 @@ class Requantized:
         held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
         read = zip(*(self._list_exact(p, values[p.name]) for p in self.parameters), strict=True)
         for weights, group in zip(held, read, strict=True):
-            quantizer = self._for_group(group)
+            quantizer = self.quantizer
+            if per is Granularity.TENSOR:
+                amax = torch.stack([tensor_amax(member) for member in group]).amax()
+                quantizer = replace(quantizer, scale=scale_of(amax, self.fmt))
             for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
                 both = (each.chunk(parameter.num_parts) for each in (weight, exact))
                 parts[parameter.name] += [
@@ -137,12 +140,6 @@ class Requantized:
         for piece in parameter.read_pieces(self.stored):
             exact = piece.to(value.device, torch.float32)
             yield exact.T if parameter.is_transposed else exact
-
-    def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
-        if self.quantizer.scale is not Granularity.TENSOR:
-            return self.quantizer
-        amax = torch.stack([tensor_amax(member) for member in group]).amax()
-        return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
 
     def _apply_one(
         self, weight: torch.Tensor, exact: torch.Tensor, quantizer: Quantizer
@@ -203,7 +200,12 @@ def changed_weights(
     touched: list[WeightParameter] = []
     try:
         for change in changes:
-            _require_in_memory(change.parameters, values)
+            for parameter in change.parameters:
+                if values[parameter.name].is_meta:
+                    raise VerificationError(
+                        f"{parameter.name} is offloaded, so it cannot be replaced by FP8 values",
+                        hint="omit --device-map: the model is then streamed layer by layer",
+                    )
             touched += change.parameters
             for found in change.apply(values):
                 damage.update(dict.fromkeys(found.parameter.sites, found.damage))
@@ -214,14 +216,3 @@ def changed_weights(
             pieces = parameter.pieces(values[parameter.name])
             for piece, original in zip(pieces, parameter.read_pieces(originals), strict=True):
                 piece.copy_(original)
-
-
-def _require_in_memory(
-    parameters: Sequence[WeightParameter], values: Mapping[str, torch.Tensor]
-) -> None:
-    for parameter in parameters:
-        if values[parameter.name].is_meta:
-            raise VerificationError(
-                f"{parameter.name} is offloaded, so it cannot be replaced by FP8 values",
-                hint="omit --device-map: the model is then streamed layer by layer",
-            )
