@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -34,7 +34,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule
@@ -43,7 +43,7 @@ from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import find_selection
-from fp8calib.verification.emulation.candidate import Candidate, Reads
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
@@ -148,7 +148,13 @@ def open_stats(
     Raises:
         ModelError: they are of another model, or the overlay cannot be read.
     """
-    _check_stats_model(name, stats, target)
+    if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
+        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
+        raise ModelError(
+            f"{name}: these statistics are of another model "
+            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
+            hint="calibrate this model, or pass the model that was calibrated",
+        )
     stats = rename_sites(stats, target.geometry)
     with_query = bool(list_unfit_queries(stats))
     overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
@@ -171,16 +177,6 @@ def find_candidate(name: str) -> Path:
         return path
     refuse_external_links(path)
     return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
-
-
-def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> None:
-    if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
-        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
-        raise ModelError(
-            f"{name}: these statistics are of another model "
-            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
-            hint="calibrate this model, or pass the model that was calibrated",
-        )
 
 
 def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
@@ -271,14 +267,18 @@ def build_unscaled(
 
 
 def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics) -> Candidate:
-    reads = find_misreads(table, numerics)
+    reads, notes = find_misreads(table, numerics), list(_note_defaulted(table))
+    if misread := [layer.index for layer, a in table.geometry.attentions() if a.module in reads]:
+        layers = format_ranges(misread)
+        note = f"layers {layers} read the cache of other layers with their own scales, 1.0 where "
+        notes.insert(0, f"{note}the file has none, and so misread it")
     return Candidate(
         name=name,
         description=description,
         quantizers=emulate_kv(table, numerics),
         reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        notes=(*_note_misreads(reads, table.geometry), *_note_defaulted(table)),
+        notes=tuple(notes),
     )
 
 
@@ -294,14 +294,6 @@ def list_defaulted(table: ScaleTable) -> list[int]:
 def _note_defaulted(table: ScaleTable) -> Iterator[str]:
     if layers := list_defaulted(table):
         yield f"the file has no scale for {name_ranges(layers)}: 1.0, as engines serve it"
-
-
-def _note_misreads(reads: Reads, geometry: ModelGeometry) -> Iterator[str]:
-    if layers := [layer.index for layer, a in geometry.attentions() if a.module in reads]:
-        yield (
-            f"layers {format_ranges(layers)} read the cache of other layers with their own "
-            "scales, 1.0 where the file has none, and so misread it"
-        )
 
 
 def leave_cache(
@@ -361,32 +353,23 @@ def build_scheme(
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
+    if scheme.has_static_inputs and stats is None:
+        raise UsageError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
+        )
     planned = find_planned(
         plan_scheme(scheme, ignore),
         find_selection(target.checkpoint, ignore=ignore),
         target.geometry,
         WeightSource(model, target.checkpoint),
         fmt=fmt,
-        scale_input=_find_input_scales(scheme, stats, fmt),
+        scale_input=InputScales(stats, fmt=fmt).of if stats and scheme.has_static_inputs else None,
     )
     emulation = emulate_linears(planned, target.geometry, numerics)
     rounding = _describe_rounding(emulation.quantizers, numerics)
     description = f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}"
     return replace(emulation, name=name, description=description)
-
-
-def _find_input_scales(
-    scheme: Scheme, stats: CalibrationStats | None, fmt: Fp8Format
-) -> Callable[[Linear], torch.Tensor] | None:
-    """Find what gives the static scales of inputs; None where the scheme has none."""
-    if not scheme.has_static_inputs:
-        return None
-    if stats is None:
-        raise UsageError(
-            f"--scheme {scheme.name}: its input scales come from calibration",
-            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
-        )
-    return InputScales(stats, fmt=fmt).of
 
 
 def build_checkpoint(
@@ -396,13 +379,20 @@ def build_checkpoint(
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
-    _check_embedding_and_head(checkpoint, source, target)
-    stored = find_stored(
-        checkpoint,
-        target.geometry,
-        source,
-        is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
-    )
+    # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
+    original = target.checkpoint
+    for name in source.tensor_names(list_embedding_and_head(model)) - checkpoint.quantized:
+        is_stored_alike = name in original and original.dtype(name) == checkpoint.dtype(name)
+        if is_stored_alike and _is_changed(name, checkpoint, original):
+            raise ModelError(
+                f"{checkpoint.folder}: its {name} is not that of the model",
+                hint="pass the model that the checkpoint was made from",
+            )
+
+    def is_changed(name: str) -> bool:
+        return _is_changed(name, checkpoint, original)
+
+    stored = find_stored(checkpoint, target.geometry, source, is_changed=is_changed)
     emulation = emulate_linears(stored, target.geometry, numerics)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     kv = Candidate(name=opened.name, notes=(opened.kv_note,) if opened.kv_note else ())
@@ -445,24 +435,6 @@ def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics)
     if all(each.block == MX_BLOCK for each in rounded):  # whose format asks for them
         return ""
     return f"; {numerics.name} rounds the scales of blocks and groups up to powers of two"
-
-
-def _check_embedding_and_head(
-    checkpoint: Fp8Checkpoint, source: WeightSource, target: Target
-) -> None:
-    """Refuse a checkpoint with another model's embedding or head, which no FP8 scheme changes.
-
-    All candidates are scored with the head of the unquantized model.
-    """
-    for name in source.tensor_names(list_embedding_and_head(source.model)) - checkpoint.quantized:
-        original = target.checkpoint
-        if name not in original or original.dtype(name) != checkpoint.dtype(name):
-            continue
-        if _is_changed(name, checkpoint, original):
-            raise ModelError(
-                f"{checkpoint.folder}: its {name} is not that of the model",
-                hint="pass the model that the checkpoint was made from",
-            )
 
 
 def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:

@@ -91,7 +91,14 @@ def score(
             layers=num_layers if isinstance(model, StreamedModel) else 0,
             batches=0 if isinstance(model, StreamedModel) else len(batches),
         )
-    advance = count_by_share(len(candidates) + 1 if stage else num_layers, progress)
+    share, done = len(candidates) + 1 if stage else num_layers, 0
+
+    def advance(tokens: int) -> None:
+        """Count tokens once that are counted `share` times."""
+        nonlocal done
+        before, done = done, done + tokens
+        progress.advance(done // share - before // share)
+
     names = tuple(candidate.name for candidate in candidates)
     models = [(Candidate(), hooks or EmulationHooks({}))]
     models += [(candidate, make_hooks(candidate)) for candidate in candidates]
@@ -142,18 +149,6 @@ def score_in_rounds(
 def count_in_rounds(num_candidates: int) -> int:
     """Count the passes over a text that candidates take in rounds, with the unquantized model's."""
     return num_candidates + -(-num_candidates // AT_ONCE)
-
-
-def count_by_share(share: int, progress: Progress) -> Callable[[int], None]:
-    """Count tokens once that are counted `share` times."""
-    done = 0
-
-    def advance(tokens: int) -> None:
-        nonlocal done
-        before, done = done, done + tokens
-        progress.advance(done // share - before // share)
-
-    return advance
 
 
 def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
@@ -209,16 +204,15 @@ def _run_whole(
                 add(batch, states, head.logits)
 
 
-def _group(batches: Sequence[Batch], limit: int) -> Iterator[list[Batch]]:
+def _group(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
     """Group batches of at most so many tokens together; those of a larger one are its own."""
-    group: list[Batch] = []
+    groups: list[list[Batch]] = []
     for batch in batches:
-        if group and sum(each.input_ids.numel() for each in (*group, batch)) > limit:
-            yield group
-            group = []
-        group.append(batch)
-    if group:
-        yield group
+        both = (*(groups[-1] if groups else ()), batch)
+        if not groups or sum(each.input_ids.numel() for each in both) > limit:
+            groups.append([])
+        groups[-1].append(batch)
+    return groups
 
 
 def count_tokens_at_once(model: LoadedModel, num_models: int) -> int:

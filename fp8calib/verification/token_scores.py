@@ -6,7 +6,7 @@ Shapes: N tokens, C channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -61,7 +61,10 @@ def score_batch(
     Hidden states are [B, S, C]; `logits` computes logits from them. `watched` [N, W] are tokens
     whose log-probabilities by the reference are kept.
     """
-    index, targets = _predicting_tokens(batch)
+    width = batch.input_ids.shape[1]
+    # The rows, batch-major, that predict a token, and the tokens that they should predict.
+    index = torch.cat([row * width + scored for row, scored in enumerate(batch.scored)])
+    targets = batch.input_ids.flatten()[index + 1]
     if watched is None:
         watched = torch.zeros(len(index), 0, dtype=torch.int64)
     block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
@@ -81,20 +84,8 @@ def score_batch(
 
 def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
     """Join the scores of parts, in order."""
-    return TokenScores(
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        klds=torch.cat([part.klds for part in parts]),
-        agrees=torch.cat([part.agrees for part in parts]),
-        ties=torch.cat([part.ties for part in parts]),
-        watched=torch.cat([part.watched for part in parts]),
-    )
-
-
-def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the rows (batch-major) that predict a token, and the tokens they should predict."""
-    width = batch.input_ids.shape[1]
-    index = torch.cat([row * width + scored for row, scored in enumerate(batch.scored)])
-    return index, batch.input_ids.flatten()[index + 1]
+    names = (field.name for field in fields(TokenScores))
+    return TokenScores(**{n: torch.cat([getattr(part, n) for part in parts]) for n in names})
 
 
 def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int:
@@ -120,7 +111,9 @@ def _score_block(
     However many candidates there are, the logits of only a few are in memory together.
     """
     first, others = logits(hidden[0]), hidden[1:]
-    rows = _rows_at_once(first)
+    # On a CPU so few rows that they stay in its cache from one reduction to the next.
+    rows = len(first) if first.device.type != "cpu" else _REDUCED_AT_ONCE // first.shape[1]
+    rows = max(rows, 4)
     wanted = torch.split(targets.to(first.device).unsqueeze(1), rows)
     asked = torch.split(watched.to(first.device), rows)
     scores: list[TokenScores] = []
@@ -131,13 +124,6 @@ def _score_block(
         joined = [join_scores(each) for each in zip(*parts, strict=True)]
         scores += joined[min(start, 1) :]  # the reference once
     return scores
-
-
-def _rows_at_once(logits: torch.Tensor) -> int:
-    """Choose so few rows that they stay in the CPU's cache from one reduction to the next."""
-    if logits.device.type != "cpu":
-        return len(logits)
-    return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
 
 
 def _score_rows(
