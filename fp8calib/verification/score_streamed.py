@@ -8,9 +8,10 @@ each site, are those of a model in memory whole: the numbers are the same, bit f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,10 +37,10 @@ class _Lane:
     number: int
     candidate: Candidate
     hooks: EmulationHooks
-    by_layer: Mapping[int, tuple[WeightChange, ...]]
-    around: tuple[WeightChange, ...]
+    by_layer: dict[int, list[WeightChange]] = field(default_factory=lambda: defaultdict(list))
+    around: list[WeightChange] = field(default_factory=list)
     """Changes to weights outside the layers (norms)."""
-    rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
+    rows: list[tuple[EmbeddingRows, torch.Tensor]] = field(default_factory=list)
     """Rows of embeddings that differ in this model."""
     first: int = 0
     """The first layer that it changes; the number of layers where it changes none."""
@@ -99,42 +100,28 @@ class StreamedLanes:
         return lane.number * len(self._batches) + place
 
     def _make_lane(self, number: int, candidate: Candidate, hooks: EmulationHooks) -> _Lane:
-        by_layer: dict[int, tuple[WeightChange, ...]] = {}
-        around: list[WeightChange] = []
-        rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
-        paths = {f"{layer.module}.": layer.index for layer in self._streamed.geometry.layers}
+        lane = _Lane(number=number, candidate=candidate, hooks=hooks)
+        layers = self._streamed.geometry.layers
         for change in candidate.weights:
             name = change.parameters[0].name
-            index = next((i for path, i in paths.items() if name.startswith(path)), None)
-            if index is not None:
-                by_layer[index] = (*by_layer.get(index, ()), change)
+            inside = (each.index for each in layers if name.startswith(f"{each.module}."))
+            if (index := next(inside, None)) is not None:
+                lane.by_layer[index].append(change)
             elif (embedding := self._streamed.embeddings.get(name)) is not None:
-                rows.append((embedding, _read_rows(embedding, change)))
+                lane.rows.append((embedding, _read_rows(embedding, change)))
             else:
-                around.append(change)
-        lane = _Lane(
-            number=number,
-            candidate=candidate,
-            hooks=hooks,
-            by_layer=by_layer,
-            around=tuple(around),
-            rows=tuple(rows),
-        )
+                lane.around.append(change)
         if number and not lane.changes_calls:
-            lane.first = self._find_first(lane)
+            modules = {*(site.module for site in candidate.quantizers), *candidate.reads}
+            changed = (
+                layer.index
+                for layer in layers
+                if layer.index in lane.by_layer
+                or (layer.attention is not None and layer.attention.module in modules)
+                or not modules.isdisjoint(linear.module for linear in layer.linears)
+            )
+            lane.first = min(changed, default=len(layers))
         return lane
-
-    def _find_first(self, lane: _Lane) -> int:
-        """Find the first layer that a candidate changes."""
-        modules = {*(site.module for site in lane.candidate.quantizers), *lane.candidate.reads}
-        changed = (
-            layer.index
-            for layer in self._streamed.geometry.layers
-            if layer.index in lane.by_layer
-            or (layer.attention is not None and layer.attention.module in modules)
-            or not modules.isdisjoint(linear.module for linear in layer.linears)
-        )
-        return min(changed, default=self._num_layers)
 
     def _find_calls(self) -> None:
         """Run what stands before the decoder once for each model."""
@@ -163,16 +150,15 @@ class StreamedLanes:
                         self._advance(batch.num_tokens)
 
     def _run_batch(self, steps: LayerSteps, lane: _Lane, index: int, place: int) -> None:
-        batch, source = self._batches[place], self._key(lane, place)
-        if index == lane.first:
-            source = place
+        batch, key = self._batches[place], self._key(lane, place)
+        source = place if index == lane.first else key
         before = self._store.get(source, self._decoder.device) if index else None
         checks = lane.number == 0 and place == 0
         self._decoder.find_call = lane.find_call
         lane.hooks.begin_batch(batch)
         after = steps.run_layer(index, batch, self._cache(lane), before, checks=checks)
         lane.hooks.end_batch()
-        self._store.put(self._key(lane, place), after)
+        self._store.put(key, after)
 
     def _cache(self, lane: _Lane) -> HookedCache:
         return HookedCache(self._decoder.config, self._attentions, (), lane.hooks)
