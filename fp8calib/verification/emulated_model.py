@@ -19,7 +19,6 @@ from fp8calib.formats.table import ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (
@@ -34,7 +33,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.weights import ParameterReader, changed_weights
+from fp8calib.verification.emulation.weights import changed_weights
 from fp8calib.verification.report import SCALE_ONE
 
 _EMULATED: WeakSet[LoadedModel] = WeakSet()
@@ -86,41 +85,25 @@ def emulate(
         check_runnable(model)
         checkpoint = LiveCheckpoint(model)
         prepared = prepare(model, checkpoint)
-        target = Target(
-            checkpoint=checkpoint,
-            fingerprint=fingerprint_model(checkpoint.load_config(), checkpoint),
-            geometry=prepared.geometry,
-        )
+        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+        target = Target(checkpoint=checkpoint, fingerprint=fingerprint, geometry=prepared.geometry)
         made = _make_candidate(candidate, model, target, numerics, FP8_FORMATS[fp8_dtype])
         check_sites(made, target.geometry)
         if made.weights:
             checkpoint.hold()
         for note in made.notes:
             warnings.warn(f"{made.name}: {note}", Fp8CalibWarning, stacklevel=3)
-        stack.enter_context(emulated_model(model, target.geometry, made, prepared.weights))
+        hooks = EmulationHooks(made.quantizers, made.reads)
+        measured = (hooks.damage, hooks.weight_scales)
+        originals, geometry = prepared.weights, prepared.geometry
+        stack.enter_context(changed_weights(model, made.weights, originals, *measured))
+        stack.enter_context(open_emulation_hooks(model, geometry, hooks))
+        # The caller's own cache stores the quantized K and V.
+        begin, end = hooks.begin_call, hooks.end_batch
+        stack.enter_context(open_cache_hooks(model, geometry, hooks, begin=begin, end=end))
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)
         yield made
-
-
-@contextmanager
-def emulated_model(
-    model: LoadedModel,
-    geometry: ModelGeometry,
-    candidate: Candidate,
-    originals: ParameterReader,
-) -> Iterator[None]:
-    """Hold the model under the emulation of a candidate while the context is open.
-
-    Callers run the model themselves: their own cache stores the quantized K and V.
-    """
-    hooks = EmulationHooks(candidate.quantizers, candidate.reads)
-    with (
-        changed_weights(model, candidate.weights, originals, hooks.damage, hooks.weight_scales),
-        open_emulation_hooks(model, geometry, hooks),
-        open_cache_hooks(model, geometry, hooks, begin=hooks.begin_call, end=hooks.end_batch),
-    ):
-        yield
 
 
 def _make_candidate(

@@ -18,7 +18,6 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Site
 from fp8calib.verification.emulation.candidate import Candidate, blaming
-from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.score_streamed import StreamedLanes
@@ -101,7 +100,10 @@ def score(
 
     names = tuple(candidate.name for candidate in candidates)
     models = [(Candidate(), hooks or EmulationHooks({}))]
-    models += [(candidate, make_hooks(candidate)) for candidate in candidates]
+    models += [
+        (each, (each.make_hooks or EmulationHooks)(each.quantizers, each.reads))
+        for each in candidates
+    ]
     scored: list[list[TokenScores]] = []
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.engines.numerics import Numerics
 from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
+from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from tests import zoo
@@ -178,7 +179,7 @@ def test_one_layer_alone_is_what_only_keeps(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         emulation = make_emulation(subject, SCHEMES["fp8-dynamic"])
         names = [linear.module for linear in subject.geometry.layers[1].linears]
-        (found,) = emulate(subject, emulation.only(frozenset(names)), FULL)
+        (found,) = emulate(subject, keep_modules(emulation, frozenset(names)), FULL)
         expected = quantize_by_hand(subject.model, RECIPES["fp8-dynamic"])
         expected.model.layers[0] = subject.model.model.layers[0]
         assert torch.equal(found, plain_forward(expected, FULL))

@@ -25,6 +25,7 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
+from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.quantization.select import find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import MeasurementHooks
@@ -179,7 +180,9 @@ def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path
     def split(found: dict[str, Candidate]) -> dict[str, Candidate]:
         modules = {site.module for site in found["static and kv"].quantizers}
         layers = [{m for m in modules if m.startswith(f"model.layers.{i}.")} for i in (0, 1)]
-        return {str(i): found["static and kv"].only(frozenset(m)) for i, m in enumerate(layers)}
+        return {
+            str(i): keep_modules(found["static and kv"], frozenset(m)) for i, m in enumerate(layers)
+        }
 
     whole, _ = compare(tmp_path / "model", plan, streamed=False, choose=split)
     streamed, _ = compare(tmp_path / "model", plan, streamed=True, choose=split)
@@ -201,8 +204,8 @@ def test_candidates_begin_at_the_first_layer_that_they_change(
         whole = found["static and kv"]
         layers = sorted({_layer_of(site.module) for site in whole.quantizers})
         parts = {
-            str(layer): whole.only(
-                frozenset(s.module for s in whole.quantizers if _layer_of(s.module) == layer)
+            str(layer): keep_modules(
+                whole, frozenset(s.module for s in whole.quantizers if _layer_of(s.module) == layer)
             )
             for layer in layers
         }

@@ -36,6 +36,7 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import select
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.weights import Requantized, WeightChange
 
 IN_16_BITS = "16 bits"
 """The name of the choice that quantizes nothing."""
@@ -204,7 +205,9 @@ class Choices:
             own = {site.module for each in change.parameters for site in each.sites}
             for tensor in source.tensor_names([each.name for each in change.parameters]):
                 modules[unit_of[tensor]] |= own
-        return {unit: whole.only(frozenset(paths)) for unit, paths in modules.items() if paths}
+        return {
+            unit: keep_modules(whole, frozenset(paths)) for unit, paths in modules.items() if paths
+        }
 
     def _list_linears(self) -> Iterator[Unit]:
         parts, layer_of = self._parts, self._opened.target.geometry.index_modules()
@@ -292,7 +295,7 @@ class Choices:
         both = [unit for unit in self.units if unit.sites and rules.keys() >= set(unit.sites)]
         layers = {layer for unit in both for layer in unit.layers}
         modules = {a.module for layer, a in geometry.attentions() if layer.index in layers}
-        kept = whole.only(frozenset(modules))
+        kept = keep_modules(whole, frozenset(modules))
         single = {site: each for site, each in whole.quantizers.items() if site in rules}
         return replace(kept, quantizers={**kept.quantizers, **single})
 
@@ -326,3 +329,21 @@ def list_uniform(units: Sequence[Unit]) -> dict[str, Plan]:
         if cached:
             found[f"{name}, cache {FP8_CACHE}"] = {**found[name], **cached}
     return found
+
+
+def keep_modules(candidate: Candidate, modules: frozenset[str]) -> Candidate:
+    """Keep what belongs to `modules`, the paths of attention modules and linears.
+
+    Of weights without a site, those that are copied stay: norms with factors folded in.
+    """
+
+    def belongs(change: WeightChange) -> bool:
+        sites = {site.module for parameter in change.parameters for site in parameter.sites}
+        return sites <= modules if sites else not isinstance(change, Requantized)
+
+    return replace(
+        candidate,
+        quantizers={s: q for s, q in candidate.quantizers.items() if s.module in modules},
+        reads={module: each for module, each in candidate.reads.items() if module in modules},
+        weights=tuple(filter(belongs, candidate.weights)),
+    )

@@ -15,7 +15,7 @@ import torch
 
 from fp8calib.plugins.server.kinds.kind import ServerScores
 from fp8calib.plugins.server.result import ServerDecodeResult
-from fp8calib.verification.emulation.decoding import count_prompt
+from fp8calib.plugins.server.served_hooks import count_prompt
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
 

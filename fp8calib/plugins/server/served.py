@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fp8calib.model.shapes import Role
 from fp8calib.plugins.server.result import ServedResult
+from fp8calib.plugins.server.served_hooks import ServedHooks, find_decoded
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.decoding import find_decoded
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import PairedAnswer, describe_pair
 from fp8calib.verification.score import Scores
@@ -22,7 +22,7 @@ def list_served(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """List what runs beside candidates of an engine whose prompts are computed in 16 bits."""
     for candidate in candidates:
         if candidate.has_cache:
-            yield replace(candidate, name=_served_key(candidate), prompt_in_16_bits=True)
+            yield replace(candidate, name=_served_key(candidate), make_hooks=ServedHooks)
             others = {
                 site: quantizer
                 for site, quantizer in candidate.quantizers.items()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
 from fp8calib.plugins.server.kinds.kind import SequenceScores, ServerScores
 from tests.cli.conftest import save_tokenizer
@@ -41,7 +42,7 @@ def paths(model: Path) -> tuple[Predict, Predict]:
     """Give what the unquantized model predicts, and an FP8 cache without scales."""
     runner = planted.Runner(model, torch.float32)
     unscaled = runner.emulate(None)
-    return runner.predict(unscaled.only(frozenset())), runner.predict(unscaled)
+    return runner.predict(keep_modules(unscaled, frozenset())), runner.predict(unscaled)
 
 
 def verify(model: Path, data: Path, url: str, *options: object) -> Any:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.model.shapes import Role, Site
+from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.plugins.server import server as compare_with_server
 from tests.cli.program import succeed
 from tests.plugins.server import planted
@@ -229,7 +230,7 @@ def test_another_checkpoint_behind_the_same_scales(
 def test_a_cache_that_is_not_fp8(
     served: Planted, runner: planted.Runner, ask: Callable[..., Any]
 ) -> None:
-    nothing = runner.emulate(None).only(frozenset())
+    nothing = keep_modules(runner.emulate(None), frozenset())
     report = ask(runner.predict(nothing), "--scales", served.scales)
     assert report["advice"].startswith(
         "the server behaves like the unquantized model: its KV cache is not FP8 (its changes are "

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fp8calib
+from fp8calib.plugins.plan.choices import keep_modules
 from fp8calib.plugins.server import server as compare_with_server
 from fp8calib.plugins.server.estimates import low_variance
 from fp8calib.verification.report import VerifyReport
@@ -67,7 +68,7 @@ def unscaled(runner: planted.Runner) -> Predict:
 @pytest.fixture(scope="module")
 def plain(runner: planted.Runner) -> Predict:
     """Give what an unquantized server predicts."""
-    return runner.predict(runner.emulate(None).only(frozenset()))
+    return runner.predict(keep_modules(runner.emulate(None), frozenset()))
 
 
 def ask(url: str, model: Path, data: Path, *options: object) -> Any:

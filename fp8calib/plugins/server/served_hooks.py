@@ -18,7 +18,7 @@ from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.model.shapes import Attention, Site
-from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
+from fp8calib.verification.emulation.candidate import NO_READS, Reads
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
@@ -37,12 +37,6 @@ def find_decoded(lengths: Sequence[int]) -> torch.Tensor:
     """
     parts = [torch.arange(length - 1) >= count_prompt(length) for length in lengths]
     return torch.cat(parts)
-
-
-def make_hooks(emulation: Candidate) -> EmulationHooks:
-    """Make the hooks of an emulation."""
-    kind = ServedHooks if emulation.prompt_in_16_bits else EmulationHooks
-    return kind(emulation.quantizers, emulation.reads)
 
 
 class ServedHooks(EmulationHooks):

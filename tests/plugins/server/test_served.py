@@ -18,9 +18,9 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.plugins.server import server
 from fp8calib.plugins.server.served import compare_served, list_served
+from fp8calib.plugins.server.served_hooks import ServedHooks, count_prompt, find_decoded
 from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.verify import Verification, verify
@@ -111,8 +111,8 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
     cache_type = replace(CACHE_TYPES[name], is_packed=False)
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = cache_type.quantize(subject.geometry)
-        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
-        hooks = make_hooks(emulation)
+        emulation = Candidate(quantizers=quantizers)
+        hooks = ServedHooks(quantizers)
         padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
         config = text_config(subject.model)
         changes = [STORED[name]] * config.num_hidden_layers
@@ -151,8 +151,8 @@ def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None
     )
     with opened(zoo.build("llama", num_hidden_layers=1), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), numerics)
-        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
-        (served,) = emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
+        emulation = Candidate(quantizers=quantizers)
+        (served,) = emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
         (everywhere,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
         prompt = count_prompt(FULL.lengths[0])
         plain = plain_forward(subject.model, FULL)
@@ -169,10 +169,10 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 ) -> None:
     with opened(zoo.build(family), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
+        emulation = Candidate(quantizers=quantizers)
         (_, first), *_ = subject.geometry.attentions()
         with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
-            emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
+            emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
 
 
 def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
@@ -189,8 +189,8 @@ def test_cache_of_transformers_is_scored_as_its_own_class_generates(
     """The scale is that of the prompt, and some later tokens exceed it."""
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = CACHE_TYPES["fp8_quantized_cache"].quantize(subject.geometry)
-        emulation = Candidate(quantizers=quantizers, prompt_in_16_bits=True)
-        found = emulate(subject, emulation, PADDED, FULL, hooks=make_hooks(emulation))
+        emulation = Candidate(quantizers=quantizers)
+        found = emulate(subject, emulation, PADDED, FULL, hooks=ServedHooks(quantizers))
         make_cache = partial(QuantizedCache, "fp8", text_config(subject.model))
         for batch, hidden in zip((PADDED, FULL), found, strict=True):
             for row, length in enumerate(batch.lengths):
