@@ -53,36 +53,36 @@ class BatchView:
         return split_positions(self.shape[1])
 
     @property
-    def has_samples(self) -> bool:
-        """Whether rows enter the histograms."""
-        return bool(self._sampled())
+    def sampled(self) -> list[int]:
+        """The sequences of the batch that enter the histograms."""
+        return [n for n in range(len(self.lengths)) if (self.first + n) % HISTOGRAM_SEQUENCES == 0]
 
     def padding(self, device: torch.device) -> torch.Tensor:
         """Tell which rows are padding: bool [B, S]."""
-        lengths = self.lengths
-        return self._on(
-            device,
-            "padding",
-            lambda: torch.arange(self.shape[1]) >= torch.tensor(lengths).unsqueeze(1),
-        )
 
-    def kv_sample(self, device: torch.device) -> torch.Tensor:
-        """List the rows in histograms of K and V: int64 [N]."""
-        return self._on(device, "kv", self._sample)
+        def make() -> torch.Tensor:
+            return torch.arange(self.shape[1]) >= torch.tensor(self.lengths).unsqueeze(1)
 
-    def input_sample(self, device: torch.device) -> torch.Tensor:
-        """List the rows in histograms of inputs: int64 [N]."""
-        return self._on(device, "input", lambda: self._sample(INPUT_HISTOGRAM_TOKENS))
+        return self._on(device, "padding", make)
 
     def places(self, device: torch.device) -> torch.Tensor:
         """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""
 
         def make() -> torch.Tensor:
             sizes = torch.tensor([stop - first for first, stop in self.spans])
-            numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
-            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + numbers).flatten()
+            ranges = torch.arange(len(sizes)).repeat_interleave(sizes)
+            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + ranges).flatten()
 
         return self._on(device, "places", make)
+
+    def sample(self, device: torch.device, stride: int = 1) -> torch.Tensor:
+        """List the rows that enter the histograms, each `stride`-th of a sequence: int64 [N]."""
+
+        def make() -> torch.Tensor:
+            starts = ((n * self.shape[1], self.lengths[n]) for n in self.sampled)
+            return torch.cat([torch.arange(at, at + length, stride) for at, length in starts])
+
+        return self._on(device, f"every {stride}", make)
 
     def _on(
         self, device: torch.device, name: str, make: Callable[[], torch.Tensor]
@@ -90,13 +90,3 @@ class BatchView:
         if (name, device) not in self._on_device:
             self._on_device[name, device] = make().to(device, non_blocking=True)
         return self._on_device[name, device]
-
-    def _sampled(self) -> list[int]:
-        """List the sequences of the batch that enter the histograms."""
-        return [n for n in range(len(self.lengths)) if (self.first + n) % HISTOGRAM_SEQUENCES == 0]
-
-    def _sample(self, every: int = 1) -> torch.Tensor:
-        parts = [
-            torch.arange(0, self.lengths[n], every) + n * self.shape[1] for n in self._sampled()
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)

@@ -48,7 +48,7 @@ class BatchObserver:
     def check_if_due(self) -> bool:
         """Check where enough batches have run since the last check; tell whether it did."""
         on_cpu = self.decoder.device.type == "cpu"
-        is_due = on_cpu or self.recorder.num_unchecked >= _GPU_BATCHES_PER_CHECK
+        is_due = on_cpu or len(self.recorder.unchecked) >= _GPU_BATCHES_PER_CHECK
         if is_due:
             self.require_finite()
         return is_due

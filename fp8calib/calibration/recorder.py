@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,7 +16,8 @@ from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
     Reductions,
-    join_parts,
+    count_samples,
+    finish,
     observe_expert_down,
     observe_expert_input,
     observe_heads,
@@ -25,7 +25,6 @@ from fp8calib.calibration.reductions import (
 )
 from fp8calib.calibration.statistic import COUNTS, LENGTHS, SiteStats
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
-from fp8calib.numerics.histogram import count_bins_of_each
 
 _REMEMBERED_INPUTS = 4
 _MOST_WAITING = 2**23
@@ -57,19 +56,21 @@ class LayerWork(Protocol):
         """Drop all inputs that were received: the run starts again."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """The running statistics of one site, on the device of its tensors."""
-
-    count: int = 0
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 class Recorder:
     """Receives the hooked tensors and changes none (`TensorHooks`).
 
     Batches that end are counted fully, others not at all.
+
+    Attributes:
+        batch: the batch being observed.
+        sequences: those of all batches that count, as half-open ranges in order.
+        unchecked: those since the last look for NaN.
+        is_settled: whether every batch counts fully or not at all; `end_batch` may be interrupted.
     """
+
+    batch: BatchView
+    sequences: tuple[tuple[int, int], ...]
+    unchecked: tuple[tuple[int, int], ...]
 
     def __init__(self, num_sequences: int, work: LayerWork | None = None) -> None:
         """Record a run of so many sequences, which may show only some of them.
@@ -77,42 +78,23 @@ class Recorder:
         `work` also gets the inputs of linears.
         """
         self.num_sequences = num_sequences
+        self.is_settled = True
         self._work = work
-        self._batch: BatchView | None = None
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
         self._pending: list[tuple[Site, Reductions]] = []
-        self._waiting: dict[int, Reductions] = {}
-        """Those whose histogram is not counted or whose parts are not joined, by identity."""
+        self._waiting: list[Reductions] = []
+        """Those whose histogram is not counted or whose parts are not joined."""
         self._num_waiting = 0
-        self.is_settled = True
-        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
-        self._begin_run()
+        self.forget()
 
-    def _begin_run(self) -> None:
-        self._running: defaultdict[Site, _Running] = defaultdict(_Running)
-        self._sequences: list[tuple[int, int]] = []
-        self._unchecked: dict[Site, None] = {}
-        """The sites since the last look for NaN, in execution order."""
-        self._unchecked_batches: list[tuple[int, int]] = []
-
-    @property
-    def batch(self) -> BatchView:
-        """The batch being observed."""
-        if self._batch is None:
-            msg = "no batch is open"
-            raise RuntimeError(msg)
-        return self._batch
-
-    @property
-    def sequences(self) -> tuple[tuple[int, int], ...]:
-        """The sequences of all batches that count, as half-open ranges in order."""
-        return tuple(self._sequences)
-
-    @property
-    def num_unchecked(self) -> int:
-        """The number of batches since the last look for NaN."""
-        return len(self._unchecked_batches)
+    def forget(self) -> None:
+        """Drop all statistics."""
+        self._drop_batch()
+        self.sequences = self.unchecked = ()
+        self._counts = Counter[Site]()
+        self._tensors = defaultdict[Site, dict[str, torch.Tensor]](dict)
+        self._unchecked_sites: dict[Site, None] = {}  # in execution order
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -132,8 +114,16 @@ class Recorder:
         return query
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Record the input of a linear per channel."""
-        self.record_input(Site(linear.module, Role.INPUT), x)
+        """Record the input of a linear per channel, reduced once for all that read the tensor."""
+        site = Site(linear.module, Role.INPUT)
+        for tensor, version, seen in self._inputs:
+            if tensor is x and version == x._version:
+                self._pending.append((site, seen))
+                break
+        else:
+            seen = observe_input(self.batch, site, x)
+            self.record(site, seen)
+            self._inputs = [*self._inputs[1 - _REMEMBERED_INPUTS :], (x, x._version, seen)]
         if self._work is not None:
             self._work.on_input(self.batch, linear, x)
         return x
@@ -143,8 +133,8 @@ class Recorder:
         names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
         sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
         seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
-        for site in sites:
-            self.record(site, seen)
+        self.record(sites[0], seen)
+        self._pending.extend((site, seen) for site in sites[1:])
         if self._work is not None:
             self._work.on_expert_input(self.batch, call, hidden)
         return hidden
@@ -157,95 +147,58 @@ class Recorder:
             self._work.on_expert_down(self.batch, call, rows)
         return rows
 
-    def record_input(self, site: Site, x: torch.Tensor) -> None:
-        """Observe the input of a linear, once for all linears that read the same tensor."""
-        for tensor, version, seen in self._inputs:
-            if tensor is x and version == x._version:
-                self.record(site, seen)
-                return
-        seen = observe_input(self.batch, site, x)
-        self.record(site, seen)
-        self._inputs.append((x, x._version, seen))
-        del self._inputs[:-_REMEMBERED_INPUTS]
-
     def record(self, site: Site, seen: Reductions) -> None:
         """Add what was observed at a site to the open batch."""
         self._pending.append((site, seen))
-        if id(seen) in self._waiting:
-            return
-        self._waiting[id(seen)] = seen
-        self._num_waiting += sum(part.numel() for part in seen.parts)
         if seen.sampled is not None and seen.sampled.device.type == "cpu":
-            _count_sampled([seen])  # many tensors at once are no faster there
-        elif seen.sampled is not None:
-            self._num_waiting += seen.sampled.numel()
+            count_samples([seen])  # many tensors at once are no faster there
+        kept = seen.parts if seen.sampled is None else (*seen.parts, seen.sampled)
+        self._waiting.append(seen)
+        self._num_waiting += sum(part.numel() for part in kept)
         if self._num_waiting >= _MOST_WAITING:
-            self._reduce_waiting()
+            self._finish_waiting()
 
     # --- batches ----------------------------------------------------------------------------------
 
     def begin_batch(self, batch: BatchView) -> None:
-        """Open a batch; one that has not ended is discarded.
-
-        Raises:
-            ValueError: its sequences are not among those of the run.
-        """
-        if batch.first + batch.shape[0] > self.num_sequences:
-            msg = f"sequence {batch.first} of a run of {self.num_sequences}"
-            raise ValueError(msg)
+        """Open a batch; one that has not ended is discarded."""
         self._drop_batch()
-        self._batch = batch
+        self.batch = batch
 
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
-        self._reduce_waiting()
+        self._finish_waiting()
         sequences = self.batch.first, self.batch.first + self.batch.shape[0]
         self.is_settled = False
         _apply(update for site, seen in self._pending for update in self._update(site, seen))
-        self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
-        self._unchecked_batches.append(sequences)
-        self._sequences.append(sequences)
+        self._unchecked_sites |= dict.fromkeys(site for site, _ in self._pending)
+        self.unchecked += (sequences,)
+        self.sequences += (sequences,)
         self.is_settled = True
         self._drop_batch()
 
-    def forget(self) -> None:
-        """Drop all statistics."""
-        self._drop_batch()
-        self._begin_run()
-
     def _drop_batch(self) -> None:
-        self._batch = None
         self._pending.clear()
+        self._inputs.clear()
         self._waiting.clear()
         self._num_waiting = 0
-        self._inputs.clear()
 
-    def _reduce_waiting(self) -> None:
-        """Count histograms and join parts, of many tensors in a kernel."""
-        _count_sampled(self._waiting.values())
-        groups = defaultdict[tuple[object, ...], list[Reductions]](list)
-        for seen in self._waiting.values():
-            if seen.parts:
-                shape = len(seen.parts), *seen.parts[0].shape
-                is_single = shape[:2] == (1, 1)
-                groups[seen.parts[0].device, () if is_single else shape].append(seen)
-        for group in groups.values():
-            join_parts(group)
+    def _finish_waiting(self) -> None:
+        finish(self._waiting)
         self._waiting.clear()
         self._num_waiting = 0
 
     def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
         """Give the updates that add a tensor of the batch to the running statistics."""
-        running = self._running[site]
-        running.count += seen.num_tokens
+        self._counts[site] += seen.num_tokens
+        running = self._tensors[site]
         for name, new in seen.tensors.items():
             of_run = name == "sequences"
-            if name not in running.tensors:
+            if name not in running:
                 length = self.num_sequences if of_run else LENGTHS.get(name)
-                shape = new.shape if length is None else (length,)
-                running.tensors[name] = new.new_zeros(shape)
+                running[name] = new.new_zeros(new.shape if length is None else (length,))
             start = self.batch.first if of_run else 0
-            yield name in COUNTS, running.tensors[name][start : start + len(new)], new
+            yield name in COUNTS, running[name][start : start + len(new)], new
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -256,8 +209,8 @@ class Recorder:
             The first site in execution order, and the sequence: the first of the batches where the
             site does not tell.
         """
-        batches, self._unchecked_batches = self._unchecked_batches, []
-        sites, self._unchecked = self._unchecked, {}
+        batches, self.unchecked = self.unchecked, ()
+        sites, self._unchecked_sites = self._unchecked_sites, {}
         if not batches:
             return None
         first = min(start for start, _ in batches)
@@ -265,36 +218,24 @@ class Recorder:
         by_device = defaultdict[torch.device, list[torch.Tensor]](list)
         found: dict[Site, torch.Tensor] = {}
         for site in sites:
-            tensors = self._running[site].tensors
+            tensors = self._tensors[site]
             found[site] = tensors["sequences"][seen] if "sequences" in tensors else tensors["amax"]
             by_device[found[site].device].append(found[site])
         if all(bool(torch.cat(each).isfinite().all()) for each in by_device.values()):
             return None
         site = next(site for site in sites if not bool(found[site].isfinite().all()))
         place = int((~found[site].isfinite()).nonzero()[0])
-        return site, first + (place if "sequences" in self._running[site].tensors else 0)
+        return site, first + (place if "sequences" in self._tensors[site] else 0)
 
     def stats(self) -> dict[Site, SiteStats]:
         """Give all statistics, on the CPU."""
         return {
             site: SiteStats(
-                count=running.count,
-                tensors={name: tensor.cpu() for name, tensor in running.tensors.items()},
+                count=self._counts[site],
+                tensors={name: tensor.cpu() for name, tensor in running.items()},
             )
-            for site, running in self._running.items()
+            for site, running in self._tensors.items()
         }
-
-
-def _count_sampled(waiting: Iterable[Reductions]) -> None:
-    groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
-    for seen in waiting:
-        if seen.sampled is not None:
-            groups[seen.sampled.device, seen.sampled.dtype].append(seen)
-    for group in groups.values():
-        sampled = [seen.sampled for seen in group if seen.sampled is not None]
-        for seen, histogram in zip(group, count_bins_of_each(sampled), strict=True):
-            seen.tensors["histogram"] = histogram
-            seen.sampled = None
 
 
 def _apply(updates: Iterable[_Update]) -> None:

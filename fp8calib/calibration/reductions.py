@@ -6,12 +6,14 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.batch_view import INPUT_HISTOGRAM_TOKENS, BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.errors import CalibrationError
 from fp8calib.model.shapes import Role, Site
@@ -24,6 +26,7 @@ from fp8calib.numerics.amax import (
     segment_amax,
     token_amax,
 )
+from fp8calib.numerics.histogram import count_bins_of_each
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +38,9 @@ class Reductions:
     """By name, in the shapes of `SiteStats`. `positions` ends with the last range that the batch
     reaches, and `sequences` has those of the batch."""
     parts: tuple[torch.Tensor, ...] = ()
-    """The amax of each sequence in each range of positions, fp32 [B, C], until `join_parts`."""
+    """The amax of each sequence in each range of positions, fp32 [B, C], until `finish`."""
     sampled: torch.Tensor | None = None
-    """The values that enter the histogram, until it is counted."""
+    """The values that enter the histogram, until `count_samples`."""
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -58,8 +61,8 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
         parts = [part.view(len(part), num_heads, -1).amax(2) for part in parts]
     tensors = {} if is_whole else {"amax": parts[0].amax(0), "sequences": parts.pop().amax(1)}
     sampled = None
-    if role is not Role.Q and batch.has_samples:
-        sampled = x.transpose(1, 2).flatten(0, 1)[batch.kv_sample(x.device)]
+    if role is not Role.Q and batch.sampled:
+        sampled = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device)]
     return Reductions(
         num_tokens=batch.num_tokens, tensors=tensors, parts=tuple(parts), sampled=sampled
     )
@@ -96,11 +99,11 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
         if batch.shape[0] == 1:
             tensors["sequences"] = amax.amax(0, keepdim=True)
     sampled = None
-    if batch.has_samples and num_rows == batch.num_rows:
-        sampled = x.reshape(num_rows, -1)[batch.input_sample(x.device)]
-    elif batch.has_samples:
-        stride = max(batch.num_rows // max(len(batch.input_sample(x.device)), 1), 1)
-        sampled = x.reshape(num_rows, -1)[::stride]
+    if batch.sampled:
+        chosen: Any = batch.sample(x.device, INPUT_HISTOGRAM_TOKENS)
+        if num_rows != batch.num_rows:  # as large a share of the rows
+            chosen = slice(None, None, max(batch.num_rows // len(chosen), 1))
+        sampled = x.reshape(num_rows, -1)[chosen]
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
     return Reductions(
         num_tokens=batch.num_tokens if is_whole else num_rows,
@@ -142,11 +145,11 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
         place = batch.places(rows.device)[order // num_routed]
         places = segment_amax(by_row, place, num_places).view(batch.shape[0], -1)
     sampled = None
-    if batch.has_samples:
+    if batch.sampled:
         of_token = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
-        chosen = of_token.view(-1, num_routed)[batch.input_sample(rows.device)]
+        chosen = of_token.view(-1, num_routed)[batch.sample(rows.device, INPUT_HISTOGRAM_TOKENS)]
         sampled = rows[chosen.flatten()]
     tensors = {
         "amax": channel_amax(counted),
@@ -167,20 +170,36 @@ def _reduce_experts(
     }
 
 
-def join_parts(group: Sequence[Reductions]) -> None:
-    """Join the amax of sequences and ranges of positions, in the kernels that one tensor takes.
+def finish(seen: Sequence[Reductions]) -> None:
+    """Count the histograms and join the parts of many tensors, alike ones in a kernel."""
+    count_samples(seen)
+    groups = defaultdict[tuple[object, ...], list[Reductions]](list)
+    for each in seen:
+        if each.parts:
+            shape = len(each.parts), *each.parts[0].shape
+            groups[each.parts[0].device, () if shape[:2] == (1, 1) else shape].append(each)
+    for (_, shape), group in groups.items():
+        if not shape:  # one range of one sequence, of any number of channels
+            amax = [each.parts[0][0] for each in group]
+            positions = sequences = [largest.view(1) for largest in torch._foreach_max(amax)]
+        else:
+            parts = torch.stack([part for each in group for part in each.parts])
+            found = parts.view(len(group), *shape)
+            by_part = found.amax(3)
+            amax = list(found.amax((1, 2)))
+            positions, sequences = list(by_part.amax(2)), list(by_part.amax(1))
+        for each, *joined in zip(group, amax, positions, sequences, strict=True):
+            each.tensors |= dict(zip(("amax", "positions", "sequences"), joined, strict=True))
+            each.parts = ()
 
-    The parts have one device. There is one of each tensor, of one sequence, or they have one shape.
-    """
-    if len(group[0].parts) == len(group[0].parts[0]) == 1:
-        amax = [seen.parts[0][0] for seen in group]
-        positions = sequences = [largest.view(1) for largest in torch._foreach_max(amax)]
-    else:
-        shape = len(group), len(group[0].parts), *group[0].parts[0].shape
-        found = torch.stack([part for seen in group for part in seen.parts]).view(shape)
-        by_part = found.amax(3)
-        amax = list(found.amax((1, 2)))
-        positions, sequences = list(by_part.amax(2)), list(by_part.amax(1))
-    for seen, *joined in zip(group, amax, positions, sequences, strict=True):
-        seen.tensors |= dict(zip(("amax", "positions", "sequences"), joined, strict=True))
-        seen.parts = ()
+
+def count_samples(seen: Iterable[Reductions]) -> None:
+    """Count the histograms of many tensors, alike ones in a kernel."""
+    groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
+    for each in seen:
+        if each.sampled is not None:
+            groups[each.sampled.device, each.sampled.dtype].append(each)
+    for group in groups.values():
+        sampled = [each.sampled for each in group if each.sampled is not None]
+        for each, histogram in zip(group, count_bins_of_each(sampled), strict=True):
+            each.tensors["histogram"], each.sampled = histogram, None
