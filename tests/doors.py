@@ -169,7 +169,7 @@ def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
     sites = {}
     for site, seen in stats.sites.items():
         tensors = {name: made.get(f"{site}/{name}", x) for name, x in seen.tensors.items()}
-        sites[site] = SiteStats(count=seen.count, tensors=tensors)
+        sites[site] = SiteStats(count=seen.count, **tensors)
     changed = CalibrationStats(
         header=stats.header, sites=sites, text_hashes=stats.text_hashes, shard=stats.shard
     )

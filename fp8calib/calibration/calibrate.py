@@ -79,7 +79,7 @@ class WorkShare:
                 return {}
             by_site = group_tensors({key: joined[key].clone() for key in sorted(joined)})  # views
             sites = {
-                Site.parse(site): SiteStats(count=int(tensors.pop("count")), tensors=tensors)
+                Site.parse(site): SiteStats(count=int(tensors.pop("count")), **tensors)
                 for site, tensors in by_site.items()
             }
         return merge_sites([sites, {} if self.journal is None else self.journal.sites])

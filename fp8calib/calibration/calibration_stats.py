@@ -203,7 +203,7 @@ def _build(path: Path, envelope_text: str, shard_text: str) -> CalibrationStats:
     return CalibrationStats(
         header=envelope.header,
         sites={
-            Site.parse(text): SiteStats(count=envelope.counts[text], tensors=found)
+            Site.parse(text): SiteStats(count=envelope.counts[text], **found)
             for text, found in by_site.items()
         },
         text_hashes=text_hashes,

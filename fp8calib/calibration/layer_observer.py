@@ -55,7 +55,6 @@ class LayerObserver:
         with self._streamed.layers() as layers:
             for layer in layers:
                 self._observe_layer(layer)
-                self._streamed.begin_next()
                 self._progress.advance(1)
         return self._finish_weights()
 
@@ -102,7 +101,6 @@ class LayerObserver:
                 self._observe_layer(layer)
                 index = layer.layer.index
                 if index < first:
-                    streamed.begin_next()
                     continue
                 with streamed.placed(layer):
                     self._run_layer(observer, steps, store, index, batches)

@@ -8,16 +8,15 @@ whose layers read more than the output before them. Only that output is stored b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fp8calib.calibration.decoder import Decoder, replaced_forward
+from fp8calib.calibration.decoder import Decoder
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
 
@@ -38,7 +37,7 @@ class _LayerIsDone(BaseException):
 
 
 class LayerSteps:
-    """Runs single layers of a decoder; made by `open_steps`."""
+    """Runs single layers of a decoder, whose `forward` it replaces; see `StreamedModel.steps`."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[nn.Module]) -> None:
         self._decoder = decoder
@@ -145,16 +144,6 @@ class LayerSteps:
             nans = [torch.full_like(x, torch.nan) if _is_float(x) else x for x in leaves]
             self._unknown = shapes, nans
         return pytree.tree_unflatten(self._unknown[1], spec)
-
-
-@contextmanager
-def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerSteps]:
-    """Let `LayerSteps` run the layers while the context is open."""
-    steps = LayerSteps(decoder, layers)
-    with ExitStack() as stack:
-        for index, layer in enumerate(layers):
-            stack.enter_context(replaced_forward(layer, partial(steps.forward, index)))
-        yield steps
 
 
 def _is_float(leaf: Any) -> bool:

@@ -231,8 +231,7 @@ class Recorder:
         """Give all statistics, on the CPU."""
         return {
             site: SiteStats(
-                count=self._counts[site],
-                tensors={name: tensor.cpu() for name, tensor in running.items()},
+                count=self._counts[site], **{name: x.cpu() for name, x in running.items()}
             )
             for site, running in self._tensors.items()
         }

@@ -173,7 +173,7 @@ def _reduce_experts(
 def finish(seen: Sequence[Reductions]) -> None:
     """Count the histograms and join the parts of many tensors, alike ones in a kernel."""
     count_samples(seen)
-    groups = defaultdict[tuple[object, ...], list[Reductions]](list)
+    groups = defaultdict[tuple[torch.device, tuple[int, ...]], list[Reductions]](list)
     for each in seen:
         if each.parts:
             shape = len(each.parts), *each.parts[0].shape

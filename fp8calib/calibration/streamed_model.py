@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.decoder import Decoder, DecoderCall
+from fp8calib.calibration.decoder import Decoder, DecoderCall, replaced_forward
 from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
 from fp8calib.calibration.hidden_states import HiddenStateStore
-from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerSteps, open_steps
+from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerSteps
 from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader, set_tensor
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
@@ -62,7 +62,6 @@ class StreamedModel:
         checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
-        begin_next: begins to read the next layer, if the current one will not be placed.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class StreamedModel:
         self.checkpoint = loader.checkpoint
         self.device = torch.device(streaming.device)
         self.embeddings = embeddings
-        self.begin_next: Callable[[], None] = lambda: None
+        self._begin_next: Callable[[], None] = lambda: None
         self._streaming = streaming
         self._loader = loader
         self._parts = loader.layers()
@@ -90,12 +89,8 @@ class StreamedModel:
 
     @contextmanager
     def layers(self) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers; each is read ahead, in a thread.
-
-        The next one is read from `placed` or `begin_next` on: two are in memory at a time.
-        """
-        layers = list(zip(self.geometry.layers, self._parts, strict=True))
-        unread = iter(layers)
+        """Iterate over the layers; one is read, in a thread, while the one before is placed."""
+        unread = zip(self.geometry.layers, self._parts, strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
 
         def read(layer: Layer, part: ModelPart) -> StreamedLayer:
@@ -108,12 +103,12 @@ class StreamedModel:
                 reading.append(pool.submit(read, *following))
 
         def finished() -> Iterator[StreamedLayer]:
-            for _ in layers:
+            for _ in self._parts:
                 begin_next()
                 yield reading.popleft().result()
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
-            self.begin_next = begin_next
+            self._begin_next = begin_next
             yield finished()
 
     @contextmanager
@@ -122,22 +117,13 @@ class StreamedModel:
 
         With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
-        self._loader.place(layer.part, layer.held, keep=keep)
-        self.begin_next()
-        try:
+        with self._loader.placed(layer.part, layer.held, keep=keep):
+            self._begin_next()
             yield
-        finally:
-            self._loader.drop(layer.part)
 
-    @contextmanager
-    def placed_towers(self) -> Iterator[None]:
+    def placed_towers(self) -> AbstractContextManager[None]:
         """Put the weights of what runs before the decoder into the model."""
-        towers = self._loader.towers()
-        self._loader.place(towers, self._loader.read(towers))
-        try:
-            yield
-        finally:
-            self._loader.drop(towers)
+        return self._loader.placed(self._loader.towers())
 
     @contextmanager
     def steps(
@@ -157,7 +143,11 @@ class StreamedModel:
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = find_call
             modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
-            yield stack.enter_context(open_steps(decoder, modules))
+            steps = LayerSteps(decoder, modules)
+            for index, module in enumerate(modules):
+                forward = partial(steps.forward, index)
+                stack.enter_context(replaced_forward(module, forward))
+            yield steps
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:
@@ -171,8 +161,7 @@ class StreamedModel:
             own = dict(module.named_parameters(recurse=False))
             if any(parameter.is_meta for parameter in own.values()):
                 part = self._loader.part({f"{name}.{leaf}" for leaf in own}.__contains__)
-                self._loader.place(part, self._loader.read(part))
-                stack.callback(self._loader.drop, part)
+                stack.enter_context(self._loader.placed(part))
 
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
@@ -198,8 +187,10 @@ def open_streamed(
     loader = PartLoader(weights, checkpoint, prepared.geometry, dtype=dtype, device=device)
     _compute_buffers(prepared.model, loader)
     around = loader.around_layers()
-    with open_embeddings(weights, tokens, dtype=dtype, device=device) as embeddings:
-        loader.place(around, loader.read(around))
+    with (
+        open_embeddings(weights, tokens, dtype=dtype, device=device) as embeddings,
+        loader.placed(around),
+    ):
         yield StreamedModel(prepared, loader, streaming, embeddings)
 
 

@@ -6,7 +6,9 @@ in which transformers itself loads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,14 +32,9 @@ class HeldTensors:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        held: dict[str, torch.Tensor],
-        dtype: torch.dtype | None = None,
+        self, checkpoint: Checkpoint, held: dict[str, torch.Tensor], dtype: torch.dtype | None
     ) -> None:
-        self.folder = checkpoint.folder
-        self.tensors = checkpoint.tensors
-        self.held = held
+        self.folder, self.tensors, self.held = checkpoint.folder, checkpoint.tensors, held
         self._checkpoint = checkpoint
         self._dtype = dtype
 
@@ -174,38 +171,42 @@ class PartLoader:
     def read(self, part: ModelPart) -> HeldTensors:
         """Read the tensors of a part as stored."""
         held = {name: self.checkpoint.read(name) for name in part.tensors}
-        return HeldTensors(self.checkpoint, held)
+        return HeldTensors(self.checkpoint, held, dtype=None)
 
-    def place(self, part: ModelPart, tensors: HeldTensors, *, keep: bool = False) -> None:
-        """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
+    @contextmanager
+    def placed(
+        self, part: ModelPart, tensors: HeldTensors | None = None, *, keep: bool = False
+    ) -> Iterator[None]:
+        """Hold a part in the model while the context is open, and return its memory then.
+
+        It is read unless `tensors` has it. These are dropped once used, unless `keep` is set.
 
         Raises:
             ModelError: a joined weight does not have the shape the config states.
         """
-        by_key: dict[str, list[str]] = {}
+        held = (self.read(part) if tensors is None else tensors).held
+        by_key = defaultdict[str, list[str]](list)
         for name, parameter in part.wanted.items():
-            by_key.setdefault(self._maker[parameter], []).append(name)
-        for key, names in by_key.items():
-            cast = HeldTensors(self.checkpoint, tensors.held, self._target(names[0]))
-            made = self.weights.reading_from(cast).read_all(key)
-            stored = self.weights.tensor_names([key])
-            for name in () if keep else stored:
-                tensors.held.pop(name, None)
-            for name in names:
-                tensor = made[part.wanted[name]].to(self._target(name))
-                self._require_shape(name, tensor.shape)
-                set_tensor(self._model, name, tensor.to(self.device))
-            rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
-            for name in stored if self.device == "cpu" else ():
-                held = tensors.held.get(name)
-                if held is not None and held.untyped_storage().data_ptr() in rooms:
-                    tensors.held[name] = held.clone()  # the model's may be changed in place
-
-    def drop(self, part: ModelPart) -> None:
-        """Drop a part and return its memory to the system."""
-        for name in part.wanted:
-            set_tensor(self._model, name, self._known[name])
-        return_freed_memory()
+            by_key[self._maker[parameter]].append(name)
+        try:
+            for key, names in by_key.items():
+                cast = HeldTensors(self.checkpoint, held, self._target(names[0]))
+                made = self.weights.reading_from(cast).read_all(key)
+                rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+                for name in self.weights.tensor_names([key]) & held.keys():
+                    if not keep:
+                        del held[name]
+                    elif self.device == "cpu" and held[name].untyped_storage().data_ptr() in rooms:
+                        held[name] = held[name].clone()  # the model's may be changed in place
+                for name in names:
+                    tensor = made[part.wanted[name]].to(self._target(name))
+                    self._require_shape(name, tensor.shape)
+                    set_tensor(self._model, name, tensor.to(self.device))
+            yield
+        finally:
+            for name in part.wanted:
+                set_tensor(self._model, name, self._known[name])
+            return_freed_memory()
 
     def _target(self, name: str) -> torch.dtype:
         """Give the dtype that transformers loads a parameter in."""

@@ -34,7 +34,7 @@ def observe_weights(
         linear, found = weight.linear, _reduce(weight.values, weight.name)
         site = Site(linear.module, Role.WEIGHT)
         if weight.expert is None:
-            yield site, SiteStats(count=0, tensors=found)
+            yield site, SiteStats(count=0, **found)
             continue
         cut = found["amax_in" if linear.shard == "row" else "amax"]
         found["experts"] = group_amax(cut.unsqueeze(0), linear.expert_block)[0]
@@ -43,7 +43,7 @@ def observe_weights(
             parts = by_expert.pop(linear.module)
             stacked = {name: torch.stack([part[name] for part in parts]) for name in found}
             joined = {name: x if name == "experts" else x.amax(0) for name, x in stacked.items()}
-            yield site, SiteStats(count=0, tensors=joined)
+            yield site, SiteStats(count=0, **joined)
 
 
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:

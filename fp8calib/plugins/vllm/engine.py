@@ -381,7 +381,7 @@ def _read_answer(
         )
     counts = json.loads(metadata["counts"])
     return {
-        Site.parse(site): SiteStats(count=counts[site], tensors=found)
+        Site.parse(site): SiteStats(count=counts[site], **found)
         for site, found in group_tensors(load(answer)).items()
     }
 

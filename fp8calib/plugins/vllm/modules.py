@@ -273,11 +273,11 @@ def _join(parts: Sequence[tuple[range, SiteStats]], count: int) -> SiteStats:
                 tensors[name][place.start : place.stop] = own
         else:
             tensors[name] = reduce(partial(join, name), (own for _, own in held))
-    return SiteStats(count=owned[0][1].count, tensors=tensors)
+    return SiteStats(count=owned[0][1].count, **tensors)
 
 
 def _multiply(stats: SiteStats, factor: float) -> SiteStats:
     tensors = {
         name: found if name in COUNTS else found * factor for name, found in stats.tensors.items()
     }
-    return SiteStats(count=stats.count, tensors=tensors)
+    return SiteStats(count=stats.count, **tensors)
