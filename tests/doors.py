@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.merge import merge_shards
@@ -104,14 +104,14 @@ def run_calibration(
     part = None if shard is None else Share(index=shard[0], count=shard[1])
     with Checkpoint.open(folder) as checkpoint:
         prepared = prepare(model, checkpoint, ())
+        observe = Observe(weights=weights)
+        header = make_header(
+            *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
+        )
         stats = calibrate(
-            prepared,
-            plan,
-            source,
-            checkpoint,
-            observe=Observe(weights=weights),
+            *(prepared, plan, checkpoint, header),
+            observe=observe,
             batch_size=batch_size,
-            recipe_name="test",
             progress=Silent(),
             streaming=streaming,
             share=WorkShare(shard=part),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,36 +54,6 @@ class WorkShare:
     back_offs: list[BackOff] = field(default_factory=list)
     """Filled by the run: where batches became smaller because memory ran out."""
 
-    def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
-        """Give the batches this process has still to run."""
-        done = () if self.journal is None else self.journal.sequences
-        remaining = drop_finished(select_batches(plan, batch_size, self.shard), done)
-        return list(self.group.share_of(remaining))
-
-    def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
-        """Give the linears whose weights this process has still to read: one process reads each."""
-        mine = linears if self.shard is None else self.shard.take(linears)
-        done = () if self.journal is None else self.journal.weights
-        return self.group.share_of([each for each in mine if each.module not in done])
-
-    def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        """Join the statistics of all processes and of earlier runs, in the first process."""
-        if self.group.size > 1:
-            maxima: dict[str, torch.Tensor] = {}
-            counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
-            for key, tensor in name_tensors(sites):
-                (counts if key.rpartition("/")[2] in COUNTS else maxima)[key] = tensor
-            joined = self.group.all_reduce(maxima, ReduceOp.MAX)
-            joined |= self.group.all_reduce(counts, ReduceOp.SUM, torch.int64)
-            if not self.group.is_first:
-                return {}
-            by_site = group_tensors({key: joined[key].clone() for key in sorted(joined)})  # views
-            sites = {
-                Site.parse(site): SiteStats(count=int(tensors.pop("count")), **tensors)
-                for site, tensors in by_site.items()
-            }
-        return merge_sites([sites, {} if self.journal is None else self.journal.sites])
-
 
 class TextEngine(Protocol):
     """An engine that loads the model itself, runs batches and observes them."""
@@ -111,12 +81,11 @@ class TextEngine(Protocol):
 def calibrate(
     prepared: PreparedModel,
     plan: DataPlan | None,
-    source: ModelSource,
     checkpoint: Checkpoint,
+    header: StatsHeader,
     *,
     observe: Observe,
     batch_size: int,
-    recipe_name: str,
     progress: Progress,
     streaming: Streaming | None = None,
     share: WorkShare | None = None,
@@ -127,8 +96,9 @@ def calibrate(
 
     With `streaming` the model has no weights yet: those of each layer are read once, and the
     statistics are the same, bit for bit. Of several processes only the first returns them all.
-    `work` also gets the inputs of each layer, and needs a streamed model. `engine` loads
-    the model and runs the text itself; `prepared` then has no weights.
+    `header` is that of `make_header`. `work` also gets the inputs of each layer, and needs a
+    streamed model. `engine` loads the model and runs the text itself; `prepared` then has no
+    weights.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -136,68 +106,68 @@ def calibrate(
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
     share = share or WorkShare()
-    todo = [] if plan is None else share.batches(plan, batch_size)
-    linears = None
-    if observe.weights:
-        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
-    recorder = Recorder(0 if plan is None else len(plan.sequences), work)
+    shard, journal, group = share.shard, share.journal, share.group
+    chosen = [] if plan is None else select_batches(plan, batch_size, shard)
+    done = () if journal is None else journal.sequences
+    todo = list(group.share_of(drop_finished(chosen, done)))
+    linears: Sequence[Linear] | None = None
+    if observe.weights:  # one process reads each
+        linears = [linear for _, linear in prepared.geometry.linears()]
+        linears = linears if shard is None else shard.take(linears)
+        read = () if journal is None else journal.weights
+        linears = group.share_of([each for each in linears if each.module not in read])
+    recorder = Recorder(header.num_sequences, work)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
-    if linears is not None and streaming is None:
-        sites |= _read_weights(prepared, linears, checkpoint, progress, share)
-    if streaming is not None:
-        tokens = find_distinct_tokens(todo)
-        with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
-            layers = LayerObserver(streamed, linears, progress, work=work, journal=share.journal)
-            if todo:
-                with open_observer(prepared, recorder, observe) as observer:
-                    sites |= layers.observe(observer, todo, share.back_offs)
+    with ExitStack() as stack:
+        if streaming is not None:
+            tokens = find_distinct_tokens(todo)
+            opened = open_streamed(prepared, checkpoint, tokens, streaming)
+            layers = LayerObserver(
+                stack.enter_context(opened), linears, progress, work=work, journal=journal
+            )
+        elif linears is not None:
+            sites |= _read_weights(prepared, linears, checkpoint, progress, share)
+        if todo and engine is None:
+            observer = stack.enter_context(open_observer(prepared, recorder, observe))
+            if streaming is not None:
+                sites |= layers.observe(observer, todo, share.back_offs)
             else:
-                sites |= layers.observe_weights()
-    elif todo and engine is not None:
-        found, unseen = engine.observe(
-            *(prepared, checkpoint, todo, observe),
-            num_sequences=recorder.num_sequences,
-            progress=progress,
-            journal=share.journal,
-        )
-        sites |= found
-    elif todo:
-        _run_whole(prepared, todo, recorder, observe, progress, share)
-        sites |= recorder.stats()
-    sites = share.join(sites)
-    if plan is not None and observe.kv and share.group.is_first:
+                observer.run_whole(todo, progress, journal, share.back_offs)
+                sites |= recorder.stats()
+        elif streaming is not None:
+            sites |= layers.observe_weights()
+        elif todo and engine is not None:
+            seen, unseen = engine.observe(
+                *(prepared, checkpoint, todo, observe),
+                num_sequences=header.num_sequences,
+                progress=progress,
+                journal=journal,
+            )
+            sites |= seen
+    sites = _join_processes(group, sites)
+    if journal is not None:
+        sites = merge_sites([sites, journal.sites])
+    if plan is not None and observe.kv and group.is_first:
         _require_kv(prepared, sites)
-    if share.journal is None:
-        header = make_header(
-            *(prepared, plan, source, checkpoint),
-            observe=observe,
-            recipe_name=recipe_name,
-            engine=engine,
-        )
-    else:
-        header = share.journal.header
-    skipped = tuple(
-        Skipped(site=site, why=why)
-        for site, why in list_skipped(
-            prepared, sites, unseen, query=observe.query, inputs=observe.inputs
-        )
-    )
-    kept = hash_unquantized(checkpoint.stored) if share.group.is_first else {}
-    shard = None
-    if share.shard is not None and plan is not None:
-        chosen = select_batches(plan, batch_size, share.shard)
-        shard = StatsShard(
-            index=share.shard.index,
-            count=share.shard.count,
+    skipped = list_skipped(prepared, sites, unseen, query=observe.query, inputs=observe.inputs)
+    added = {
+        "skipped": tuple(Skipped(site=site, why=why) for site, why in skipped),
+        "unquantized": hash_unquantized(checkpoint.stored) if group.is_first else {},
+    }
+    part = None
+    if shard is not None and plan is not None:
+        part = StatsShard(
+            index=shard.index,
+            count=shard.count,
             batch_size=batch_size,
             sequences=join_ranges(sequence_ranges(chosen)),
         )
     return CalibrationStats(
-        header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
+        header=header.model_copy(update=added),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        shard=shard,
+        shard=part,
     )
 
 
@@ -264,27 +234,23 @@ def _read_weights(
     return found
 
 
-def _run_whole(
-    prepared: PreparedModel,
-    todo: Sequence[Batch],
-    recorder: Recorder,
-    observe: Observe,
-    progress: Progress,
-    share: WorkShare,
-) -> None:
-    num_tokens = sum(batch.num_tokens for batch in todo)
-    progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
-    journal = share.journal
-    with (
-        open_observer(prepared, recorder, observe) as observer,
-        nullcontext() if journal is None else journal.saving(recorder),
-    ):
-        observer.run_whole(
-            todo,
-            progress.advance,
-            on_checked=lambda: None if journal is None else journal.save_if_due(recorder),
-            back_offs=share.back_offs,
-        )
+def _join_processes(group: ProcessGroup, sites: dict[Site, SiteStats]) -> dict[Site, SiteStats]:
+    """Join the statistics of all processes; only the first one gets them."""
+    if group.size == 1:
+        return sites
+    maxima: dict[str, torch.Tensor] = {}
+    counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
+    for key, tensor in name_tensors(sites):
+        (counts if key.rpartition("/")[2] in COUNTS else maxima)[key] = tensor
+    joined = group.all_reduce(maxima, ReduceOp.MAX)
+    joined |= group.all_reduce(counts, ReduceOp.SUM, torch.int64)
+    if not group.is_first:
+        return {}
+    by_site = group_tensors({key: joined[key].clone() for key in joined})  # they are views
+    return {
+        Site.parse(site): SiteStats(count=int(tensors.pop("count")), **tensors)
+        for site, tensors in by_site.items()
+    }
 
 
 def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:

@@ -12,9 +12,7 @@ from contextlib import ExitStack
 
 from fp8calib.calibration.decoder import OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
-from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.layer_steps import LayerSteps
 from fp8calib.calibration.observed_batches import BatchObserver, cut_into
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.statistic import SiteStats, merge_sites
@@ -46,7 +44,8 @@ class LayerObserver:
         self._work = work
         self._journal = journal
         self._weights: dict[Site, SiteStats] = {}
-        self._observed: set[str] = set()
+        self._read: set[str] = set()
+        """The tensors of layers whose weights are observed."""
         self._counted = 0
 
     def observe_weights(self) -> dict[Site, SiteStats]:
@@ -54,9 +53,10 @@ class LayerObserver:
         self._progress.stage("reading weights", self._num_layers, unit="layers")
         with self._streamed.layers() as layers:
             for layer in layers:
-                self._observe_layer(layer)
+                self._observe_weights(layer)
                 self._progress.advance(1)
-        return self._finish_weights()
+        self._check_others()
+        return self._weights
 
     def observe(
         self, observer: BatchObserver, batches: Sequence[Batch], back_offs: list[BackOff]
@@ -91,6 +91,7 @@ class LayerObserver:
     def _walk(self, observer: BatchObserver, batches: Sequence[Batch]) -> dict[Site, SiteStats]:
         """Run all batches through every layer in turn."""
         streamed, journal, first = self._streamed, self._journal, 0
+        last = self._num_layers - 1
         with ExitStack() as stack:
             store = stack.enter_context(streamed.open_hidden_states())
             if journal is not None:
@@ -98,42 +99,33 @@ class LayerObserver:
             steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
             self._count(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(streamed.layers()):
-                self._observe_layer(layer)
+                self._observe_weights(layer)
                 index = layer.layer.index
                 if index < first:
                     continue
                 with streamed.placed(layer):
-                    self._run_layer(observer, steps, store, index, batches)
+                    for number, batch in enumerate(batches):
+                        before = store.get(number, observer.decoder.device) if index else None
+                        with observer.observed(batch) as cache:
+                            checks = number == 0
+                            after = steps.run_layer(index, batch, cache, before, checks=checks)
+                        if index < last:
+                            store.put(number, after)
+                        self._count(batch.num_tokens)
+                        observer.check(at_end=number == len(batches) - 1)
                     if self._work is not None:
                         self._work.finish_layer(layer.layer)
-                if journal is not None and index < self._num_layers - 1:
+                if journal is not None and index < last:
                     journal.save_layer(index, batches, store, observer.recorder)
+        self._check_others()
         earlier = {} if journal is None else journal.layer_sites
-        return merge_sites([self._finish_weights(), earlier, observer.recorder.stats()])
-
-    def _run_layer(
-        self,
-        observer: BatchObserver,
-        steps: LayerSteps,
-        store: HiddenStateStore,
-        index: int,
-        batches: Sequence[Batch],
-    ) -> None:
-        for number, batch in enumerate(batches):
-            before = store.get(number, observer.decoder.device) if index else None
-            with observer.observed(batch) as cache:
-                after = steps.run_layer(index, batch, cache, before, checks=number == 0)
-            if index < self._num_layers - 1:
-                store.put(number, after)
-            self._count(batch.num_tokens)
-            observer.check_if_due()
-        observer.require_finite()
+        return merge_sites([self._weights, earlier, observer.recorder.stats()])
 
     def _count(self, steps: int) -> None:
         self._counted += steps
         self._progress.advance(steps)
 
-    def _observe_layer(self, layer: StreamedLayer) -> None:
+    def _observe_weights(self, layer: StreamedLayer) -> None:
         if self._linears is None:
             return
         ignored = self._streamed.prepared.ignored
@@ -141,11 +133,11 @@ class LayerObserver:
         self._weights |= observe_weights(linears, layer.weights, ignored=ignored)
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
-        self._observed.update(layer.part.tensors)
+        self._read.update(layer.part.tensors)
 
-    def _finish_weights(self) -> dict[Site, SiteStats]:
+    def _check_others(self) -> None:
+        """Look for NaN in the tensors outside the layers."""
         if self._linears is not None:
             checkpoint = self._streamed.checkpoint
-            others = [name for name in checkpoint.tensors if name not in self._observed]
+            others = [name for name in checkpoint.tensors if name not in self._read]
             check_other_weights(checkpoint, others)
-        return self._weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
             )
         if difference:
             raise ModelError(difference, hint="the runs of all shards must differ only in --shard")
-    _check_complete([(name, shard) for name, _, shard in found], first.header)
+    _check_complete([(name, shard) for name, _, shard in found], first.header.num_sequences)
     others = [stats.header.skipped for _, stats, _ in found[1:]]
     skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
     return replace(
@@ -67,7 +67,7 @@ def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     return stats.shard
 
 
-def _check_complete(named: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
+def _check_complete(named: Sequence[tuple[str, StatsShard]], num_sequences: int) -> None:
     """Refuse shards, in the order of their index, if one is missing or given twice."""
     for (name, shard), (other, following) in pairwise(named):
         if shard.index == following.index:
@@ -77,21 +77,16 @@ def _check_complete(named: Sequence[tuple[str, StatsShard]], header: StatsHeader
     count = named[0][1].count
     missing = sorted({*range(1, count + 1)} - {shard.index for _, shard in named})
     if missing:
-        numbers = ", ".join(map(str, missing))
-        what = (
-            f"shard {numbers} of {count} is"
-            if len(missing) == 1
-            else f"shards {numbers} of {count} are"
-        )
+        what = "shards {} of {} are" if len(missing) > 1 else "shard {} of {} is"
         raise ModelError(
-            f"{what} missing",
+            f"{what.format(', '.join(map(str, missing)), count)} missing",
             hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
         )
     joined = join_ranges([each for _, shard in named for each in shard.sequences])
-    if joined != ((0, header.num_sequences),):
+    if joined != ((0, num_sequences),):
         raise ModelError(
             f"{', '.join(name for name, _ in named)}: together they do not hold all "
-            f"{header.num_sequences} sequences",
+            f"{num_sequences} sequences",
             hint="name the files of finished runs, not the checkpoints of interrupted ones",
         )
 
@@ -101,38 +96,44 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
 
     Skipped sites, and the file names of equal data, are not compared.
     """
-    return "; ".join(_differences(header, other))
-
-
-def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
-    both = header, other
+    differences: list[str] = []
     if header.schema_version != other.schema_version:
-        yield "statistics of different versions of this tool"
-    if header.model_fingerprint != other.model_fingerprint:
-        models = header.model_fingerprint, other.model_fingerprint
-        yield f"different model ({explain_difference(*models, between=', and ')})"
+        differences.append("statistics of different versions of this tool")
+    models = header.model_fingerprint, other.model_fingerprint
+    if models[0] != models[1]:
+        why = explain_difference(*models, between=", and ")
+        differences.append(f"different model ({why})")
     elif header.geometry != other.geometry:
-        yield "different geometry of the same model"
-    if header.data_fingerprint != other.data_fingerprint:
-        texts = (
-            f"{each.num_tokens} tokens in {each.num_sequences} sequences of "
-            f"{', '.join(each.data_sources)}, {each.data_fingerprint[:8]}"
-            for each in both
+        differences.append("different geometry of the same model")
+    own, others = _list_settings(header), _list_settings(other)
+    for name in own | others:
+        (key, text), (other_key, other_text) = (
+            each.get(name, ("none",) * 2) for each in (own, others)
         )
-        yield f"different data ({', and '.join(texts)})"
-    recipes = [f"{each.recipe_name} {each.recipe_hash[:8]}" for each in both]
-    if (header.recipe_name, header.recipe_hash) != (other.recipe_name, other.recipe_hash):
-        yield f"different recipe ({', and '.join(recipes)})"
-    values: dict[str, list[object]] = {
-        "dtype": [each.compute_dtype for each in both],
-        "engine": [each.engine or "transformers" for each in both],
-        **{
-            f"version of {name}": [each.versions.get(name, "none") for each in both]
-            for name in sorted({*header.versions, *other.versions})
-        },
-        "histogram_sequences": [each.histogram_sequences for each in both],
-        "input_histogram_tokens": [each.input_histogram_tokens for each in both],
+        if key != other_key:
+            differences.append(f"different {name} ({text}, and {other_text})")
+    return "; ".join(differences)
+
+
+_NONE = "none", "none"
+
+
+def _list_settings(header: StatsHeader) -> dict[str, tuple[object, str]]:
+    """List what two runs must have in common, with its text in messages."""
+    data = (
+        f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
+        f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}"
+    )
+    recipe = f"{header.recipe_name} {header.recipe_hash[:8]}"
+    plain = {
+        "dtype": header.compute_dtype,
+        "engine": header.engine or "transformers",
+        **{f"version of {name}": header.versions[name] for name in sorted(header.versions)},
+        "histogram_sequences": header.histogram_sequences,
+        "input_histogram_tokens": header.input_histogram_tokens,
     }
-    for name, (own, others) in values.items():
-        if own != others:
-            yield f"different {name} ({own}, and {others})"
+    return {
+        "data": (header.data_fingerprint, data),
+        "recipe": ((header.recipe_name, header.recipe_hash), recipe),
+        **{name: (value, str(value)) for name, value in plain.items()},
+    }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
@@ -14,11 +14,13 @@ from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hooks import HookedCache, open_hooks
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
+from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 
@@ -45,24 +47,19 @@ class BatchObserver:
         yield self._new_cache()
         self.recorder.end_batch()
 
-    def check_if_due(self) -> bool:
-        """Check where enough batches have run since the last check; tell whether it did."""
-        on_cpu = self.decoder.device.type == "cpu"
-        is_due = on_cpu or len(self.recorder.unchecked) >= _GPU_BATCHES_PER_CHECK
-        if is_due:
-            self.require_finite()
-        return is_due
-
-    def require_finite(self) -> None:
-        """Check the batches since the last check.
+    def check(self, *, at_end: bool = False) -> bool:
+        """Check the batches since the last check if they are enough; tell whether it did.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names site and sample.
         """
+        is_due = at_end or self.decoder.device.type == "cpu"
+        if not is_due and len(self.recorder.unchecked) < _GPU_BATCHES_PER_CHECK:
+            return False
         if (found := self.recorder.find_nonfinite()) is None:
-            return
+            return True
         site, sample = found
-        what = {Role.INPUT: "the input of"}.get(site.role, f"{site.role} of")
+        what = "the input of" if site.role is Role.INPUT else f"{site.role} of"
         raise CalibrationError(
             f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
             hint="float16 overflows at 65504: try --dtype bfloat16"
@@ -72,44 +69,43 @@ class BatchObserver:
 
     def run_whole(
         self,
-        batches: Iterable[Batch],
-        advance: Callable[[int], None],
-        *,
-        on_checked: Callable[[], None],
+        batches: Sequence[Batch],
+        progress: Progress,
+        journal: Journal | None,
         back_offs: list[BackOff],
     ) -> None:
         """Run all batches through the text decoder, never through the lm_head.
 
         A batch that does not fit into memory is halved, and so are all later ones; `back_offs`
-        tells where. `on_checked` is called when all statistics are known to be finite.
+        tells where.
 
         Raises:
             CalibrationError: an activation is NaN or inf (the message names layer and sample), or
                 one sequence does not fit into memory.
         """
-        waiting = deque(batches)
-        most, has_run = sys.maxsize, False
-        while waiting:
-            batch = waiting.popleft()
-            if len(batch.lengths) > most:
-                waiting.extendleft(reversed(cut_into(batch, most)))
-                continue
-            if not self._fits(batch):
-                return_memory_of(self.decoder.device)
-                most = len(batch.lengths) // 2
-                back_offs.append(BackOff(first=batch.first, batch_size=most))
-                waiting.appendleft(batch)
-                continue
-            if not has_run:
-                # The first batch allocates the statistics between its activations; later ones do
-                # not.
-                return_freed_memory()
-                has_run = True
-            advance(batch.num_tokens)
-            if self.check_if_due():
-                on_checked()
-        self.require_finite()
-        on_checked()
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        progress.stage("calibrating", num_tokens, unit="tokens", batches=len(batches))
+        waiting, most, has_run = deque(batches), sys.maxsize, False
+        with nullcontext() if journal is None else journal.saving(self.recorder):
+            while waiting:
+                batch = waiting.popleft()
+                if len(batch.lengths) > most:
+                    waiting.extendleft(reversed(cut_into(batch, most)))
+                    continue
+                if not self._fits(batch):
+                    return_memory_of(self.decoder.device)
+                    most = len(batch.lengths) // 2
+                    back_offs.append(BackOff(first=batch.first, batch_size=most))
+                    waiting.appendleft(batch)
+                    continue
+                if not has_run:
+                    # The first batch allocates the statistics between its activations; later ones
+                    # do not.
+                    return_freed_memory()
+                    has_run = True
+                progress.advance(batch.num_tokens)
+                if self.check(at_end=not waiting) and journal is not None:
+                    journal.save_if_due(self.recorder)
 
     def _fits(self, batch: Batch) -> bool:
         """Run a batch; False where it must be halved."""

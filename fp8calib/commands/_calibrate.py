@@ -145,14 +145,14 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
     if request.dry_run:
         return make_run_plan(job, mode)
     if job.out is None:
-        stats, cost = run_job(job, mode, None)
+        stats, cost = run_job(job, mode, header, None)
         return make_calibrate_result(job, stats, cost) if job.group.is_first else None
     for text in (*describe_rows(job.plan), *mode.describe()):
         job.reporter.say(text)
     with work_folder(job, header) as work:
         if work.finished is not None:
             return _tell_finished(job, work.finished)
-        stats, cost = run_job(job, mode, work)
+        stats, cost = run_job(job, mode, header, work)
         if not job.group.is_first:
             return None
         return _write(job, stats, cost, work.path, request)

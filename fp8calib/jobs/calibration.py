@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.header import BackOff
+from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.commands.recipe import Recipe
@@ -42,14 +42,16 @@ def run_calibration(
         CalibrationError: the forward pass failed, or gave NaN or infinity.
     """
     mode = choose_mode(model, recipe, plan, scratch=Path.cwd())
+    prepared = model.load(mode, progress)
+    header = make_header(
+        *(prepared, plan, model.source, model.checkpoint),
+        observe=recipe.observe,
+        recipe_name=recipe.name,
+    )
     return calibrate(
-        model.load(mode, progress),
-        plan,
-        model.source,
-        model.checkpoint,
+        *(prepared, plan, model.checkpoint, header),
         observe=recipe.observe,
         batch_size=recipe.data.batch_size,
-        recipe_name=recipe.name,
         progress=progress,
         streaming=mode.streaming,
     )
@@ -126,7 +128,7 @@ def choose_mode(
 
 
 def run_job(
-    job: ResumableJob, mode: MemoryPlan, work: WorkFolder | None
+    job: ResumableJob, mode: MemoryPlan, header: StatsHeader, work: WorkFolder | None
 ) -> tuple[CalibrationStats, dict[str, Any]]:
     """Run the calibration of a job, with its work on layers if it has some.
 
@@ -151,11 +153,10 @@ def run_job(
         stats = calibrate(
             job.load(mode, progress) if job.engine is None else job.prepared,
             job.plan,
-            job.source,
             job.checkpoint,
+            header,
             observe=job.recipe.observe,
             batch_size=job.recipe.data.batch_size,
-            recipe_name=job.recipe.name,
             progress=progress,
             streaming=mode.streaming,
             share=share,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate
+from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
+from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -34,6 +35,14 @@ class Subject:
     checkpoint: Checkpoint
     streaming: Streaming | None
 
+    def header(self, plan: DataPlan, observe: Observe = OBSERVE) -> StatsHeader:
+        """Make the header of a run."""
+        return make_header(
+            *(self.prepared, plan, self.source, self.checkpoint),
+            observe=observe,
+            recipe_name="test",
+        )
+
     def calibrate(
         self,
         share: WorkShare | None = None,
@@ -41,18 +50,14 @@ class Subject:
         plan: DataPlan | None = None,
         batch_size: int = 2,
         observe: Observe = OBSERVE,
-        recipe_name: str = "test",
         progress: Silent | None = None,
     ) -> CalibrationStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
+        plan = plan or rows_of(LENGTHS)
         return calibrate(
-            self.prepared,
-            plan or rows_of(LENGTHS),
-            self.source,
-            self.checkpoint,
+            *(self.prepared, plan, self.checkpoint, self.header(plan, observe)),
             observe=observe,
             batch_size=batch_size,
-            recipe_name=recipe_name,
             progress=progress or Silent(),
             streaming=self.streaming,
             share=share or WorkShare(),

@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.calibration import journal as journal_module
 from fp8calib.calibration import recorder
-from fp8calib.calibration.calibrate import WorkShare, make_header
+from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal
@@ -75,14 +75,7 @@ def keep_in(
     """Open the journal of a folder."""
     folder.mkdir(exist_ok=True)
     plan = rows_of(LENGTHS, seed=seed)
-    header: StatsHeader = make_header(
-        subject.prepared,
-        plan,
-        subject.source,
-        subject.checkpoint,
-        observe=observe,
-        recipe_name="test",
-    ).model_copy(update=changes)
+    header: StatsHeader = subject.header(plan, observe).model_copy(update=changes)
     journal = Journal(
         folder, header, plan.text.hashes, shard=shard, batch_size=batch_size, warn=fail
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import calibrate
+from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming
@@ -55,14 +55,14 @@ def stats_bytes(
         model = load_model(source, dtype=dtype, device="cpu", device_map=None)
         streaming = None
     with Checkpoint.open(folder) as checkpoint:
+        prepared = prepare(model, checkpoint, observe.ignore)
+        header = make_header(
+            *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
+        )
         stats = calibrate(
-            prepare(model, checkpoint, observe.ignore),
-            plan,
-            source,
-            checkpoint,
+            *(prepared, plan, checkpoint, header),
             observe=observe,
             batch_size=batch_size,
-            recipe_name="test",
             progress=Silent(),
             streaming=streaming,
         )

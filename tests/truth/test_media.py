@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fp8calib.calibration import journal
-from fp8calib.calibration.calibrate import WorkShare, make_header
+from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.commands.recipe import Data
@@ -23,7 +23,7 @@ from fp8calib.data.sources import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.model.shapes import Role, Site
-from tests.calibration.running import OBSERVE, as_bytes, opened
+from tests.calibration.running import as_bytes, opened
 from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
 from tests.kit.multimodal import (
@@ -154,11 +154,7 @@ def test_a_run_with_media_goes_on(
 
         def go_on() -> WorkShare:
             (tmp_path / "kept").mkdir(exist_ok=True)
-            header = make_header(
-                *(subject.prepared, plan, subject.source, subject.checkpoint),
-                observe=OBSERVE,
-                recipe_name="test",
-            )
+            header = subject.header(plan)
             kept = journal.Journal(
                 tmp_path / "kept",
                 header,

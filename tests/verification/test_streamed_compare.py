@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import calibrate
+from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
@@ -120,12 +120,9 @@ def _measure(
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     prepared = prepare(model, checkpoint, ())
+    header = make_header(*(prepared, plan, source, checkpoint), observe=OBSERVE, recipe_name="test")
     stats = calibrate(
-        *(prepared, plan, source, checkpoint),
-        observe=OBSERVE,
-        batch_size=3,
-        recipe_name="test",
-        progress=Silent(),
+        *(prepared, plan, checkpoint, header), observe=OBSERVE, batch_size=3, progress=Silent()
     )
     _measured[folder] = stats, prepared.geometry
     return _measured[folder]

@@ -156,8 +156,9 @@ def run_gptq(
     mode = choose_calibration_mode(job)
     for text in mode.describe():
         task.reporter.say(text)
-    with work_folder(job, make_job_header(job)) as work:
-        stats, _ = run_job(job, mode, work)
+    header = make_job_header(job)
+    with work_folder(job, header) as work:
+        stats, _ = run_job(job, mode, header, work)
         if not job.group.is_first:
             return None
         plan = _plan_checkpoint(job, task, opened.selection, stats)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.calibrate import calibrate
+from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
@@ -67,12 +67,14 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     plan = _plan_tokens(tokens, batches, model)
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe.observe.ignore)
+        header = make_header(
+            *(ready, plan, source, checkpoint), observe=recipe.observe, recipe_name=recipe.name
+        )
         run = partial(
             calibrate,
-            *(ready, plan, source, checkpoint),
+            *(ready, plan, checkpoint, header),
             observe=recipe.observe,
             batch_size=recipe.data.batch_size,
-            recipe_name=recipe.name,
         )
         yield Setup(
             model=model,
