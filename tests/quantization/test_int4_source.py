@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
-from fp8calib.quantization.sources.integers import unpack
+from fp8calib.quantization.sources.packed import unpack
 from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, pack, store, write_section
 
 UP = "model.layers.0.mlp.up_proj"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -22,13 +22,12 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
+from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.sources.already_quantized import describe_weights
-from fp8calib.quantization.sources.fp4 import find_fp4
-from fp8calib.quantization.sources.integers import find_integers
+from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
 
 FP8 = "FP8"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -36,25 +35,6 @@ _READ = (
     "calibrate and verify read FP8 checkpoints, INT4 and INT8 weights of compressed-tensors, "
     "NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of compressed-tensors and gpt_oss"
 )
-
-
-class StoredWeight(Protocol):
-    """A quantized weight, as it is stored."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded weight."""
-
-    @property
-    def form(self) -> str:
-        """The name of the format."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of all tensors it is stored as."""
-
-    def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
-        """Decode rows of the first axis: fp32."""
 
 
 def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
@@ -125,12 +105,26 @@ class DecodedCheckpoint(Checkpoint):
         self._stored = stored
         quantized = find_quantized(stored)
         assert quantized is not None  # noqa: S101 -- every caller has checked it
-        self.weights: dict[str, StoredWeight] = dict(_find_weights(stored, quantized))
+        self.weights: dict[str, StoredWeight] = dict(find_fp4(stored))
+        if quantized.method == "compressed-tensors":
+            self.weights |= find_integers(stored)
+        if quantized.config.get("transform_config"):
+            raise ModelError(
+                f"{stored.folder}: transform_config rotates the inputs of its weights",
+                hint="name the unquantized model",
+            )
         parts = {part for weight in self.weights.values() for part in weight.parts}
-        self._fp8 = _open_fp8(stored, parts)
-        if self._fp8 is not None:
-            for name in sorted(self._fp8.quantized):
-                self.weights[name] = _Fp8Weight(self._fp8, name)
+        self._fp8 = fp8 = _open_fp8(stored, parts)
+        if fp8 is not None:
+            self.weights |= {
+                name: StoredWeight(
+                    form=FP8,
+                    shape=fp8.tensors[name].shape,
+                    parts=(name,),
+                    decode=partial(fp8.read_rows, name),
+                )
+                for name in sorted(fp8.quantized)
+            }
         if not self.weights:
             return
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
@@ -195,7 +189,7 @@ class DecodedCheckpoint(Checkpoint):
         weight = self.weights.get(name)
         if weight is None:
             return super().read_rows(name, start, stop)
-        return weight.read(self._stored, start, stop).to(self.dtype(name))
+        return weight.decode(start, stop).to(self.dtype(name))
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read a part of one matrix of a 3-D tensor."""
@@ -270,48 +264,6 @@ class StoredCodes:
         if position is None:
             return scales
         return scales[position.expert, position.first : position.first + matrix.shape[0]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Fp8Weight:
-    """An FP8 weight, in every form that `Fp8Checkpoint` reads."""
-
-    fp8: Fp8Checkpoint
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.fp8.tensors[self.name].shape
-
-    @property
-    def form(self) -> str:
-        return FP8
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
-        del checkpoint  # `fp8` has its own
-        return self.fp8.read_rows(self.name, start, stop)
-
-
-def _find_weights(
-    checkpoint: Checkpoint, quantized: QuantizedModel
-) -> Iterator[tuple[str, StoredWeight]]:
-    """Find the weights that are not FP8.
-
-    Raises:
-        ModelError: a weight does not fit its scales, or its inputs are rotated.
-    """
-    yield from find_fp4(checkpoint)
-    if quantized.method == "compressed-tensors":
-        yield from find_integers(checkpoint)
-    if quantized.config.get("transform_config"):
-        raise ModelError(
-            f"{checkpoint.folder}: transform_config rotates the inputs of its weights",
-            hint="name the unquantized model",
-        )
 
 
 def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint | None:

@@ -13,8 +13,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import ModelError, shorten
 from fp8calib.numerics.formats import SMALLEST_SCALE
-from fp8calib.quantization.sources.decoded import DecodedCheckpoint, StoredWeight
-from fp8calib.quantization.sources.integers import IntegerWeight
+from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+from fp8calib.quantization.sources.packed import StoredWeight
 
 _FORMATS = {"pack-quantized": ".weight_packed", "int-quantized": ".weight"}
 """Format -> suffix of the tensor with the integers."""
@@ -89,9 +89,9 @@ class Int4Source(DecodedCheckpoint):
     def _read_scale(self, weight: StoredWeight, suffixes: tuple[str, ...]) -> torch.Tensor:
         """Read the one scale of a weight: fp32 []."""
         stored = weight.parts[0]
-        if not isinstance(weight, IntegerWeight) or not stored.endswith(suffixes):
+        if not weight.scale or not stored.endswith(suffixes):
             raise self._refusal(f"{shorten(stored)} holds {weight.form}, which is not its format")
-        if weight.zero_point is not None:
+        if weight.zero_point:
             raise self._refusal(f"there is {shorten(weight.zero_point)}")
         found, name = self.stored.read(weight.scale), shorten(weight.scale)
         if found.numel() != 1:

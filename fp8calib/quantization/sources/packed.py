@@ -1,0 +1,286 @@
+"""Decode INT4, INT8 and FP4 weights.
+
+Integers of compressed-tensors 0.20 (`compressors/pack_quantized`, `naive_quantized`): a weight is
+`X.weight_packed` (integers in words of an int32, the first in the lowest bits, each plus half of
+their range) with `X.weight_shape`, or int8 `X.weight`. Its scale `X.weight_scale` is one number, or
+one for each row, or for each row and group of columns. Zero points have the shape of the scale:
+int8, or packed too, along the rows.
+
+FP4 is NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of these and of gpt_oss. Two e2m1 numbers
+are in a byte, the first in its low bits. Each group of 16 or 32 columns of a row has a scale; a
+second scale is for the whole weight. ModelOpt multiplies by it (`weight_scale_2`),
+compressed-tensors 0.20 divides by it (`weight_global_scale`, `compressors/nvfp4`; `mxfp4`).
+gpt_oss stores its experts as `X_blocks` [experts, out, in / 32, 16] and `X_scales`, and its
+unquantized form `X` is [experts, in, out] (transformers 5.23, `integrations/mxfp4.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import FLOATS, TensorEntry
+from fp8calib.errors import ModelError, shorten
+
+_PACKED = ".weight_packed"
+_BITS = (4, 8)
+_BLOCKS = "_blocks"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+_GROUPS: Mapping[str, tuple[int, str]] = {"F8_E4M3": (16, "NVFP4"), "U8": (32, "MXFP4")}
+"""The dtype of the scales -> how many columns share one, and the format; those of MXFP4 are powers
+of two."""
+_EXPONENT_BIAS = 127
+_FP4_COMPANIONS = (
+    *("weight_scale", "weight_scale_2", "weight_global_scale", "input_scale"),
+    "input_global_scale",
+)
+_HINT = "download the checkpoint again, or name the unquantized model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """A quantized weight, as it is stored."""
+
+    form: str
+    """The name of the format."""
+    shape: tuple[int, ...]
+    """The shape of the decoded weight."""
+    parts: tuple[str, ...]
+    """The names of all tensors it may be stored as, that of its codes first."""
+    decode: Callable[[int, int], torch.Tensor]
+    """Decode rows of the first axis, from start to stop (exclusive): fp32."""
+    scale: str = ""
+    """The name of the scales of integers."""
+    zero_point: str = ""
+    """The name of the zero points of integers; empty if there are none."""
+
+
+def find_integers(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
+    """Find the weights of integers in a checkpoint, by the name of the weight.
+
+    Raises:
+        ModelError: shapes do not fit, or a tensor is missing.
+    """
+    for stored, entry in checkpoint.tensors.items():
+        module = stored.rpartition(".")[0]
+        if stored.endswith(_PACKED) and entry.dtype == "I32":
+            shape = _read_shape(checkpoint, f"{module}.weight_shape")
+            bits = next((each for each in _BITS if _is_packed(entry, shape, each)), 0)
+        elif stored.endswith(".weight") and entry.dtype == "I8" and len(entry.shape) == 2:
+            shape, bits = (entry.shape[0], entry.shape[1]), 8
+        else:
+            continue
+        if not bits:
+            raise _refusal(
+                checkpoint,
+                f"{shorten(stored)} is {entry.dtype} {list(entry.shape)}, and its weight "
+                f"{list(shape)}: not integers of 4 or 8 bits",
+            )
+        scale, point = f"{module}.weight_scale", f"{module}.weight_zero_point"
+        _check_scale(checkpoint, scale, shape)
+        if point in checkpoint.tensors:
+            _check_zero_point(checkpoint, point, checkpoint.tensors[scale].shape, bits)
+        else:
+            point = ""
+        integers = _Integers(checkpoint, stored, shape, scale, point, bits)
+        weight = StoredWeight(
+            form=f"INT{bits}",
+            shape=shape,
+            parts=(stored, scale, f"{module}.weight_shape", *filter(None, [point])),
+            decode=integers.decode,
+            scale=scale,
+            zero_point=point,
+        )
+        yield f"{module}.weight", weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """The stored integers of a weight [out, in], their scales and zero points."""
+
+    checkpoint: Checkpoint
+    stored: str
+    shape: tuple[int, int]
+    scale: str
+    zero_point: str
+    bits: int
+
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        codes = self.checkpoint.read_rows(self.stored, start, stop)
+        if self.stored.endswith(_PACKED):
+            codes = unpack(codes, self.shape[1], self.bits)
+        scale = self.checkpoint.read(self.scale).to(torch.float32)
+        _check_values(self.checkpoint, self.scale, scale)
+        values = codes.to(torch.float32)
+        if self.zero_point:
+            points = self.checkpoint.read(self.zero_point)
+            if points.dtype is torch.int32:
+                points = unpack(points.T, scale.shape[0], self.bits).T
+            values -= self._spread(points.to(torch.float32), start, stop)
+        return values * self._spread(scale, start, stop)
+
+    def _spread(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Repeat the values of groups over the columns of some rows."""
+        if values.numel() == 1:
+            return values.reshape(())
+        return values[start:stop].repeat_interleave(self.shape[1] // values.shape[1], 1)
+
+
+def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
+    """Find the FP4 weights of a checkpoint, by the name of the weight.
+
+    Raises:
+        ModelError: shapes do not fit, or a scale is missing.
+    """
+    for stored in checkpoint.tensors:
+        if stored.endswith(_BLOCKS):
+            yield stored.removesuffix(_BLOCKS), _find_experts(checkpoint, stored)
+        if _is_fp4(checkpoint, stored):
+            module = stored.rpartition(".")[0]
+            yield f"{module}.weight", _find_fp4_weight(checkpoint, module, stored)
+
+
+def _find_fp4_weight(checkpoint: Checkpoint, module: str, stored: str) -> StoredWeight:
+    rows, octets = checkpoint.tensors[stored].shape
+    shape, name = (rows, 2 * octets), f"{module}.weight_scale"
+    entry = checkpoint.tensors.get(name)
+    group, form = _GROUPS.get(entry.dtype, (0, "")) if entry is not None else (0, "")
+    if entry is None or not group or entry.shape != (rows, shape[1] // group):
+        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise ModelError(
+            f"{checkpoint.folder}: {shorten(name)} is {found} for an FP4 weight {list(shape)}",
+            hint="the scales of NVFP4 are e4m3 for 16 columns, those of MXFP4 uint8 for 32",
+        )
+    factor = _read_number(checkpoint, f"{module}.weight_scale_2")
+    divisor = _read_number(checkpoint, f"{module}.weight_global_scale")
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        values = _decode_fp4(checkpoint.read_rows(stored, start, stop))
+        scale = checkpoint.read_rows(name, start, stop)
+        if scale.dtype is torch.uint8:
+            scale = _decode_powers(scale)
+        else:
+            scale = scale.float() * factor / divisor
+        _check_values(checkpoint, name, scale)
+        return values * scale.repeat_interleave(group, 1)
+
+    parts = (stored, *(f"{module}.{leaf}" for leaf in _FP4_COMPANIONS))
+    return StoredWeight(form=form, shape=shape, parts=parts, decode=decode)
+
+
+def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
+    """Find stacked experts of gpt_oss, which are decoded as [experts, in, out]."""
+    name = f"{stored.removesuffix(_BLOCKS)}_scales"
+    blocks, scale = checkpoint.tensors[stored], checkpoint.tensors.get(name)
+    is_stored = blocks.dtype == "U8" and len(blocks.shape) == 4 and blocks.shape[3] == 16
+    if not is_stored or scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
+        found = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}"
+        raise ModelError(
+            f"{checkpoint.folder}: {shorten(stored)} is {blocks.dtype} {list(blocks.shape)}, and "
+            f"{shorten(name)} is {found}",
+            hint="gpt_oss has 16 bytes and a scale for 32 columns, both uint8",
+        )
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        values = _decode_fp4(checkpoint.read_rows(stored, start, stop))
+        powers = _decode_powers(checkpoint.read_rows(name, start, stop))
+        return (values * powers.unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
+
+    experts, rows, groups, _ = blocks.shape
+    shape = (experts, 32 * groups, rows)
+    return StoredWeight(form="MXFP4", shape=shape, parts=(stored, name), decode=decode)
+
+
+def _is_fp4(checkpoint: Checkpoint, name: str) -> bool:
+    entry = checkpoint.tensors[name]
+    if entry.dtype != "U8" or len(entry.shape) != 2:
+        return False
+    module = name.rpartition(".")[0]
+    is_modelopt = name.endswith(".weight") and f"{module}.weight_scale_2" in checkpoint.tensors
+    return is_modelopt or name.endswith(_PACKED)
+
+
+def _decode_fp4(octets: torch.Tensor) -> torch.Tensor:
+    """Decode the two numbers of every byte: twice as many columns, fp32."""
+    return _VALUES[torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).long()]
+
+
+def _decode_powers(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(exponents.float() - _EXPONENT_BIAS)
+
+
+def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
+    """Unpack int32 words of 4- or 8-bit integers, the first in the lowest bits.
+
+    Args:
+        words: int32 [R, words of a row], each number plus half of its range.
+        num_columns: numbers per row; the rest of the last word is padding.
+        bits: bits of a number.
+
+    Returns:
+        int16 [R, num_columns]; of 4 bits from -8 to 7.
+    """
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        octets = torch.stack((octets & 15, octets >> 4), dim=-1)
+    numbers = octets.reshape(len(words), -1)[:, :num_columns]
+    return numbers.to(torch.int16) - (1 << (bits - 1))
+
+
+def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    if name not in checkpoint.tensors:
+        raise _refusal(checkpoint, f"there is no {shorten(name)}")
+    sizes = checkpoint.read(name).flatten().tolist()
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise _refusal(checkpoint, f"{shorten(name)} is not the two sizes of a weight")
+    return sizes[0], sizes[1]
+
+
+def _read_number(checkpoint: Checkpoint, name: str) -> float:
+    """Read the scale of a whole weight; 1 if there is none."""
+    if name not in checkpoint.tensors:
+        return 1.0
+    stored = checkpoint.read(name).float()
+    value = float(stored) if stored.numel() == 1 else 0.0
+    if not 0 < value < float("inf"):
+        raise _refusal(checkpoint, f"{shorten(name)} is not one number above zero")
+    return value
+
+
+def _is_packed(entry: TensorEntry, shape: tuple[int, int], bits: int) -> bool:
+    return entry.shape == (shape[0], -(-shape[1] // (32 // bits)))
+
+
+def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
+    entry = checkpoint.tensors.get(name)
+    if entry is None or entry.dtype not in FLOATS:
+        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is not a float")
+    rows, columns = shape
+    is_one = prod(entry.shape) == 1
+    is_grid = len(entry.shape) == 2 and entry.shape[0] == rows and entry.shape[1] > 0
+    if not is_one and not (is_grid and columns % entry.shape[1] == 0):
+        raise _refusal(
+            checkpoint, f"{shorten(name)} has shape {list(entry.shape)} for a weight {list(shape)}"
+        )
+
+
+def _check_zero_point(checkpoint: Checkpoint, name: str, scale: tuple[int, ...], bits: int) -> None:
+    entry = checkpoint.tensors[name]
+    packed = (-(-scale[0] // (32 // bits)), *scale[1:]) if len(scale) == 2 else None
+    if (entry.dtype, entry.shape) not in (("I8", scale), ("I32", packed)):
+        fault = f"{entry.dtype} {list(entry.shape)} for scales {list(scale)}"
+        raise _refusal(checkpoint, f"{shorten(name)} is {fault}")
+
+
+def _check_values(checkpoint: Checkpoint, name: str, scale: torch.Tensor) -> None:
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise _refusal(checkpoint, f"{shorten(name)} holds what is not a scale")
+
+
+def _refusal(checkpoint: Checkpoint, fault: str) -> ModelError:
+    return ModelError(f"{checkpoint.folder}: {fault}", hint=_HINT)
