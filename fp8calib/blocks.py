@@ -15,13 +15,6 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
-    """A warning, shown next to the results that it concerns."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Answer(Line):
     """The answer of a command, which a terminal shows beside JSON too."""
 
@@ -68,4 +61,4 @@ class Table:
         return replace(self, columns=list(map(str, columns)), rows=rows)
 
 
-Block: TypeAlias = Line | Warn | Table
+Block: TypeAlias = Line | Table

@@ -116,8 +116,6 @@ def show(found: Iterable[blocks.Block]) -> None:
                 say(block.text)
         elif isinstance(block, blocks.Table):
             print_table(block.title, block.columns, block.texts)
-        elif isinstance(block, blocks.Warn):
-            warn(block.text)
         else:
             print_text(block.text)
 

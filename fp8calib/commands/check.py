@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import computed_field
 
-from fp8calib.blocks import Block, Line, Table, Warn
+from fp8calib.blocks import Block, Line, Table
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
@@ -253,7 +253,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     """Give the verdict first and last, and a table for each engine."""
     verdict = f"{request.path}: {result.verdict}"
     yield Line(verdict)
-    for name, engine in result.engines.items():
+    for engine in result.engines.values():
         title = f"{engine.engine} {engine.version}: {engine.summary}"
         if engine.loads_without_kv:
             yield Line(title)
@@ -266,12 +266,9 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
             yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):
             yield Line(f"  fix: {fix}")
-        for reason in engine.unknown:
-            yield Warn(f"{name}: unknown: {reason}")
-        for suspicion in engine.suspicious:
-            yield Warn(f"{name}: suspicious: {suspicion}")
-        for problem in engine.problems:
-            yield Warn(f"{name}: {problem}")
+        yield from (Line(f"  unknown: {reason}") for reason in engine.unknown)
+        yield from (Line(f"  suspicious: {reason}") for reason in engine.suspicious)
+        yield from (Line(f"  note: {problem}") for problem in engine.problems)
     if not Path(request.path).is_file():
         yield Line(_UNREAD)
     yield Line(verdict)

@@ -12,7 +12,7 @@ from statistics import median
 from fp8calib.engines.outliers import find_outliers
 from fp8calib.engines.reach import Reach, find_odd
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
-from fp8calib.engines.scale_mixups import Slot, find_mixup, find_swap
+from fp8calib.engines.scale_mixups import Slot, find_common_factor, find_mixup, find_swap
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates
 from fp8calib.errors import format_ranges
@@ -36,7 +36,7 @@ _FIX = "write the scales of these statistics (`fp8calib export`), or calibrate a
 def mark_odd_scales(
     report: EngineReport, factor: float = 1.0, *, reaches: Mapping[Slot, Reach]
 ) -> EngineReport:
-    """Call scales of K and V misread that are far from statistics, or of another place.
+    """Call scales of K and V bad that are far from statistics, or of another place.
 
     Args:
         report: what an engine does with them.
@@ -45,8 +45,10 @@ def mark_odd_scales(
     """
     used = _list_used(report, factor)
     found = _list_odd(used, _match(used, reaches))
-    mixup, mixed = find_mixup(used, {slot: x.amax for slot, x in reaches.items()})
+    amax = {slot: reach.amax for slot, reach in reaches.items()}
+    mixup, mixed = find_mixup(used, amax)
     found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
+    found |= find_common_factor(used, amax)
     layers = tuple(_mark(layer, found) for layer in report.layers)
     return report.model_copy(update={"layers": layers})
 
@@ -140,7 +142,7 @@ def _mark(layer: LayerVerdict, found: Mapping[Slot, str]) -> LayerVerdict:
         text = found.get((layer.layer, role))
         if text is None:
             return verdict
-        return verdict.model_copy(update={"status": Status.MISREAD, "why": text, "fix": _FIX})
+        return verdict.model_copy(update={"status": Status.BAD, "why": text, "fix": _FIX})
 
     return LayerVerdict(layer=layer.layer, k=mark(Role.K, layer.k), v=mark(Role.V, layer.v))
 

@@ -11,16 +11,14 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.engines.scale_mistakes import Key, explain
 from fp8calib.model.shapes import KV_ROLES, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.histogram_estimates import clipped_share
+from fp8calib.numerics.histogram_estimates import MOST_CLIPPED, clipped_share
 
 _MOST_HEADROOM = 16.0
 """How far above the statistics a scale may be: other text and headroom give less."""
 _MOST_CLIPPING = 64.0
-"""How far below it may be, because rules like `percentile` clip outliers; see `_MOST_CLIPPED`."""
+"""How far below it may be, because rules like `percentile` clip outliers; see `MOST_CLIPPED`."""
 _MOST_UNSEEN_CLIPPING = 4.0
 """The same where no histogram tells how many values that clips."""
-_MOST_CLIPPED = 0.03
-"""The share of the values that a scale may clip: `percentile:99` and other text clip less."""
 _WITHIN = 1.5
 """The factor by which scales of other text differ at most from those of the statistics."""
 
@@ -49,7 +47,7 @@ class Reach:
         if self.histogram is None or reach >= self.amax:
             return ""
         share = clipped_share(self.histogram, scale, fmt, amax=self.amax)
-        return f"{text}, and {share:.0%} of the values clip" if share > _MOST_CLIPPED else ""
+        return f"{text}, and {share:.1%} of the values clip" if share > MOST_CLIPPED else ""
 
 
 def find_odd(

@@ -1,4 +1,4 @@
-"""Find scales of K and V that got to the wrong place: k and v swapped, or shifted by a layer."""
+"""Find scales of K and V that are wrong together: swapped, of other layers, or by one factor."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ _MOST_SHARED = math.log(64.0)
 """The factor that all of them may share, of headroom or clipping; reciprocals are farther off."""
 _LEAST_SLOTS = 4
 """Of fewer scales nothing can be said."""
+_SAME = math.log(1.01)
+"""How far scales of the same statistics may differ, when they are rounded to bfloat16."""
+_LEAST_FACTOR = 1.5
+"""How much smaller all scales have to be than amax asks for; a little clipping may be meant."""
 
 
 def find_swap(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> str:
@@ -50,10 +54,62 @@ def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> tupl
     Returns:
         What happened, and the scales that it changes; nothing where each scale is of its place.
     """
-    for text, moved in list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
+    swapped, *shifted = list_moves([*dict.fromkeys(layer for layer, _ in scales)])
+    if _fits(scales, amax, swapped[1], [list(swapped[1])], most_shared=_MOST_SHARED):
+        return swapped[0], list(swapped[1])
+    found = [_find_order(scales, amax, role) for role in KV_ROLES]
+    if any(found):
+        order = {slot: other for each in found for slot, other in each.items()}
+        roles = " and ".join(role for role, each in zip(KV_ROLES, found, strict=True) if each)
+        (layer, _), (other, _) = next(iter(order.items()))
+        text = f"the {roles} scales are in another order: layer {layer} has that of layer {other}"
+        return text, list(order)
+    for text, moved in shifted:
         if _fits(scales, amax, moved, [list(moved)], most_shared=_MOST_SHARED):
             return text, list(moved)
     return "", []
+
+
+def _find_order(
+    scales: Mapping[Slot, float], amax: Mapping[Slot, float], role: Role
+) -> dict[Slot, Slot]:
+    """Map the places of one role to those whose scales they have; empty where none is moved.
+
+    All scales have to be those of the statistics, each of one layer; text that differs would give
+    other numbers.
+    """
+    slots = [slot for slot in scales if slot[1] is role and slot in amax]
+    if len(slots) < _LEAST_SLOTS:
+        return {}
+    own = {slot: math.log(scales[slot] * E4M3FN.max / amax[slot]) for slot in slots}
+    by_scale = sorted(slots, key=lambda slot: scales[slot])
+    by_amax = sorted(slots, key=lambda slot: amax[slot])
+    ratios = [
+        math.log(scales[slot] * E4M3FN.max / amax[other])
+        for slot, other in zip(by_scale, by_amax, strict=True)
+    ]
+    shared = median(ratios)
+    misfit = max(abs(each - shared) for each in ratios)
+    if misfit > _SAME or abs(shared) > _MOST_SHARED:
+        return {}
+    if max(abs(each - shared) for each in own.values()) < _LEAST_MISFIT:
+        return {}
+    order = dict(zip(by_scale, by_amax, strict=True))
+    return {slot: order[slot] for slot in slots if abs(own[slot] - shared) > _SAME}
+
+
+def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
+    """Say by which factor all scales are too small; empty where none is common to them."""
+    ratios = {slot: scales[slot] * E4M3FN.max / amax[slot] for slot in scales if slot in amax}
+    if len(ratios) < _LEAST_SLOTS:
+        return {}
+    factor = 1 / median(ratios.values())
+    if not math.log(_LEAST_FACTOR) <= math.log(factor) <= _MOST_SHARED or any(
+        abs(math.log(ratio * factor)) > _SAME for ratio in ratios.values()
+    ):
+        return {}
+    text = f"all scales of K and V are {factor:,.3g} times smaller than amax / {E4M3FN.max:g}"
+    return dict.fromkeys(ratios, f"{text} of the statistics: the largest values clip")
 
 
 _SWAPPED = "the k and v scales are swapped"

@@ -16,6 +16,8 @@ class Status(StrEnum):
     """The engine ignores the scale, or does not support the format."""
     MISREAD = "misread"
     """It uses another number than the file means, or a number that is not a scale."""
+    BAD = "bad"
+    """It uses the number that the file means, which does not fit what calibration measured."""
     REFUSED = "refused"
     """It does not start."""
     UNKNOWN = "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
+from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.verification.figures import (
     format_db,
     format_kld,
@@ -12,7 +13,7 @@ from fp8calib.verification.figures import (
     format_ratio,
     format_share,
 )
-from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
+from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_high
 
+from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.verification.report import LayerResult, SiteFit
 
 LEAST_DB = 15.0
 """Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
 CLIPPED = 1e-3
 """With a larger share of clipped values a scale is too small, whatever the metrics are."""
-MOST_CLIPPED = 0.01
-"""A rule may clip a few values on purpose; above this share a tensor is damaged."""
 MOST_FLUSHED = 0.01
 """So it is above this share of zeros that a fitted scale keeps, if they carried information."""
 LEAST_LOSS_DB = 1.0
