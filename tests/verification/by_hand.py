@@ -40,9 +40,10 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.linears import Fp8Linears, emulate_linears
+from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.planned import find_planned
 from fp8calib.verification.emulation.stored import find_stored
+from fp8calib.verification.emulation.weights import Fp8Linears
 from fp8calib.verification.score import Scores, score
 
 LARGEST = {

@@ -20,7 +20,7 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity, find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-from fp8calib.verification.emulation.stored_weights import StoredWeights
+from fp8calib.verification.emulation.stored import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightParameter,

@@ -24,6 +24,7 @@ from fp8calib.calibration.hooks import (
 )
 from fp8calib.data.sequences import Batch
 from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
@@ -39,7 +40,6 @@ from fp8calib.verification.emulation.damage import (
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
-    ParameterReader,
     changed_weights,
 )
 
@@ -253,7 +253,7 @@ def emulated(
     emulation: Candidate,
     hooks: EmulationHooks,
     *,
-    originals: ParameterReader,
+    originals: WeightSource,
     decoder: Decoder | None = None,
 ) -> Iterator[Callable[[Batch], torch.Tensor]]:
     """Emulate while the context is open; give the function from a batch to its last hidden state.

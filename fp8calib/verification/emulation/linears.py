@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
@@ -17,21 +16,7 @@ from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.stored_weights import CopiedParameter, StoredWeights
-from fp8calib.verification.emulation.weights import Requantized, WeightChange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Linears:
-    """The FP8 weights of a text decoder, as planned or as a checkpoint holds them."""
-
-    weights: Sequence[Requantized | StoredWeights]
-    """Before an engine loads them. The inputs of one without a site stay in 16 bits, as no hook
-    sees them."""
-    copied: Sequence[CopiedParameter] = ()
-    """Tensors beside them that differ from the unquantized model's."""
-    notes: Sequence[str] = ()
-    """What an engine may quantize but the emulation does not."""
+from fp8calib.verification.emulation.weights import Fp8Linears, Requantized, WeightChange
 
 
 def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Numerics) -> Candidate:
@@ -40,12 +25,12 @@ def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Nume
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
     for weights in linears.weights:
-        first, inputs, fmt = weights.parameters[0], weights.inputs, weights.fmt
+        first, inputs, fmt = weights.parameters[0], weights.inputs, linears.fmt
         kinds = {each.kind for each in inputs.values() if not each.is_mx}
-        again = None
+        change = weights
         if InputScaling.GROUP in kinds and is_rounded(first.name):
             again = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
-        change: Requantized | StoredWeights = replace(weights, again=again)
+            change = replace(weights, again=again)
         if isinstance(change, Requantized):  # `Fp8Checkpoint` does this for stored weights
             is_expert_down = first.num_experts > 0 and len(first.sites) == 1
             is_per_tensor = change.quantizer.scale is Granularity.TENSOR
@@ -64,14 +49,6 @@ def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Nume
         quantizers=quantizers,
         weights=(*changes, *linears.copied),
         notes=(*_note_mx_inputs(quantizers.values(), numerics), *linears.notes),
-    )
-
-
-def explain_inputs(parameters: Sequence[str]) -> str:
-    """Note that the inputs of some parameters are not quantized."""
-    return (
-        f"{cut_list(parameters, 1)}: only the weights are quantized here, not the inputs: not a "
-        "linear of a decoder layer"
     )
 
 

@@ -20,10 +20,11 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.linears import Fp8Linears, explain_inputs
 from fp8calib.verification.emulation.weights import (
+    Fp8Linears,
     Requantized,
     WeightParameter,
+    explain_inputs,
     find_parameters,
     is_of_decoder,
 )
@@ -95,7 +96,7 @@ def find_planned(
         notes.append(explain_inputs(unseen))
     if missed:
         notes.append(f"not quantized here, though an engine may: {cut_list(list(missed), 1)}")
-    return Fp8Linears(weights=weights, notes=notes)
+    return Fp8Linears(fmt=fmt, weights=weights, notes=notes)
 
 
 class _Plan:

@@ -6,33 +6,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fp8calib.errors import VerificationError
+from fp8calib.errors import VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-
-
-class ParameterReader(Protocol):
-    """Reads the parameters of a model from a checkpoint."""
-
-    def read(self, parameter: str) -> torch.Tensor:
-        """Read one parameter as the model holds it."""
-
-    def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
-        """Read a 3-D parameter of experts one expert at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,7 @@ class WeightParameter:
         """Give a view of the parameter as a stack: of experts, or of one."""
         return parameter if self.num_experts else parameter.unsqueeze(0)
 
-    def read_pieces(self, source: ParameterReader) -> Iterator[torch.Tensor]:
+    def read_pieces(self, source: WeightSource) -> Iterator[torch.Tensor]:
         """Read the `pieces`, one at a time."""
         if self.num_experts:
             yield from source.read_experts(self.name)
@@ -65,15 +56,20 @@ class WeightParameter:
             yield source.read(self.name)
 
 
-class WeightChange(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChange:
     """A change to weights that are replaced together."""
 
-    @property
-    def parameters(self) -> tuple[WeightParameter, ...]:
-        """The replaced parameters."""
+    parameters: tuple[WeightParameter, ...]
+    """The replaced parameters."""
+    inputs: Mapping[str, Activation] = field(default_factory=dict)
+    """By parameter in FP8: how its inputs are scaled."""
+    again: Quantizer | None = None
+    """How the engine quantizes the quantized weights again at load; None: it does not."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Replace `values` (by parameter name) in place; tell of each that is quantized."""
+        raise NotImplementedError
 
 
 class ChangedWeight(NamedTuple):
@@ -87,25 +83,17 @@ class ChangedWeight(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requantized:
-    """Weights that are quantized here, as an engine's loader would do it."""
+class Requantized(WeightChange):
+    """A fused group that is quantized here, as an engine's loader would do it.
 
-    parameters: tuple[WeightParameter, ...]
-    """A fused group; per-tensor scales are shared by the whole group."""
+    Per-tensor scales are shared by the whole group.
+    """
+
     quantizer: Quantizer
-    stored: ParameterReader | None = None
+    stored: WeightSource | None = None
     """Reads the weights in the checkpoint's dtype, if the model's rounds them; else None."""
-    inputs: Mapping[str, Activation] = field(default_factory=dict)
-    """By parameter: how its inputs are scaled."""
     through_float16: bool = False
     """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
-    again: Quantizer | None = None
-    """How the engine quantizes the quantized weights again at load; None: it does not."""
-
-    @property
-    def fmt(self) -> Fp8Format:
-        """The format of the codes."""
-        return self.quantizer.fmt
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Quantize in place, expert by expert."""
@@ -118,7 +106,7 @@ class Requantized:
             quantizer = self.quantizer
             if per is Granularity.TENSOR:
                 amax = torch.stack([tensor_amax(member) for member in group]).amax()
-                quantizer = replace(quantizer, scale=scale_of(amax, self.fmt))
+                quantizer = replace(quantizer, scale=scale_of(amax, quantizer.fmt))
             for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
                 both = (each.chunk(parameter.num_parts) for each in (weight, exact))
                 parts[parameter.name] += [
@@ -157,6 +145,28 @@ class Requantized:
         return damage, torch.stack(torch.aminmax(scale))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Linears:
+    """The FP8 weights of a text decoder, as planned or as a checkpoint holds them."""
+
+    fmt: Fp8Format
+    weights: Sequence[WeightChange]
+    """Before an engine loads them. The inputs of one without a site stay in 16 bits, as no hook
+    sees them."""
+    copied: Sequence[WeightChange] = ()
+    """Tensors beside them that differ from the unquantized model's."""
+    notes: Sequence[str] = ()
+    """What an engine may quantize but the emulation does not."""
+
+
+def explain_inputs(parameters: Sequence[str]) -> str:
+    """Note that the inputs of some parameters are not quantized."""
+    return (
+        f"{cut_list(parameters, 1)}: only the weights are quantized here, not the inputs: not a "
+        "linear of a decoder layer"
+    )
+
+
 def find_parameters(geometry: ModelGeometry, model: nn.Module) -> list[WeightParameter]:
     """List the weights of linears and experts."""
     found: dict[str, WeightParameter] = {}
@@ -184,7 +194,7 @@ def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
 def changed_weights(
     model: nn.Module,
     changes: Sequence[WeightChange],
-    originals: ParameterReader,
+    originals: WeightSource,
     damage: dict[Site, torch.Tensor],
     scales: dict[Site, ScaleRange],
 ) -> Iterator[None]:
