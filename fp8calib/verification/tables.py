@@ -13,7 +13,7 @@ from fp8calib.verification.figures import (
     format_ratio,
     format_share,
 )
-from fp8calib.verification.judge.damaged import LEAST_DB
+from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

@@ -26,10 +26,15 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-from fp8calib.verification.judge.damaged import Fits, describe_damage
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
+from fp8calib.verification.judge.fits import (
+    Fits,
+    assess_need,
+    describe_damage,
+    find_fitting,
+    list_losing,
+)
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
-from fp8calib.verification.judge.kv_need import assess_need, find_fitting, list_losing
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -411,7 +416,7 @@ class _ReportMaker:
             fp8 = fitted.klds
             pair = {SCALE_ONE: klds[SCALE_ONE], _FITTED_NAME: fp8}
             added = compare_paired(SCALE_ONE, _FITTED_NAME, pair, self._lengths)
-        removed = [pair for pair in pairs if pair.candidate in others]
+        removed = [pair for pair in pairs if pair.base == SCALE_ONE]
         losing = list_losing(self._fits[SCALE_ONE])
         return assess_need(losing, average(fp8, self._lengths), added, removed)
 

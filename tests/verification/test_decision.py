@@ -17,10 +17,15 @@ from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
 from fp8calib.verification.judge.decide import conclude as conclude_report
 from fp8calib.verification.judge.decide import explain_broken
-from fp8calib.verification.judge.kv_need import assess_need, list_losing
+from fp8calib.verification.judge.fits import (
+    assess_need,
+    describe_damage,
+    is_damaged,
+    list_losing,
+    loses,
+)
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

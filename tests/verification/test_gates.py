@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.verification.judge.damaged import describe_damage
+from fp8calib.verification.judge.fits import describe_damage
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge, load_gate
 from fp8calib.verification.report import LayerResult, Verdict
 from fp8calib.verification.summary import Summary

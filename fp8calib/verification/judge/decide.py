@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8calib.errors import format_ranges
 from fp8calib.verification.figures import format_mean_kld
-from fp8calib.verification.judge.damaged import list_unfit_rows
-from fp8calib.verification.judge.kv_need import list_losing
+from fp8calib.verification.judge.fits import list_losing, list_unfit_rows
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

@@ -16,7 +16,7 @@ from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.errors import format_ranges
 from fp8calib.verification import tables
 from fp8calib.verification.figures import format_db
-from fp8calib.verification.judge.damaged import LEAST_DB
+from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
 from fp8calib.verification.report import (
