@@ -57,27 +57,21 @@ def sites_table(
         anchors: the ids of the sites' histograms on a page.
     """
     named = ["candidate"] if has_candidates else []
-    rows = [
-        [
+    rows: list[list[str | Cell]] = []
+    for each in layers:
+        is_lost = each.sqnr_db is not None and each.sqnr_db < LEAST_DB
+        row: list[str | Cell] = [
             Cell(each.site, anchor=(anchors or {}).get(each.site, "")),
             *([each.candidate] if has_candidates else []),
-            *_list_damage(each),
+            Cell(format_db(each.sqnr_db), kind="bad" if is_lost else ""),
+            Cell(f"{each.clipped:.2%}", kind="bad" if each.clipped > MOST_CLIPPED else ""),
+            f"{each.flushed:.2%}",
+            f"{each.amax:.4g}",
+            format_scale(each),
         ]
-        for each in layers
-    ]
+        rows.append(row)
     columns = ["site", *named, "SQNR dB", "clipped", "flushed", "amax", "scale"]
     return Table(title=title, columns=columns, rows=rows, words=range(1 + len(named)))
-
-
-def _list_damage(row: LayerResult) -> list[str | Cell]:
-    is_lost = row.sqnr_db is not None and row.sqnr_db < LEAST_DB
-    return [
-        Cell(format_db(row.sqnr_db), kind="bad" if is_lost else ""),
-        Cell(f"{row.clipped:.2%}", kind="bad" if row.clipped > MOST_CLIPPED else ""),
-        f"{row.flushed:.2%}",
-        f"{row.amax:.4g}",
-        format_scale(row),
-    ]
 
 
 def format_scale(row: LayerResult) -> str:

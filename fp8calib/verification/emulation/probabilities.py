@@ -82,7 +82,10 @@ def attend_in_fp32(
         if quantizer is not None:
             counted = _find_counted(kept, chunk) if chunk.sequence == 0 else slice(0)
             before = _take_rows(p, counted)
-            p = _quantize(p, quantizer)
+            if p.device.type == "cpu":
+                p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
+            else:  # no P exceeds the largest value of the format
+                p = quantizer.fake(p, is_within=True).values
             if chunk.sequence == 0:
                 measured.append((before, _take_rows(p, counted)))
             if measured and p.device.type != "cpu":
@@ -157,8 +160,12 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if (bias := call.options.get("position_bias")) is not None:
         scores += _slice(bias, chunk)
+    if call.mask is None and _is_causal(call):
+        # The keys after each query; those before the chunk's first query are seen by all.
+        later = scores[..., chunk.rows.start :]
+        later.masked_fill_(torch.ones_like(later[0], dtype=torch.bool).triu_(1), -torch.inf)
     if call.mask is None:
-        return scores if not _is_causal(call) else _mask_later(scores, chunk)
+        return scores
     mask = _slice(call.mask, chunk)
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mask, -torch.inf)
@@ -189,13 +196,6 @@ def _is_causal(call: AttentionCall) -> bool:
     return bool(is_causal) and call.query.shape[2] > 1
 
 
-def _mask_later(scores: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-    """Mask the keys after each query; those before the chunk's first query are seen by all."""
-    is_later = torch.ones_like(scores[0, :, chunk.rows.start :], dtype=torch.bool).triu_(1)
-    scores[..., chunk.rows.start :].masked_fill_(is_later, -torch.inf)
-    return scores
-
-
 def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | slice:
     """Find the measured rows of a chunk of the first sequence, none of them padding."""
     if kept is None:
@@ -212,19 +212,11 @@ def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     return taken.clone() if x.device.type == "cpu" else taken
 
 
-def _quantize(p: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    """Round P, none of which exceeds the largest value of the format."""
-    if p.device.type != "cpu":
-        return quantizer.fake(p, is_within=True).values
-    return round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
-
-
 def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> DamageRow:
     """Measure the damage to the rows of some chunks, given before and after it."""
+    before, after = pairs[0]
     if len(pairs) > 1:
         before, after = (
             torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)
         )
-    else:
-        before, after = pairs[0]
     return reduce_damage(before, FakeQuantized(after, None), quantizer.fmt)

@@ -73,20 +73,16 @@ def load_gate(text: str) -> Gate:
         )
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except Exception as error:  # PyYAML lets many of its constructors' errors through
-        detail = " ".join(str(error).split())
-        raise UsageError(
-            f"--gate {text}: not a gate: {type(error).__name__}: {detail}", hint=_FILE_HINT
-        ) from error
-    if not isinstance(found, dict):
-        raise UsageError(f"--gate {text}: not a gate: it holds no thresholds", hint=_FILE_HINT)
-    try:
-        return Gate.model_validate({"name": path.stem, **found})
+        if isinstance(found, dict):
+            return Gate.model_validate({"name": path.stem, **found})
+        why = "not a gate: it holds no thresholds"
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        detail = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"--gate {text}: {where}: {detail}", hint=_FILE_HINT) from error
+        why = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+    except Exception as error:  # noqa: BLE001 -- PyYAML lets many of its constructors' errors through
+        why = f"not a gate: {type(error).__name__}: {' '.join(str(error).split())}"
+    raise UsageError(f"--gate {text}: {why}", hint=_FILE_HINT)
 
 
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
