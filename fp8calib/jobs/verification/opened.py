@@ -92,8 +92,17 @@ def check_request(request: VerifyRequest) -> None:
             hint=f"known: {', '.join(FP8_FORMATS)}",
         )
     _parse_rules(request)
-    if request.kv_cache_dtype_skip_layers:
-        _check_plain_caches(request, engine)
+    if request.kv_cache_dtype_skip_layers and request.scheme is not None:
+        raise UsageError(
+            f"{SKIP_LAYERS} and --scheme, which quantizes no KV cache",
+            hint="leave out one of the two",
+        )
+    skips = engine is REFERENCE or engine.can_skip_caches
+    if request.kv_cache_dtype_skip_layers and not skips:
+        raise UsageError(
+            f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
+            hint="use --engine vllm, or reference",
+        )
 
 
 def _parse_rules(request: VerifyRequest) -> tuple[Rule, ...]:
@@ -110,19 +119,6 @@ def _parse_rules(request: VerifyRequest) -> tuple[Rule, ...]:
             hint="run the command twice, once with each option",
         )
     return rules
-
-
-def _check_plain_caches(request: VerifyRequest, engine: Engine) -> None:
-    if request.scheme is not None:
-        raise UsageError(
-            f"{SKIP_LAYERS} and --scheme, which quantizes no KV cache",
-            hint="leave out one of the two",
-        )
-    if engine is not REFERENCE and not engine.can_skip_caches:
-        raise UsageError(
-            f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
-            hint="use --engine vllm, or reference",
-        )
 
 
 def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
@@ -209,6 +205,8 @@ def open_verification(
     scaled = (one for one in opened if one.stats is not None or one.found is not None)
     diagnosed = None if request.scheme is not None else next(scaled, None)
     loading = judge_loading(request, engine, model, opened)
+    names = ", ".join(list_leftovers(model.prepared.weights))
+    leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
     return Verification(
         model=model.name,
         fingerprint=maker.target.fingerprint,
@@ -240,7 +238,7 @@ def open_verification(
             *plan.warnings,
             *map(str, refused),
             *model.describe_decoded(),
-            *_warn_of_leftovers(model),
+            *leftovers,
             *_warn_of_overlap(plan, opened),
             *_warn_of_ignored_kv(request, opened),
             *warn_of_loading(engine, loading),
@@ -325,15 +323,9 @@ class _CandidateMaker:
 
     def make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str = "") -> Candidate:
         """Make the candidate that `quantize` would write."""
-        return build_scheme(
-            name or scheme,
-            find_scheme(scheme),
-            self.target,
-            self._model,
-            self._numerics,
-            fmt=self._fmt,
-            stats=stats,
-        )
+        context = (self.target, self._model, self._numerics)
+        found = find_scheme(scheme)
+        return build_scheme(name or scheme, found, *context, fmt=self._fmt, stats=stats)
 
     def make_rules(self, first: OpenedCandidate | None) -> Mapping[str, Candidate]:
         """Make a candidate for each of --rules, from the first statistics."""
@@ -347,8 +339,7 @@ class _CandidateMaker:
         for rule in rules:
             assert first is not None  # noqa: S101 -- checked above
             table, name = self.read_table(first, rule=rule), str(rule)
-            made = build_kv_candidate(name, table, self._numerics, origin=name)
-            found[name] = self._leave_caches(made)
+            found[name] = self.finish(build_kv_candidate(name, table, self._numerics, origin=name))
         return found
 
     def quantize_heads(self, opened: OpenedCandidate) -> Mapping[Site, Quantizer]:
@@ -363,14 +354,10 @@ class _CandidateMaker:
 
     def finish(self, candidate: Candidate) -> Candidate:
         """Leave the caches that are named, and refuse what does not fit the model."""
-        found = self._leave_caches(candidate)
+        layers = self._request.kv_cache_dtype_skip_layers or ()
+        found = leave_cache(candidate, layers, self.target.geometry)
         check_sites(found, self.target.geometry)
         return found
-
-    def _leave_caches(self, candidate: Candidate) -> Candidate:
-        """Leave the caches of the layers that are named in 16 bits."""
-        layers = self._request.kv_cache_dtype_skip_layers or ()
-        return leave_cache(candidate, layers, self.target.geometry)
 
     def read_table(
         self, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
@@ -387,11 +374,6 @@ class _CandidateMaker:
 
 
 # --- warnings -------------------------------------------------------------------------------------
-
-
-def _warn_of_leftovers(model: RunModel) -> Iterator[str]:
-    if leftovers := list_leftovers(model.prepared.weights):
-        yield f"{model.name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
 
 
 def _warn_of_overlap(plan: DataPlan, opened: Sequence[OpenedCandidate]) -> Iterator[str]:
