@@ -197,7 +197,8 @@ def hash_inputs(
     """
     scales = (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path))
     try:
-        places = {name: find_candidate(name) for name in scales if name in asked.droppable}
+        used = {each.name for each in asked.opened}
+        places = {name: find_candidate(name) for name in scales if name in used}
         return hash_run(None if model.is_live else model.source.folder, specs, places)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error

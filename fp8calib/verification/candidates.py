@@ -316,23 +316,19 @@ def leave_cache(
             "as a layer in 16 bits, which would be read as if it were quantized",
             hint="name all layers that share a cache, or none",
         )
-    quantizers = drop_layers(candidate.quantizers, layers, geometry)
+    left = {attention.module for index, attention in known.items() if index in layers}
+
+    def keep(quantizers: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
+        return {site: each for site, each in quantizers.items() if site.module not in left}
+
     has_plain = layers and candidate.has_cache
     plain = f"; layers {format_ranges(sorted(layers))} in 16 bits" if has_plain else ""
     return replace(
         candidate,
         description=candidate.description + plain,
-        quantizers=quantizers,
-        fitted=drop_layers(candidate.fitted, layers, geometry),
+        quantizers=keep(candidate.quantizers),
+        fitted=keep(candidate.fitted),
     )
-
-
-def drop_layers(
-    quantizers: Mapping[Site, Quantizer], layers: Collection[int], geometry: ModelGeometry
-) -> dict[Site, Quantizer]:
-    """Leave out the quantizers of the KV cache and of attention in some layers."""
-    left = {a.module for layer, a in geometry.attentions() if layer.index in layers}
-    return {site: each for site, each in quantizers.items() if site.module not in left}
 
 
 def plan_scheme(scheme: Scheme, ignore: Sequence[str] = ()) -> PlanSettings:

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
-from fp8calib.formats.table import ScaleTable
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import ModelGeometry, Role, Site
+from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
+from fp8calib.verification.candidates import OpenedCandidate
 from fp8calib.verification.damage_rows import PER_HEAD, diagnose, list_layers, measure_fits
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import (
     Fits,
@@ -86,28 +86,18 @@ class Verification:
     device: str = "cpu"
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
-    stats: CalibrationStats | None = None
-    """The first statistics of the candidates."""
-    stats_of: str = ""
-    """The name of their candidate."""
-    tables: Mapping[str, ScaleTable] = field(default_factory=dict)
-    """The KV scales of the candidates that have these alone, by name."""
+    opened: tuple[OpenedCandidate, ...] = ()
+    """What the candidates of files were made from."""
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
-    per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
-    is_diagnosed_per_head: bool = False
-    """Whether these are per head themselves."""
     gate: Gate | None = None
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
     unusable: Collection[str] = ()
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
-    droppable: Collection[str] = ()
-    """The candidates of files: one that is damaged is left out while another is left."""
     refused: tuple[RefusedCandidate, ...] = ()
     """Those that are left out."""
     warnings: tuple[str, ...] = ()
@@ -117,30 +107,38 @@ class Verification:
         """The text, in batches."""
         return list(batches(self.plan, self.batch_size))
 
+    @property
+    def measured(self) -> OpenedCandidate | None:
+        """The first candidate of statistics."""
+        return next((each for each in self.opened if each.stats is not None), None)
+
+    @property
+    def diagnosed(self) -> OpenedCandidate | None:
+        """What `diagnosis_of` was made from."""
+        return next((each for each in self.opened if each.name == self.diagnosis_of), None)
+
     def list_scored(self, others: Sequence[Candidate] = ()) -> list[Candidate]:
         """List what is scored together: the candidates, what runs beside them, and the rules."""
         rules = (replace(each, name=_rule_key(name)) for name, each in self.rules.items())
         return [*self.candidates, *others, *rules]
 
     def leave_out(self, error: ModelError | VerificationError) -> Verification:
-        """Leave out the candidate that an error is about.
+        """Leave out the candidate of a file that an error is about, while another is left.
 
         Raises:
             ModelError | VerificationError: this error, if it is about none, or the last.
         """
-        rest = [name for name in self.droppable if name != error.candidate]
-        if not rest or len(rest) == len(self.droppable):
+        name, files = error.candidate, {each.name for each in self.opened}
+        left = tuple(each for each in self.candidates if each.name != name)
+        if name not in files or files.isdisjoint(each.name for each in left):
             raise error
-        refused = RefusedCandidate(name=error.candidate, why=error.message, hint=error.hint)
-        is_diagnosed = self.diagnosis_of != error.candidate
+        refused = RefusedCandidate(name=name, why=error.message, hint=error.hint)
         return replace(
             self,
-            candidates=tuple(c for c in self.candidates if c.name != error.candidate),
-            droppable=rest,
+            candidates=left,
             refused=(*self.refused, refused),
             warnings=(*self.warnings, str(refused)),
-            diagnosis_of=self.diagnosis_of if is_diagnosed else "",
-            per_head=self.per_head if is_diagnosed else {},
+            diagnosis_of="" if self.diagnosis_of == name else self.diagnosis_of,
         )
 
 
@@ -213,6 +211,8 @@ def verify(
         few, size = choose_noise_text(asked.plan, asked.batch_size)
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
+    diagnosed, measured = asked.diagnosed, asked.measured
+    is_per_head = bool(diagnosed and diagnosed.found and diagnosed.found.table.per_head)
     report = maker.make(
         fitted,
         vocab_size=int(model.model.config.get_text_config(decoder=True).vocab_size),
@@ -220,8 +220,9 @@ def verify(
         diagnosis=tuple(
             diagnose(
                 *(hooks.found, fits.get(SCALE_ONE, ())),
-                "" if asked.is_diagnosed_per_head else asked.diagnosis_of,
-                *(asked.stats, asked.fmt),
+                "" if is_per_head else asked.diagnosis_of,
+                measured.stats if measured else None,
+                asked.fmt,
             )
         ),
         duration_s=time.monotonic() - started,
@@ -245,7 +246,13 @@ def _make_hooks(asked: Verification) -> MeasurementHooks:
         for site, quantizer in candidate.fitted.items()
         if not isinstance(quantizer.scale, torch.Tensor)
     }
-    return MeasurementHooks({**kinds, PER_HEAD: asked.per_head}, scalable)
+    kinds[PER_HEAD] = {}
+    if (diagnosed := asked.diagnosed) is not None and asked.numerics.kv_per_head:
+        table, own = diagnosed.make_table(asked.fmt, per_head=True), kinds[diagnosed.name]
+        if table.per_head:
+            scaled = emulate_kv(table, asked.numerics).items()
+            kinds[PER_HEAD] = {site: each for site, each in scaled if site in own}
+    return MeasurementHooks(kinds, scalable)
 
 
 def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
@@ -433,6 +440,7 @@ class _ReportMaker:
 
     def _rank_rules(self) -> tuple[RuleResult, ...]:
         """Rank the rules, the smallest divergence first."""
+        measured = self._asked.measured
         mine = {rule: self._scores.candidates[_rule_key(rule)] for rule in self._asked.rules}
         klds = {rule: each.klds for rule, each in mine.items()}
         found = {
@@ -442,7 +450,7 @@ class _ReportMaker:
         ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
         return tuple(
             RuleResult(
-                candidate=self._asked.stats_of,
+                candidate="" if measured is None else measured.name,
                 rule=rule,
                 ppl_ratio=found[rule].ppl_ratio,
                 ppl_ratio_se=found[rule].ppl_ratio_se,
@@ -462,12 +470,14 @@ def _rule_key(rule: str) -> str:
 
 def list_histograms(asked: Verification) -> Iterator[HistogramResult]:
     """List what the first statistics saw at the sites that its candidate scales statically."""
-    candidate = next((each for each in asked.candidates if each.name == asked.stats_of), None)
-    if asked.stats is None or candidate is None:
+    measured = asked.measured
+    made = (each for each in asked.candidates if measured and each.name == measured.name)
+    candidate = next(made, None)
+    if measured is None or measured.stats is None or candidate is None:
         return
     layer_of = asked.geometry.index_modules()
     for site, quantizer in candidate.quantizers.items():
-        seen = asked.stats.sites.get(site)
+        seen = measured.stats.sites.get(site)
         if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
             continue
         filled = seen.histogram[1:].nonzero().flatten() + 1

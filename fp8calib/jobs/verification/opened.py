@@ -25,7 +25,7 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.model.load import ModelSource
-from fp8calib.model.shapes import ModelGeometry, Role, Site
+from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule, parse_rule
@@ -38,15 +38,12 @@ from fp8calib.verification.candidates import (
     build_scheme,
     build_unscaled,
     check_sites,
-    drop_layers,
     find_candidate,
     leave_cache,
     open_candidate,
     open_stats,
 )
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 from fp8calib.verification.verify import Verification
@@ -220,19 +217,12 @@ def open_verification(
         dtype=model.dtype,
         device=model.device,
         rules=maker.make_rules(first),
-        stats=None if first is None else first.stats,
-        stats_of="" if first is None else first.name,
-        tables={one.name: maker.tables[one.name] for one in opened if one.name in maker.tables},
+        opened=tuple(opened),
         fmt=fmt,
-        per_head={} if diagnosed is None else maker.quantize_heads(diagnosed),
         diagnosis_of="" if diagnosed is None else diagnosed.name,
-        is_diagnosed_per_head=bool(
-            diagnosed and diagnosed.found and diagnosed.found.table.per_head
-        ),
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         unusable=tuple(loading.refused.keys() | loading.unused.keys()),
-        droppable=[each.name for each in opened],
         refused=refused,
         warnings=(
             *plan.warnings,
@@ -273,8 +263,6 @@ class _CandidateMaker:
         self.target = open_target(model)
         self._numerics = numerics
         self._fmt = fmt
-        self.tables: dict[str, ScaleTable] = {}
-        """The KV scales of the candidates that have these alone, by name."""
 
     def make_all(
         self,
@@ -316,10 +304,7 @@ class _CandidateMaker:
                 )
             return self.make_scheme(self._request.scheme, opened.stats, opened.name)
         table = self.read_table(opened) if opened.checkpoint is None else None
-        candidate = build_opened(opened, self._model, self.target, self._numerics, table)
-        if table is not None:
-            self.tables[opened.name] = table
-        return candidate
+        return build_opened(opened, self._model, self.target, self._numerics, table)
 
     def make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str = "") -> Candidate:
         """Make the candidate that `quantize` would write."""
@@ -342,16 +327,6 @@ class _CandidateMaker:
             found[name] = self.finish(build_kv_candidate(name, table, self._numerics, origin=name))
         return found
 
-    def quantize_heads(self, opened: OpenedCandidate) -> Mapping[Site, Quantizer]:
-        """Make the quantizers of per-head scales for the diagnosis; empty where unknown."""
-        if not self._numerics.kv_per_head:
-            return {}
-        table = self.read_table(opened, per_head=True)
-        if not table.per_head:
-            return {}
-        layers = self._request.kv_cache_dtype_skip_layers or ()
-        return drop_layers(emulate_kv(table, self._numerics), layers, self.target.geometry)
-
     def finish(self, candidate: Candidate) -> Candidate:
         """Leave the caches that are named, and refuse what does not fit the model."""
         layers = self._request.kv_cache_dtype_skip_layers or ()
@@ -359,11 +334,9 @@ class _CandidateMaker:
         check_sites(found, self.target.geometry)
         return found
 
-    def read_table(
-        self, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
-    ) -> ScaleTable:
+    def read_table(self, opened: OpenedCandidate, *, rule: Rule = AMAX) -> ScaleTable:
         """Give the KV scales of a candidate: those of its file, or of its statistics."""
-        table = opened.make_table(self._fmt, rule=rule, per_head=per_head)
+        table = opened.make_table(self._fmt, rule=rule)
         if table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
             raise ModelError(
                 f"{opened.name}: the scales are for {table.fmt.name}, but the KV "

@@ -65,8 +65,8 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     warnings: list[str] = []
 
     def make_candidates(asked: Verification) -> list[Candidate]:
-        if others := set(asked.droppable) - asked.tables.keys():
-            raise ModelError(f"{others.pop()}: holds weights, or no KV scales", hint="name scales")
+        if others := [each.name for each in asked.opened if each.checkpoint is not None]:
+            raise ModelError(f"{others[0]}: holds weights, or no KV scales", hint="name scales")
         made = [(FP8_TYPES[0], candidate) for candidate in asked.candidates]
         for name in dict.fromkeys(request.kv_cache_dtype or engine.cache_types):
             if why := _explain_misfit(name, asked.geometry):
@@ -117,16 +117,17 @@ def _explain_misfit(name: str, geometry: ModelGeometry) -> str:
 def _make_candidates(name: str, asked: Verification, engine: Engine) -> Iterator[Candidate]:
     """Emulate a type, and again with the scales of --scales if it uses any."""
     geometry, numerics = asked.geometry, asked.numerics
+    tables = {each.name: each.make_table(asked.fmt) for each in asked.opened}
     if name == _E5M2:
         yield build_unscaled(name, geometry, E5M2, numerics)
-        for scales, table in asked.tables.items() if numerics.kv_scales_e5m2 else ():
+        for scales, table in tables.items() if numerics.kv_scales_e5m2 else ():
             of_e5m2 = replace(table, fmt=E5M2)
             scaled = f"{name} with {scales}"
             yield build_kv_candidate(scaled, of_e5m2, numerics, origin="of e4m3fn")
         return
     cache_type = CACHE_TYPES[name]
     yield Candidate(name=name, quantizers=cache_type.quantize(geometry))
-    for scales, table in asked.tables.items() if cache_type.has_global_scales else ():
+    for scales, table in tables.items() if cache_type.has_global_scales else ():
         quantizers = cache_type.quantize(geometry, table.times(engine.scale_factor))
         yield Candidate(name=f"{name} with {scales}", quantizers=quantizers)
 
