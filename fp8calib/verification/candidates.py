@@ -53,9 +53,8 @@ from fp8calib.verification.emulation.kv import (
     make_unscaled_table,
     takes_latents_unscaled,
 )
-from fp8calib.verification.emulation.linears import emulate_linears
-from fp8calib.verification.emulation.planned import find_planned
-from fp8calib.verification.emulation.stored import find_stored, list_embedding_and_head
+from fp8calib.verification.emulation.planned import emulate_planned
+from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
 
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
@@ -354,15 +353,15 @@ def build_scheme(
             f"--scheme {scheme.name}: its input scales come from calibration",
             hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
         )
-    planned = find_planned(
+    emulation = emulate_planned(
         plan_scheme(scheme, ignore),
         find_selection(target.checkpoint, ignore=ignore),
         target.geometry,
         WeightSource(model, target.checkpoint),
+        numerics,
         fmt=fmt,
         scale_input=InputScales(stats, fmt=fmt).of if stats and scheme.has_static_inputs else None,
     )
-    emulation = emulate_linears(planned, target.geometry, numerics)
     rounding = _describe_rounding(emulation.quantizers, numerics)
     description = f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}"
     return replace(emulation, name=name, description=description)
@@ -388,8 +387,7 @@ def build_checkpoint(
     def is_changed(name: str) -> bool:
         return _is_changed(name, checkpoint, original)
 
-    stored = find_stored(checkpoint, target.geometry, source, is_changed=is_changed)
-    emulation = emulate_linears(stored, target.geometry, numerics)
+    emulation = emulate_stored(checkpoint, target.geometry, source, numerics, is_changed=is_changed)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     kv = Candidate(name=opened.name, notes=(opened.kv_note,) if opened.kv_note else ())
     if opened.found is not None:

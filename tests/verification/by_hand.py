@@ -40,10 +40,8 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.linears import emulate_linears
-from fp8calib.verification.emulation.planned import find_planned
-from fp8calib.verification.emulation.stored import find_stored
-from fp8calib.verification.emulation.weights import Fp8Linears
+from fp8calib.verification.emulation.planned import emulate_planned
+from fp8calib.verification.emulation.stored import emulate_stored
 from fp8calib.verification.score import Scores, score
 
 LARGEST = {
@@ -104,25 +102,9 @@ def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
     return Subject(model, geometry, source, find_selection(checkpoint))
 
 
-def plan_scheme(
-    subject: Subject, scheme: Scheme, *, stats: CalibrationStats | None = None
-) -> Fp8Linears:
+def plan_scheme(subject: Subject, scheme: Scheme) -> Candidate:
     """Ask the product which parameters a plan of one scheme makes FP8."""
-    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
-    return match_plan(subject, settings, stats=stats)
-
-
-def match_plan(
-    subject: Subject, settings: PlanSettings, *, stats: CalibrationStats | None = None
-) -> Fp8Linears:
-    """Ask the product which parameters a plan of `quantize` makes FP8."""
-    return find_planned(
-        settings,
-        subject.selection,
-        subject.geometry,
-        subject.originals,
-        scale_input=None if stats is None else InputScales(stats).of,
-    )
+    return emulate_scheme(subject, scheme, PLAIN)
 
 
 def emulate_scheme(
@@ -141,8 +123,14 @@ def emulate_plan(
     stats: CalibrationStats | None = None,
 ) -> Candidate:
     """Ask the product what an engine makes of what `quantize` would write."""
-    planned = match_plan(subject, settings, stats=stats)
-    return emulate_linears(planned, subject.geometry, numerics)
+    return emulate_planned(
+        settings,
+        subject.selection,
+        subject.geometry,
+        subject.originals,
+        numerics,
+        scale_input=None if stats is None else InputScales(stats).of,
+    )
 
 
 def emulate_checkpoint(
@@ -154,8 +142,8 @@ def emulate_checkpoint(
 ) -> Candidate:
     """Ask the product what an engine makes of a checkpoint."""
     source = WeightSource(subject.model, checkpoint)
-    stored = find_stored(checkpoint, subject.geometry, source, is_changed=is_changed)
-    return emulate_linears(stored, subject.geometry, numerics)
+    geometry = subject.geometry
+    return emulate_stored(checkpoint, geometry, source, numerics, is_changed=is_changed)
 
 
 def make_table(

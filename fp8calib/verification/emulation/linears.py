@@ -16,16 +16,27 @@ from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.weights import Fp8Linears, Requantized, WeightChange
+from fp8calib.verification.emulation.weights import Requantized, WeightChange
 
 
-def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Numerics) -> Candidate:
-    """Emulate an engine that loads these weights."""
+def emulate_linears(
+    linears: Iterable[WeightChange],
+    fmt: Fp8Format,
+    geometry: ModelGeometry,
+    numerics: Numerics,
+    *,
+    copied: Iterable[WeightChange] = (),
+    notes: Iterable[str] = (),
+) -> Candidate:
+    """Emulate an engine that loads FP8 weights of one format, and tensors `copied` beside them.
+
+    The inputs of a weight without a site stay in 16 bits, as no hook sees them.
+    """
     is_rounded = _find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
-    for weights in linears.weights:
-        first, inputs, fmt = weights.parameters[0], weights.inputs, linears.fmt
+    for weights in linears:
+        first, inputs = weights.parameters[0], weights.inputs
         kinds = {each.kind for each in inputs.values() if not each.is_mx}
         change = weights
         if InputScaling.GROUP in kinds and is_rounded(first.name):
@@ -47,8 +58,8 @@ def emulate_linears(linears: Fp8Linears, geometry: ModelGeometry, numerics: Nume
                 quantizers |= dict.fromkeys(sites, quantizer)
     return Candidate(
         quantizers=quantizers,
-        weights=(*changes, *linears.copied),
-        notes=(*_note_mx_inputs(quantizers.values(), numerics), *linears.notes),
+        weights=(*changes, *copied),
+        notes=(*_note_mx_inputs(quantizers.values(), numerics), *notes),
     )
 
 

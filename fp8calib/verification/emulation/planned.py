@@ -1,4 +1,4 @@
-"""Match what `quantize` plans to write in FP8 with the parameters of a model."""
+"""Emulate what `quantize` plans to write in FP8: it is matched with the parameters of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.shapes import Linear, ModelGeometry
@@ -19,9 +20,10 @@ from fp8calib.numerics.schemes import InputScaling
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.weights import (
-    Fp8Linears,
     Requantized,
     WeightParameter,
     explain_inputs,
@@ -30,16 +32,17 @@ from fp8calib.verification.emulation.weights import (
 )
 
 
-def find_planned(
+def emulate_planned(
     settings: PlanSettings,
     selection: Selection,
     geometry: ModelGeometry,
     source: WeightSource,
+    numerics: Numerics,
     *,
     fmt: Fp8Format = E4M3FN,
     scale_input: Callable[[Linear], torch.Tensor] | None = None,
-) -> Fp8Linears:
-    """Find the parameters of a model that are made from the tensors that a plan quantizes.
+) -> Candidate:
+    """Emulate the parameters of a model that are made from the tensors that a plan quantizes.
 
     Fused groups of the decoder layers come first, then what no hook sees the inputs of: linears
     outside the layers, experts that multiply by their weights themselves.
@@ -50,6 +53,7 @@ def find_planned(
         geometry: of the model.
         source: reads the checkpoint that `selection` was made for; its model may be without
             weights.
+        numerics: how the engine computes that loads the checkpoint.
         fmt: of the weights and their inputs.
         scale_input: gives the static scale of a linear's input; None where no engine needs one.
 
@@ -96,7 +100,7 @@ def find_planned(
         notes.append(explain_inputs(unseen))
     if missed:
         notes.append(f"not quantized here, though an engine may: {cut_list(list(missed), 1)}")
-    return Fp8Linears(fmt=fmt, weights=weights, notes=notes)
+    return emulate_linears(weights, fmt, geometry, numerics, notes=notes)
 
 
 class _Plan:

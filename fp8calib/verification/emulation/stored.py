@@ -1,4 +1,4 @@
-"""Match an FP8 checkpoint with the parameters of the model it was made from."""
+"""Emulate an FP8 checkpoint: it is matched with the parameters of the model it was made from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, cut_list
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.quantization_config import Activation
@@ -14,11 +15,12 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import Fp8Format
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, ScaleRange
+from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.weights import (
     ChangedWeight,
-    Fp8Linears,
     WeightChange,
     WeightParameter,
     explain_inputs,
@@ -29,14 +31,15 @@ from fp8calib.verification.emulation.weights import (
 _SLACK = 2.0**-10
 
 
-def find_stored(
+def emulate_stored(
     checkpoint: Fp8Checkpoint,
     geometry: ModelGeometry,
     source: WeightSource,
+    numerics: Numerics,
     *,
     is_changed: Callable[[str], bool],
-) -> Fp8Linears:
-    """Find the FP8 weights of a checkpoint, and what else differs from the unquantized model.
+) -> Candidate:
+    """Emulate the FP8 weights of a checkpoint, and what else differs from the unquantized model.
 
     FP8 weights of the text decoder that belong to no linear of a layer are only copied. Those
     outside the decoder are left out. `source` reads the checkpoint; `is_changed` tells whether the
@@ -90,9 +93,8 @@ def find_stored(
         notes.append(explain_inputs(unseen))
     if beside := [name for name in quantized if name not in tensors]:
         notes.append(f"not compared, as it is outside the text decoder: {cut_list(beside, 1)}")
-    return Fp8Linears(
-        fmt=checkpoint.fmt,
-        weights=weights,
+    return emulate_linears(
+        *(weights, checkpoint.fmt, geometry, numerics),
         copied=[CopiedParameter(parameters=(each,), source=source) for each in copied],
         notes=notes,
     )

@@ -19,7 +19,6 @@ from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
-from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
@@ -143,20 +142,6 @@ class Requantized(WeightChange):
         damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
         weight.copy_(values)
         return damage, torch.stack(torch.aminmax(scale))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Linears:
-    """The FP8 weights of a text decoder, as planned or as a checkpoint holds them."""
-
-    fmt: Fp8Format
-    weights: Sequence[WeightChange]
-    """Before an engine loads them. The inputs of one without a site stay in 16 bits, as no hook
-    sees them."""
-    copied: Sequence[WeightChange] = ()
-    """Tensors beside them that differ from the unquantized model's."""
-    notes: Sequence[str] = ()
-    """What an engine may quantize but the emulation does not."""
 
 
 def explain_inputs(parameters: Sequence[str]) -> str:
