@@ -184,9 +184,7 @@ def _write(
         if joined:
             save_stats(given.stats, folder / STATS_NAME)
         if request.with_weights and source is not None:
-            from fp8calib.quantization.rfc.prepare import (  # imports transformers
-                prepare_weights,
-            )
+            from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
 
             weights = prepare_weights(stats, source, recipe)
         written = write_formats(

@@ -12,7 +12,7 @@ from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.projections import LinearWeight
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.quantization.rfc.compound_scales import adopt_scales
+from fp8calib.quantization.rank_weights import adopt_scales
 
 GATE, UP = (
     Part(name=n, count=2, unit=1, first=f, per_group=2) for n, f in (("gate", 0), ("up", 2))

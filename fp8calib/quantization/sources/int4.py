@@ -47,7 +47,12 @@ class Int4Source(DecodedCheckpoint):
         self._scales: dict[str, torch.Tensor] = {}
         suffixes: set[str] = set()
         for _, section in find_quantization_configs(checkpoint.load_config()):
-            suffixes |= self._read_section(section)
+            for group in _list_groups(section):
+                fmt = group.get("format") or section.get("format")
+                if not isinstance(fmt, str) or fmt not in _FORMATS:
+                    raise self._refusal(f"its int4 weights have the format {fmt!a:.40}")
+                suffixes.add(_FORMATS[fmt])
+                self.quantizes_inputs |= group.get("input_activations") is not None
         super().__init__(checkpoint)
         self.is_rounded = False
         self._scales = {
@@ -74,17 +79,6 @@ class Int4Source(DecodedCheckpoint):
     def scale(self, name: str) -> torch.Tensor:
         """Give the scale of the tensor `name`: fp32 [], 0 if it is not quantized."""
         return self._scales.get(name, torch.zeros(()))
-
-    def _read_section(self, section: Mapping[str, object]) -> set[str]:
-        """Check how integers are stored, and list the suffixes of their names."""
-        suffixes = set()
-        for group in _list_groups(section):
-            fmt = group.get("format") or section.get("format")
-            if not isinstance(fmt, str) or fmt not in _FORMATS:
-                raise self._refusal(f"its int4 weights have the format {fmt!a:.40}")
-            suffixes.add(_FORMATS[fmt])
-            self.quantizes_inputs |= group.get("input_activations") is not None
-        return suffixes
 
     def _read_scale(self, weight: StoredWeight, suffixes: tuple[str, ...]) -> torch.Tensor:
         """Read the one scale of a weight: fp32 []."""
@@ -136,17 +130,17 @@ class ScaleSpread:
         return self.read(name)[start:stop]
 
 
-def _is_int4(section: Mapping[str, object]) -> bool:
-    weights = [group["weights"] for group in _list_groups(section)]
-    is_known = section.get("quant_method") == "compressed-tensors"
-    return is_known and bool(weights) and all(_is_int4_per_tensor(each) for each in weights)
-
-
 def _list_groups(section: Mapping[str, object]) -> list[Mapping[str, object]]:
     """List the config groups that quantize weights."""
     groups = section.get("config_groups")
     items = groups.values() if isinstance(groups, Mapping) else ()
     return [item for item in items if isinstance(item, Mapping) and item.get("weights")]
+
+
+def _is_int4(section: Mapping[str, object]) -> bool:
+    weights = [group["weights"] for group in _list_groups(section)]
+    is_known = section.get("quant_method") == "compressed-tensors"
+    return is_known and bool(weights) and all(map(_is_int4_per_tensor, weights))
 
 
 def _is_int4_per_tensor(weights: object) -> bool:

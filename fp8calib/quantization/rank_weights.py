@@ -1,0 +1,259 @@
+"""The RFC's `quantized_weights`, as `export --with-weights` writes them: one file per rank.
+
+A rank's file has, for every projection of attention and MLP (fused ones split, experts one by one),
+`X.weight` in FP8 and the rank's own scales, `X.weight_scale` and `X.input_scale`.
+
+The weights may be int4, which become FP8 codes with an FP8 scale of 1: the RFC's compound scale in
+the JSON, `scale_int4 * scale_fp8`, converts codes to real numbers in one step. With an FP8 scale of
+1 (any power of two would do) each integer from -8 to 7 is an FP8 number: it has three significant
+bits, and e4m3fn and e4m3fnuz keep four. So the FP8 weight equals the int4 weight, and the product
+is `scale_int4` without rounding. `amax / fmt.max`, the rule of other weights, would put most
+integers between two codes (3 x 56 = 168 is between 160 and 176).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fp8calib.calibration.calibration_origin import explain_difference
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.disk import explain_os_error, require_free_space
+from fp8calib.errors import ExportError, ModelError
+from fp8calib.formats.compute import compute_linear_scales
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
+from fp8calib.formats.kv.json import name_rank_files
+from fp8calib.formats.metadata import make_metadata
+from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
+from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.projections import LinearWeight, read_linears
+from fp8calib.model.shapes import Linear, ModelGeometry, Part, Role, Site, find_difference
+from fp8calib.model.tensor_parallel import owned_channels, owned_rows
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.numerics.amax import tensor_amax
+from fp8calib.numerics.cast import encode
+from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.from_amax import scale_of
+from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
+from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
+from fp8calib.commands.recipe import Recipe
+
+_DTYPES = {fmt: dtype for dtype, fmt in WEIGHT_FORMATS.items()}
+_ROLES = (Role.WEIGHT, Role.INPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
+    """Weights to write, with their scales for every tensor-parallel degree."""
+
+    tables: Mapping[int, ScaleTable]
+    notes: tuple[str, ...]
+    source: WeightSource
+
+    def write(self, folder: Path) -> list[str]:
+        """Write a file for every rank of every degree, and return their names.
+
+        Raises:
+            ExportError: a file cannot be written, or the disk is full.
+        """
+        names: list[str] = []
+        for table in self.tables.values():
+            files = name_rank_files(table.tp).values()
+            layouts = [_lay_out_rank(table, rank, name) for rank, name in enumerate(files)]
+            require_free_space(folder, sum(layout.size_bytes for layout in layouts))
+            try:
+                for rank, layout in enumerate(layouts):
+                    _start_file(table, rank, folder, layout)
+                for weight in _read(table.geometry, self.source):
+                    _put_weight(table, weight, folder, layouts)
+            except OSError as error:
+                raise explain_os_error(error, folder) from error
+            names += files
+        return names
+
+
+def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe) -> RankWeights:
+    """Open the weights, and compute their scales for the recipe's degrees.
+
+    Raises:
+        ModelError: the model, whose modules show which weights are fused or transposed, cannot
+            be built; or an int4 checkpoint is damaged, or is of another model.
+        ExportError: a scale cannot be computed.
+    """
+    is_int4 = is_int4_source(source)
+    skeleton = build_skeleton(open_source(str(source.folder)))
+    options, fmt = recipe.scales, FP8_FORMATS[recipe.scales.fp8_dtype]
+    tables = {
+        tp: compute_linear_scales(stats, fmt, tp=tp, fallback=options.fallback, rule=options.rule)
+        for tp in dict.fromkeys(recipe.tp)
+    }
+    if not is_int4:
+        return RankWeights(tables=tables, notes=(), source=WeightSource(skeleton, source))
+    int4, measured = Int4Source(source), stats.geometry
+    weights = WeightSource(skeleton, int4)
+    found, _ = find_geometry(
+        weights.model, weights.single_tensors, checkpoint_dtype=measured.checkpoint_dtype
+    )
+    if difference := find_difference(found, measured):
+        raise ModelError(
+            f"{source.folder} is not the model these statistics were calibrated on: {difference}",
+            hint="pass the int4 checkpoint of the model that was calibrated",
+        )
+    scales = weights.reading_from(ScaleSpread(int4))
+    adopted = {
+        tp: adopt_scales(table, _read(measured, weights), _read(measured, scales))
+        for tp, table in tables.items()
+    }
+    notes = tuple(_describe_int4_source(stats, source, int4))
+    return RankWeights(tables=adopted, notes=notes, source=weights)
+
+
+def _read(geometry: ModelGeometry, source: WeightSource) -> Iterator[LinearWeight]:
+    return read_linears(
+        [linear for _, linear in geometry.linears() if linear.section != "other"], source
+    )
+
+
+def _describe_int4_source(
+    stats: CalibrationStats, source: Checkpoint, int4: Int4Source
+) -> Iterator[str]:
+    """Warn that the origin of the int4 weights cannot be checked."""
+    here = fingerprint_model(source.load_config(), source)
+    yield (
+        f"{source.folder}: has the shape of the calibrated model, so its int4 weights are assumed "
+        f"to come from it (it has {explain_difference(stats.header.model_fingerprint, here)}); if "
+        "norms or weights were changed before quantization (smoothing), calibrate that model"
+    )
+    if int4.quantizes_inputs:
+        yield (
+            f"{source.folder}: its settings for inputs are ignored: inputs are quantized with the "
+            "calibrated scales"
+        )
+
+
+def adopt_scales(
+    table: ScaleTable, weights: Iterable[LinearWeight], spread: Iterable[LinearWeight]
+) -> ScaleTable:
+    """Replace the scale of every weight by the compound scale of its int4 source.
+
+    An unquantized weight of the source gets a scale from its amax; if it is all zeros on a rank,
+    it keeps the scale of the table.
+
+    Args:
+        table: scales of all projections.
+        weights: all weights of the table, in real numbers.
+        spread: the int4 scale of every element of these weights, in the same order; 0 if the weight
+            is not quantized (`ScaleSpread`).
+
+    Raises:
+        ModelError: a weight has another shape than in the table's model.
+        ExportError: a weight is joined from parts with several scales, or is not finite.
+    """
+    scales = dict(table.scales)
+    for weight, shared in zip(weights, spread, strict=True):
+        linear = weight.linear
+        expected = (linear.out_features, linear.in_features)
+        if weight.values.shape != expected:
+            raise ModelError(
+                f"{linear.module} is {list(weight.values.shape)} in the checkpoint and "
+                f"{list(expected)} in the calibrated model",
+                hint="name the int4 checkpoint of the model that was calibrated",
+            )
+        for part in linear.parts:
+            site = Site(linear.logical(part, weight.expert), Role.WEIGHT)
+            int4 = _find_scale(site, part, shared.values)
+            scales[site] = (
+                Scale(values=int4.expand(table.tp), source=ScaleSource.OBSERVED)
+                if bool(int4)
+                else _measure(table, site, part, weight)
+            )
+    return replace(table, scales=scales)
+
+
+def _find_scale(site: Site, part: Part, spread: torch.Tensor) -> torch.Tensor:
+    """Find the int4 scale of a projection: fp32 [], 0 if it is not quantized."""
+    is_one_number = not any(spread.stride())
+    own = spread[:1] if is_one_number else spread[part.rows(range(part.count))]
+    low, high = torch.aminmax(own)
+    if not torch.equal(low, high):
+        raise ExportError(
+            f"{site} is joined from weights with several int4 scales ({float(low):.6g} to "
+            f"{float(high):.6g}), but the RFC has one scale for it",
+            hint="name the unquantized model",
+        )
+    return high
+
+
+def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) -> Scale:
+    """Compute the scales of an unquantized projection from its magnitudes."""
+    ranks = range(table.tp)
+    amax = torch.stack([tensor_amax(weight.cut(part, table.tp, rank)) for rank in ranks])
+    if not bool(amax.isfinite().all()):
+        raise ExportError(f"{site} contains NaN or infinity", hint="download the checkpoint again")
+    is_there = amax > 0
+    return Scale(
+        values=torch.where(is_there, scale_of(amax, table.fmt), table.scales[site].values),
+        source=ScaleSource.OBSERVED if bool(is_there.all()) else ScaleSource.ALL_ZERO,
+        is_substitute=not bool(is_there.any()),
+    )
+
+
+def _projections(table: ScaleTable) -> Iterator[tuple[Linear, Part, str]]:
+    """List the linear, the part and the path of every projection."""
+    return (
+        (linear, part, linear.logical(part, expert))
+        for _, linear in table.geometry.linears()
+        if linear.section != "other"
+        for expert in linear.experts
+        for part in linear.parts
+    )
+
+
+def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
+    dtype = _DTYPES[table.fmt]
+    tensors: list[OutputTensor] = []
+    for linear, part, module in _projections(table):
+        rows = owned_rows(linear, part, table.tp, rank)
+        shape = (len(rows), len(owned_channels(linear, table.tp, rank)))
+        tensors.append(OutputTensor(name=f"{module}.weight", dtype=dtype, shape=shape))
+        tensors += (
+            OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=()) for role in _ROLES
+        )
+    measured = make_metadata(origin=table.origin)
+    return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}", **measured})
+
+
+def _start_file(table: ScaleTable, rank: int, folder: Path, layout: ShardLayout) -> None:
+    """Write the header and the scales of a rank's file."""
+    with (folder / layout.name).open("wb") as file:
+        file.write(layout.head)
+        file.truncate(layout.size_bytes)
+        for _, _, module in _projections(table):
+            for role in _ROLES:
+                file.seek(layout.starts[f"{module}.{role}_scale"])
+                value = table.scales[Site(module, role)].values[rank]
+                file.write(value.to(torch.float32).numpy().tobytes())
+
+
+def _put_weight(
+    table: ScaleTable, weight: LinearWeight, folder: Path, layouts: list[ShardLayout]
+) -> None:
+    for rank, layout in enumerate(layouts):
+        with (folder / layout.name).open("r+b") as file:
+            for part in weight.linear.parts:
+                module = weight.linear.logical(part, weight.expert)
+                scale = table.scales[Site(module, Role.WEIGHT)].values[rank]
+                rows = weight.cut(part, table.tp, rank)
+                if table.fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
+                    codes = encode_rows(rows, scale).view(torch.uint8)
+                else:
+                    codes = encode(rows.to(torch.float32) / scale, table.fmt)
+                file.seek(layout.starts[f"{module}.weight"])
+                file.write(codes.numpy().tobytes())
