@@ -37,8 +37,6 @@ from fp8calib.quantization.select import Selection
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""
-
-
 _DEFAULTS = ScaleOptions()
 
 
@@ -125,15 +123,18 @@ def find_input_scales(
     Raises:
         ExportError: the statistics have no data for a linear.
     """
-    scales = InputScales(stats, options)
-    inputs = _NamedInputs(stats, quantized, others, scales)
-    found = {matrix.module: inputs.find(matrix) for matrix in quantized}
-    groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
+    scales, named = InputScales(stats, options), _NamedInputs(stats)
     largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
-    for module, group in groups.items():
-        largest[group] = torch.maximum(largest[group], found[module])
-    found = {module: largest[group] for module, group in groups.items()}
-    return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(scales.table)))
+    for matrix in quantized:
+        found = named.find(matrix)
+        if found is None:
+            hint = _explain_missing(matrix, stats, quantized, others, named)
+            raise ExportError(f"the stats have no input of {matrix.module}", hint=hint)
+        linear, expert = found
+        group = span_experts(matrix.fused_group)
+        largest[group] = torch.maximum(largest[group], scales.of(linear, expert=expert))
+    inputs = {matrix.module: largest[span_experts(matrix.fused_group)] for matrix in quantized}
+    return CalibratedScales(inputs=inputs, kv={}, notes=tuple(_explain_substitutes(scales.table)))
 
 
 def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Matrix], list[Matrix]]:
@@ -220,19 +221,9 @@ class InputScales:
 
 
 class _NamedInputs:
-    """Finds the scales of inputs by the names of weights in the checkpoint."""
+    """Finds the linears of statistics by the names of weights in the checkpoint."""
 
-    def __init__(
-        self,
-        stats: CalibrationStats,
-        quantized: Collection[Matrix],
-        others: Collection[Matrix],
-        scales: InputScales,
-    ) -> None:
-        self._quantized = quantized
-        self._others = others
-        self._scales = scales
-        self._stats = stats
+    def __init__(self, stats: CalibrationStats) -> None:
         self._linears = {
             linear.checkpoint_name: linear
             for _, linear in stats.geometry.linears()
@@ -246,21 +237,11 @@ class _NamedInputs:
             if linear.num_experts
         }
 
-    def find(self, matrix: Matrix) -> torch.Tensor:
-        """Find the scale of a linear's input: fp32 []."""
+    def find(self, matrix: Matrix) -> tuple[Linear, int | None] | None:
+        """Find the linear of a weight; of a weight in stacked experts, them and its number."""
         linear = self._linears.get(matrix.tensor)
         if linear is not None:
-            return self._scales.of(linear)
-        found = self._find_expert(matrix)
-        if found is not None:
-            experts, number = found
-            return self._scales.of(experts, expert=number)
-        raise ExportError(
-            f"the stats have no input of {matrix.module}", hint=self._explain_missing(matrix)
-        )
-
-    def _find_expert(self, matrix: Matrix) -> tuple[Linear, int] | None:
-        """Find the stacked experts and the number of the expert that a matrix belongs to."""
+            return linear, None
         found = split_expert(matrix.module)
         if found is None:
             return None
@@ -268,26 +249,28 @@ class _NamedInputs:
         experts = self._experts.get((matrix.layer, _PROJECTIONS.get(projection, projection)))
         return (experts, number) if experts and number < experts.num_experts else None
 
-    def _explain_missing(self, matrix: Matrix) -> str:
-        """Explain what to do instead, with the options that exclude all unmeasured linears."""
-        names = list_unmeasured(self._stats, self._quantized, self._others)
-        if any(name in names for name in list_paths(matrix.module)):
-            return (
-                "calibrate with --recipe w8a8-static, and exclude the linears outside the layers "
-                "that it measures: "
-                f"{spell_options(names)}"
-            )
-        missing = (
-            (split_expert(each.module) or (each.module,))[0]
-            for each in self._quantized
-            if each.tensor not in self._linears and self._find_expert(each) is None
-        )
-        globs = dict.fromkeys(span_layers(module) for module in missing)
+
+def _explain_missing(
+    matrix: Matrix,
+    stats: CalibrationStats,
+    quantized: Collection[Matrix],
+    others: Collection[Matrix],
+    named: _NamedInputs,
+) -> str:
+    """Explain what to do instead, with the options that exclude all unmeasured linears."""
+    names = list_unmeasured(stats, quantized, others)
+    if any(name in names for name in list_paths(matrix.module)):
         return (
-            "calibrate cannot measure it in this kind of model: choose a --scheme that needs no "
-            f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
-            f"{spell_options(globs)}"
+            "calibrate with --recipe w8a8-static, and exclude the linears outside the layers that "
+            f"it measures: {spell_options(names)}"
         )
+    missing = (each.module for each in quantized if named.find(each) is None)
+    whole = ((split_expert(module) or (module,))[0] for module in missing)
+    return (
+        "calibrate cannot measure it in this kind of model: choose a --scheme that needs no "
+        f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
+        f"{spell_options(dict.fromkeys(map(span_layers, whole)))}"
+    )
 
 
 def _find_prefixes(layer: Layer) -> Iterator[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ from fp8calib.quantization.shard_layout import (
     lay_out,
 )
 
-ROUNDING_KEY = "fp8calib.rounding"
+_ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"
 _SHOWN = 5
 _VERSION = 1
@@ -73,31 +73,6 @@ class CalibratedScales:
 
 
 NO_SCALES = CalibratedScales(inputs={}, kv={})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingRecord:
-    """How weights are rounded, if not to nearest, as the checkpoint's metadata records it."""
-
-    rounding: str
-    data: str
-    """Fingerprint of the calibration text."""
-    sequences: int
-    held_back: int
-    """One sequence of this many is not in the Hessians; the better rounding is chosen on these."""
-    damping: float
-    order: str
-    tokens: str
-    """How tokens are weighted."""
-    scales: str
-    """How the scales of weights are chosen."""
-    measures_inputs: bool = False
-    """The scales of inputs were measured on the same text, which determines them."""
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The record in a file's metadata."""
-        return {ROUNDING_KEY: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +154,8 @@ def make_plan(
     selection: Selection,
     *,
     scales: CalibratedScales = NO_SCALES,
-    rounding: RoundingRecord | None = None,
+    rounding: Mapping[str, object] | None = None,
+    measures_inputs: bool = False,
 ) -> QuantizePlan:
     """Decide what is written where; only headers and config.json are read.
 
@@ -188,79 +164,15 @@ def make_plan(
         settings: the options.
         selection: the result of `select_linears` with the same settings.
         scales: of inputs and of the KV cache; a linear of a static scheme needs an input scale.
-        rounding: how weights are rounded; None means to nearest.
+        rounding: how weights are rounded, for the metadata; None means to nearest.
+        measures_inputs: the scales of inputs follow from `rounding`.
 
     Raises:
         ModelError: two files hold the same tensor.
     """
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
-    tag = _make_tag(checkpoint, config, settings, scales, rounding)
-    measured = make_metadata(
-        origin=scales.origin,
-        geometry=scales.geometry if scales.kv else None,
-    )
-    metadata = {_TAG_KEY: tag, **measured, **(rounding.metadata if rounding else {})}
-    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
-    has_kv = bool(scales.kv)
-    job = ConfigJob(
-        scheme=settings.schemes.default,
-        groups=_group_by_scheme(settings.schemes, selection.quantized),
-        unquantized=selection.unquantized,
-        quantized=[matrix.module for matrix in selection.quantized],
-        has_kv=has_kv,
-    )
-    assert settings.dialect.make_config is not None  # noqa: S101 -- find_written refused it
-    quantization = settings.dialect.make_config(job)
-    extras: dict[str, Mapping[str, object]] = {}
-    if settings.dialect.make_own_file is not None:
-        extras[settings.dialect.own_file] = settings.dialect.make_own_file(job)
-    if checkpoint.is_sharded:
-        extras[INDEX_NAME] = _make_index(checkpoint, shards)
-    sides, skipped = find_side_files(checkpoint)
-    own_files = {dialect.own_file for dialect in FP8_DIALECTS.values()}
-    return QuantizePlan(
-        settings=settings,
-        selection=selection,
-        shards=shards,
-        config={**config, "quantization_config": quantization},
-        json_files=extras,
-        # a source's own file of a dialect describes a quantization that no longer holds
-        side_files={
-            name: path for name, path in sides.items() if name not in {*extras, *own_files}
-        },
-        skipped={**skipped, **_list_unlisted(checkpoint)},
-        has_kv=has_kv,
-        tag=tag,
-    )
-
-
-def _group_by_scheme(
-    schemes: LayerSchemes, quantized: Iterable[Matrix]
-) -> dict[Scheme, dict[str, None]]:
-    """List the linears of each scheme, and the weights that engines fuse them into."""
-    found: dict[Scheme, dict[str, None]] = defaultdict(dict)
-    for matrix in quantized:
-        paths = (matrix.module, name_fused_path(matrix.module))
-        found[schemes.of(matrix.module)] |= dict.fromkeys(paths)
-    return found
-
-
-def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
-    """List tensors in the source's files that its index does not name; engines read whole files."""
-    names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
-    if len(names) > _SHOWN:
-        names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
-    return dict.fromkeys(names, "the index does not list it")
-
-
-def _make_tag(
-    checkpoint: Checkpoint,
-    config: Mapping[str, object],
-    settings: PlanSettings,
-    scales: CalibratedScales,
-    rounding: RoundingRecord | None,
-) -> str:
+    calibrated = () if measures_inputs else (scales.inputs, scales.kv)
     fields = [
         _VERSION,
         settings.schemes.default.name,
@@ -268,16 +180,59 @@ def _make_tag(
         sorted(settings.ignore),
         *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
         *([settings.schemes.names] if settings.schemes.by_pattern else []),
-        *(
-            [[name, float(value)] for name, value in sorted(part.items())]
-            for part in (scales.inputs, scales.kv)
-            if rounding is None or not rounding.measures_inputs
-        ),
+        *([[name, float(value)] for name, value in sorted(part.items())] for part in calibrated),
         scales.origin and scales.origin.to_fields(),
-        *([] if rounding is None else [asdict(rounding)]),
+        *([] if rounding is None else [rounding]),
     ]
     text = fingerprint_model(config, checkpoint) + json.dumps(fields)
-    return hashlib.sha256(text.encode()).hexdigest()
+    tag = hashlib.sha256(text.encode()).hexdigest()
+    metadata = {
+        _TAG_KEY: tag,
+        **make_metadata(origin=scales.origin, geometry=scales.geometry if scales.kv else None),
+        **({} if rounding is None else {_ROUNDING_KEY: json.dumps(rounding)}),
+    }
+    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
+    groups: dict[Scheme, dict[str, None]] = defaultdict(dict)
+    for matrix in selection.quantized:
+        paths = (matrix.module, name_fused_path(matrix.module))
+        groups[settings.schemes.of(matrix.module)] |= dict.fromkeys(paths)
+    job = ConfigJob(
+        scheme=settings.schemes.default,
+        groups=groups,
+        unquantized=selection.unquantized,
+        quantized=[matrix.module for matrix in selection.quantized],
+        has_kv=bool(scales.kv),
+    )
+    dialect = settings.dialect
+    assert dialect.make_config is not None  # noqa: S101 -- find_written refused it
+    extras: dict[str, Mapping[str, object]] = {}
+    if dialect.make_own_file is not None:
+        extras[dialect.own_file] = dialect.make_own_file(job)
+    if checkpoint.index is not None:
+        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        total_size = sum(shard.data_bytes for shard in shards)
+        extras[INDEX_NAME] = {
+            "metadata": {**checkpoint.index.metadata, "total_size": total_size},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+    sides, skipped = find_side_files(checkpoint)
+    # a source's own file of a dialect describes a quantization that no longer holds
+    replaced = {*extras, *(each.own_file for each in FP8_DIALECTS.values())}
+    # engines read whole files, with tensors that the index does not name
+    unlisted = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
+    if len(unlisted) > _SHOWN:
+        unlisted[_SHOWN:] = [f"{len(unlisted) - _SHOWN} more tensors"]
+    return QuantizePlan(
+        settings=settings,
+        selection=selection,
+        shards=shards,
+        config={**config, "quantization_config": dialect.make_config(job)},
+        json_files=extras,
+        side_files={name: path for name, path in sides.items() if name not in replaced},
+        skipped={**skipped, **dict.fromkeys(unlisted, "the index does not list it")},
+        has_kv=bool(scales.kv),
+        tag=tag,
+    )
 
 
 def _lay_out_shards(
@@ -343,17 +298,9 @@ def _quantized_tensors(
         content=WeightScale(matrix),
     )
     if scheme.has_static_inputs:
-        yield _constant(
-            f"{matrix.module}.{dialect.input_scale_name}", scales.inputs[matrix.module], dialect
-        )
+        name = f"{matrix.module}.{dialect.input_scale_name}"
+        yield _constant(name, scales.inputs[matrix.module], dialect)
 
 
 def _constant(name: str, value: torch.Tensor, dialect: Fp8Dialect) -> OutputTensor:
     return OutputTensor(name=name, dtype="F32", shape=dialect.scalar_shape, content=Constant(value))
-
-
-def _make_index(checkpoint: Checkpoint, shards: Collection[ShardLayout]) -> dict[str, object]:
-    metadata = dict(checkpoint.index.metadata) if checkpoint.index else {}
-    metadata["total_size"] = sum(shard.data_bytes for shard in shards)
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}

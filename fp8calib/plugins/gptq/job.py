@@ -262,7 +262,14 @@ def _plan_checkpoint(
         scales = replace(scales, origin=_find_origin(job))
     assert job.plan is not None  # noqa: S101 -- gptq runs data
     rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=measures_inputs)
-    return make_plan(job.checkpoint, asked, selection, scales=scales, rounding=rounding)
+    return make_plan(
+        job.checkpoint,
+        asked,
+        selection,
+        scales=scales,
+        rounding=rounding,
+        measures_inputs=measures_inputs,
+    )
 
 
 def _find_origin(job: ResumableJob) -> CalibrationOrigin:

@@ -18,7 +18,7 @@ from fp8calib.plugins.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import PlanSettings, RoundingRecord
+from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection
 
 _CODES = f"{NAME_PREFIX}rounding"
@@ -116,23 +116,25 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
 
 def make_rounding_record(
     plan: DataPlan, schemes: LayerSchemes, *, measures_inputs: bool
-) -> RoundingRecord:
+) -> dict[str, object]:
     """Make the record of the rounding for the checkpoint's metadata."""
     searched = [searches_scales(scheme) for scheme in schemes.all]
     scales = _SEARCHED if all(searched) else _SMALLEST
     if any(searched) and not all(searched):
         scales = f"per channel: {_SEARCHED}; others: {_SMALLEST}"
-    return RoundingRecord(
-        rounding=GPTQ,
-        data=plan.fingerprint,
-        sequences=len(plan.sequences),
-        held_back=HELD_EVERY,
-        damping=DAMPING,
-        order="by falling diagonal of the Hessian",
-        tokens=f"scaled to the power {LENGTH_POWER} of their length",
-        scales=scales,
-        measures_inputs=measures_inputs,
-    )
+    return {
+        "rounding": GPTQ,
+        "data": plan.fingerprint,
+        "sequences": len(plan.sequences),
+        # one sequence of this many is not in the Hessians; on these the better rounding is chosen
+        "held_back": HELD_EVERY,
+        "damping": DAMPING,
+        "order": "by falling diagonal of the Hessian",
+        "tokens": f"scaled to the power {LENGTH_POWER} of their length",
+        "scales": scales,
+        # the scales of inputs were measured on the same text, which determines them
+        "measures_inputs": measures_inputs,
+    }
 
 
 def list_rounded(
