@@ -235,7 +235,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.jobs import stats as given
         from fp8calib.jobs.card import CardJob, add_card
         from fp8calib.jobs.quantization import planned
-        from fp8calib.jobs.quantization.report import make_quantize_result
         from fp8calib.jobs.recipe_options import apply_quantize_recipe
         from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
     recipe = None
@@ -259,15 +258,16 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         with planned.open_planned(task) as plan:
             started = time.monotonic()
             written = planned.write_planned(task, plan, plan.kept_codes, device=request.device)
-            outcome = plan.finish(task, written, started)
-        result = make_quantize_result(outcome, served)
+            result = plan.describe(
+                written, out=task.out, started=started, stats=stats, served=served
+            )
         if request.check:
             plain = () if served is None else served.kv_cache_dtype_skip_layers
-            checked = check_written(outcome.folder, outcome.out, plain_caches=plain)
+            checked = check_written(task.out, task.out, plain_caches=plain)
             result = result.model_copy(update={"checked": checked})
         job = CardJob(
-            written=outcome.folder,
-            target=outcome.out,
+            written=task.out,
+            target=task.out,
             model=request.model,
             revision=request.revision,
             checked=result.checked,

@@ -16,7 +16,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateResult, NotQuantized
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
+from fp8calib.jobs.quantization.planned import Planned
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
@@ -92,7 +92,7 @@ def _quantize(
         selection = select(job.checkpoint, ignore=settings.ignore)
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
     plan = make_plan(job.checkpoint, settings, selection, scales=scales)
-    job.reporter.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
+    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
     written = quantize(
         job.checkpoint,
         plan,
@@ -100,17 +100,10 @@ def _quantize(
         device=torch.device("cpu"),
         advance=job.reporter.advance,
     )
-    outcome = QuantizationOutcome(
-        plan=plan,
-        written=written,
-        folder=folder / name,
-        out=job.folder / name,
-        source_bytes=job.checkpoint.total_size_bytes,
-        duration_s=time.monotonic() - started,
-        stats=stats,
-        notes=tuple(  # notes on scales are in the report already
-            f"{module}: left unquantized: outside the decoder layers inputs are not observed"
-            for module in unmeasured
-        ),
+    notes = (  # notes on scales are in the report already
+        f"{module}: left unquantized: outside the decoder layers inputs are not observed"
+        for module in unmeasured
     )
-    return make_quantize_result(outcome, job.recipe.quantize)
+    return Planned(checkpoint=job.checkpoint, plan=plan, notes=tuple(notes)).describe(
+        written, out=job.folder / name, started=started, stats=stats, served=job.recipe.quantize
+    )

@@ -95,6 +95,11 @@ class QuantizePlan:
     """Hash of the source and all options: equal tags mean equal bytes."""
 
     @property
+    def data_bytes(self) -> int:
+        """Sum the bytes of all tensors."""
+        return sum(shard.data_bytes for shard in self.shards)
+
+    @property
     def size_bytes(self) -> int:
         """Sum the bytes of all files."""
         sides = sum(path.stat().st_size for path in self.side_files.values())

@@ -24,6 +24,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error, require_free_space
+from fp8calib.commands.recipe import Recipe
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -43,7 +44,6 @@ from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
-from fp8calib.commands.recipe import Recipe
 
 _DTYPES = {fmt: dtype for dtype, fmt in WEIGHT_FORMATS.items()}
 _ROLES = (Role.WEIGHT, Role.INPUT)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +15,24 @@ import torch
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
-from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.recipe import Quantize, ScaleOptions
+from fp8calib.commands.result import BeforeAfter, LayerScheme
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
 from fp8calib.formats.kv.parse_names import find_spelling
-from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
+from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.numerics.encode import decode_rows, encode_rows
 from fp8calib.numerics.formats import SMALLEST_SCALE
 from fp8calib.numerics.schemes import (
-    Scheme,
     list_without_calibration,
 )
 from fp8calib.quantization import quantize as writing
@@ -88,20 +90,58 @@ class Planned:
     kept_codes: WeightCodes | None = None
     """The codes that are not computed again; those of MXFP8 that stays MXFP8."""
 
-    def finish(
-        self, task: QuantizeTask, written: writing.Written, started: float
-    ) -> QuantizationOutcome:
-        """Put the outcome together; `started` is the value of time.monotonic() at the start."""
-        return QuantizationOutcome(
-            plan=self.plan,
-            written=written,
-            folder=task.out,
-            out=task.out,
-            source_bytes=self.checkpoint.total_size_bytes,
-            duration_s=time.monotonic() - started,
-            stats=task.stats,
-            notes=self.notes,
+    def describe(
+        self,
+        written: writing.Written,
+        *,
+        out: Path,
+        started: float,
+        stats: CalibrationStats | None,
+        served: Quantize | None,
+    ) -> QuantizeResult:
+        """Make the result of the written checkpoint.
+
+        `started` is the value of time.monotonic() at the start; `served` is how a recipe wants the
+        checkpoint to be served.
+        """
+        plan, skipped = self.plan, self.plan.skipped.items()
+        size = (
+            kv_bytes_per_token(stats.geometry)
+            if stats is not None and plan.has_kv
+            else estimate_kv_bytes(plan.config, find_dtype(plan.config))
         )
+        has_plain_caches = served is not None and served.kv_cache_dtype_skip_layers
+        return QuantizeResult(
+            out=out,
+            files=written.files,
+            scheme=plan.settings.schemes.default.name,
+            layer_schemes=list_layer_schemes(plan),
+            format=plan.settings.dialect.name,
+            bytes=BeforeAfter(before=self.checkpoint.total_size_bytes, after=plan.data_bytes),
+            duration_s=time.monotonic() - started,
+            resumed=written.resumed,
+            quantized=tuple(matrix.module for matrix in plan.selection.quantized),
+            left=tuple(
+                UnquantizedLinear(module=item.module, why=item.why)
+                for item in plan.selection.unquantized
+            ),
+            dead=written.all_zero,
+            has_kv_scales=plan.has_kv,
+            notes=(*self.notes, *(f"{name}: not copied: {why}" for name, why in skipped)),
+            kv_bytes_per_token=None
+            if size is None or has_plain_caches
+            else BeforeAfter(before=size[0], after=size[1]),
+        )
+
+
+def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
+    """List the patterns that give linears another scheme, with the number of these linears."""
+    schemes = plan.settings.schemes
+    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    return tuple(
+        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
+        for pattern, name in schemes.names.items()
+    )
 
 
 def resolve_recipe(asked: Quantize) -> PlanSettings:
@@ -118,10 +158,8 @@ def resolve_request(
 ) -> PlanSettings:
     """Resolve what `quantize` is asked.
 
-    Args:
-        request: the request.
-        power_of_two: whether scales of blocks are powers of two.
-        is_calibrated: whether input scales are measured without `--stats`.
+    `power_of_two` means that scales of blocks are powers of two, and `is_calibrated` that input
+    scales are measured without `--stats`.
 
     Raises:
         UsageError: a name is unknown, or the options contradict each other.
@@ -135,25 +173,16 @@ def resolve_request(
             f"{OPTION}: --format {dialect.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
+    options = {f"--scheme {schemes.default.name}": schemes.default}
+    options |= {f"{OPTION} {pattern}={each.name}": each for pattern, each in schemes.by_pattern}
+    static = next((option for option, each in options.items() if each.has_static_inputs), None)
     if static is not None and request.stats is None and not is_calibrated:
         raise UsageError(
             f"{static}: its input scales come from calibration",
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
             f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
-    return PlanSettings(
-        schemes=schemes,
-        dialect=dialect,
-        ignore=tuple(request.ignore or ()),
-    )
-
-
-def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:
-    """Find the first option that names such a scheme."""
-    options = {f"--scheme {schemes.default.name}": schemes.default}
-    options |= {f"{OPTION} {pattern}={each.name}": each for pattern, each in schemes.by_pattern}
-    return next((option for option, scheme in options.items() if is_meant(scheme)), None)
+    return PlanSettings(schemes=schemes, dialect=dialect, ignore=tuple(request.ignore or ()))
 
 
 @contextmanager
@@ -165,7 +194,11 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
     request, asked = task.request, task.asked
-    folder = _find_folder(task.model, request.revision)
+    folder = find_local_model(task.model)
+    if folder is None:
+        from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+        folder = find_folder(task.model, request.revision)
     opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
     with opened as checkpoint:
         plan, notes = _plan_checkpoint(checkpoint, asked, task.stats, task.scales)
@@ -175,14 +208,9 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
         if isinstance(checkpoint, DecodedCheckpoint):
             kept = checkpoint.keep_codes(asked.schemes)
             others = [each for each in plan.selection.quantized if kept is None or each not in kept]
-            notes = (*notes, *_note_second_rounding(checkpoint, others, asked.schemes))
-            notes = (*notes, *_note_changes(checkpoint, plan))
-        yield Planned(
-            checkpoint=checkpoint,
-            plan=plan,
-            notes=notes,
-            kept_codes=kept,
-        )
+            rounded = _note_second_rounding(checkpoint, others, asked.schemes)
+            notes = (*notes, *rounded, *_note_changes(checkpoint, plan))
+        yield Planned(checkpoint=checkpoint, plan=plan, notes=notes, kept_codes=kept)
 
 
 def _plan_checkpoint(
@@ -278,8 +306,7 @@ def write_planned(
     request = task.request
     if request.resume and (found := find_finished_checkpoint(task, planned.plan)) is not None:
         return found
-    total = sum(shard.data_bytes for shard in planned.plan.shards)
-    task.reporter.stage("quantizing", total, unit="bytes")
+    task.reporter.stage("quantizing", planned.plan.data_bytes, unit="bytes")
     return writing.quantize(
         planned.checkpoint,
         planned.plan,
@@ -300,16 +327,3 @@ def find_finished_checkpoint(task: QuantizeTask, plan: QuantizePlan) -> writing.
     remove_progress_file(task.out)
     task.reporter.say(f"{task.out} is finished already")
     return writing.Written(files=writing.list_files(task.out), all_zero=(), resumed=())
-
-
-def _find_folder(model: str, revision: str | None) -> Path:
-    """Find the model's folder; for a local one, without the slow import of transformers.
-
-    Raises:
-        ModelError: the model is neither local nor on the Hub.
-    """
-    if (local := find_local_model(model)) is not None:
-        return local
-    from fp8calib.model.load import find_folder  # noqa: PLC0415
-
-    return find_folder(model, revision)

@@ -12,7 +12,6 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.card import CardJob, add_card
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.quantization.planned import QuantizeTask, resolve_request
-from fp8calib.jobs.quantization.report import make_quantize_result
 from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
@@ -61,17 +60,16 @@ def run(
         with open_gptq(task, request, group) as opened:
             if request.dry_run:
                 return plan_gptq(opened)
-            found = run_gptq(opened)
+            found = run_gptq(opened, None if recipe is None else recipe.quantize)
     if found is None:
         return None
-    outcome, rounded = found
-    made = make_quantize_result(outcome, None if recipe is None else recipe.quantize)
+    made, rounded = found
     result = GptqResult(**dict(made), rounded=rounded)
     if request.check:
-        result = result.model_copy(update={"checked": check_written(outcome.folder, outcome.out)})
+        result = result.model_copy(update={"checked": check_written(task.out, task.out)})
     cards = CardJob(
-        written=outcome.folder,
-        target=outcome.out,
+        written=task.out,
+        target=task.out,
         model=request.model,
         revision=request.revision,
         checked=result.checked,

@@ -17,7 +17,8 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.quantize import QuantizeResult
+from fp8calib.commands.recipe import Quantize, Recipe
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.calibration import choose_calibration_mode, run_job
@@ -28,9 +29,9 @@ from fp8calib.jobs.quantization.planned import (
     Planned,
     QuantizeTask,
     find_finished_checkpoint,
+    list_layer_schemes,
     write_planned,
 )
-from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
@@ -65,6 +66,7 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
+from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 
@@ -138,9 +140,11 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
 
 
 def run_gptq(
-    opened: GptqJob,
-) -> tuple[QuantizationOutcome, tuple[RoundedLinear, ...]] | None:
+    opened: GptqJob, served: Quantize | None
+) -> tuple[QuantizeResult, tuple[RoundedLinear, ...]] | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
+
+    `served` is how a recipe wants it to be served.
 
     Raises:
         UsageError: the output folder is in use.
@@ -149,9 +153,15 @@ def run_gptq(
     """
     task, job, expected = opened.task, opened.job, opened.expected
     started = time.monotonic()
+
+    def describe(planned: Planned, written: Written) -> QuantizeResult:
+        return planned.describe(
+            written, out=task.out, started=started, stats=task.stats, served=served
+        )
+
     if task.request.resume and (written := find_finished_checkpoint(task, expected)) is not None:
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
-        return planned.finish(task, written, started), ()
+        return describe(planned, written), ()
     check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
     mode = choose_calibration_mode(job)
     for text in mode.describe():
@@ -167,7 +177,7 @@ def run_gptq(
             written = write_planned(task, planned, codes, device="cpu")
             rounded = list_rounded(job, opened.selection, codes)
     shutil.rmtree(job.folder, ignore_errors=True)
-    return planned.finish(task, written, started), tuple(rounded)
+    return describe(planned, written), tuple(rounded)
 
 
 # --- before the run -------------------------------------------------------------------------------
