@@ -62,11 +62,7 @@ def find_kv_scales(
     dialect: Fp8Dialect,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute the scales of K and V; none if the statistics do not have them.
-
-    Raises:
-        ExportError: no token reached a site.
-    """
+    """Compute the scales of K and V; none if the statistics do not have them."""
     if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
         return NO_SCALES
     table = compute_kv_scales(
@@ -110,18 +106,10 @@ def find_input_scales(
     others: Collection[Matrix] = (),
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute a static scale for the input of every linear that has one.
+    """Compute a static scale for the inputs of linears, whose weights are `quantized`.
 
-    All experts of a layer share one for each fused projection, as in engines.
-
-    Args:
-        stats: the statistics of the same model.
-        quantized: the weights of these linears.
-        others: the weights of linears without a static scale.
-        options: how statistics become scales.
-
-    Raises:
-        ExportError: the statistics have no data for a linear.
+    All experts of a layer share one for each fused projection, as in engines. `others` are the
+    weights of linears without a static scale.
     """
     scales, named = InputScales(stats, options), _NamedInputs(stats)
     largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
@@ -194,16 +182,12 @@ class InputScales:
         Raises:
             ExportError: the statistics have no data for it.
         """
-        if linear.section == "other":
-            return self._of_other(Site(linear.module, Role.INPUT))
-        sites = (
-            Site(linear.logical(part, each), Role.INPUT)
-            for part in linear.parts
-            for each in (linear.experts if expert is None else (expert,))
-        )
-        return torch.stack([self.table.scales[site].values[0] for site in sites]).max()
-
-    def _of_other(self, site: Site) -> torch.Tensor:
+        if linear.section != "other":
+            experts = linear.experts if expert is None else (expert,)
+            sites = (linear.logical(part, each) for part in linear.parts for each in experts)
+            scales = (self.table.scales[Site(module, Role.INPUT)] for module in sites)
+            return torch.stack([scale.values[0] for scale in scales]).max()
+        site = Site(linear.module, Role.INPUT)
         if site not in self._stats.sites:
             raise ExportError(
                 f"the stats have no data for {site}",
@@ -215,9 +199,7 @@ class InputScales:
         clip_range = find_clip_range(
             self._rule, amax=float(amax), histogram=measured.histogram, fmt=self._fmt
         )
-        if float(amax) <= 0:
-            return torch.tensor(1.0)
-        return scale_of(clip_range.apply(amax), self._fmt)
+        return scale_of(clip_range.apply(amax), self._fmt) if amax > 0 else torch.tensor(1.0)
 
 
 class _NamedInputs:

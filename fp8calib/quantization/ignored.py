@@ -110,9 +110,6 @@ def match_patterns(
 
     Returns:
         The matching pattern, by linear.
-
-    Raises:
-        UsageError: a pattern matches no module, or is not a regular expression.
     """
     matched: dict[str, str] = {}
     paths = {path for module in modules for path in list_paths(module)}
@@ -134,11 +131,7 @@ def match_patterns(
 
 
 def matches_module(pattern: str, module: str, *, option: str) -> bool:
-    """Tell whether a pattern of an option matches a linear, or a module around it.
-
-    Raises:
-        UsageError: it is not a regular expression.
-    """
+    """Tell whether a pattern of an option matches a linear, or a module around it."""
     return any(_matches(pattern, path, option) for path in list_paths(module))
 
 

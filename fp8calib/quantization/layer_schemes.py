@@ -84,11 +84,7 @@ def make_layer_schemes(
 
 
 def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
-    """Refuse patterns that give no linear its scheme, or that divide what engines load as one.
-
-    Raises:
-        UsageError: naming the pattern.
-    """
+    """Refuse patterns that give no linear its scheme, or that divide what engines load as one."""
     if not schemes.by_pattern:
         return
     quantized = [matrix.module for matrix in selection.quantized]
@@ -132,20 +128,18 @@ def _refuse_divided(schemes: LayerSchemes, quantized: list[str]) -> None:
         names: dict[str, str] = {}
         for module in modules:
             names.setdefault(schemes.of(module).name, module)
-        if len(names) > 1:
-            pattern = next(filter(None, map(schemes.pattern_of, modules)))
-            found = ", ".join(f"{module} {name}" for name, module in names.items())
-            whole = shlex.quote(f"{_match_group(group)}={schemes.names[pattern]}")
-            raise UsageError(
-                f"{OPTION} {pattern}: engines load {group} as one weight, and it has several "
-                f"schemes ({found})",
-                hint=f"give all of it one scheme: {OPTION} {whole}",
-            )
-
-
-def _match_group(group: str) -> str:
-    """Make a pattern for a group in all layers."""
-    parent, _, last = group.rpartition(".")
-    if "+" not in last:
-        return span_layers(group)
-    return f"re:.*{parent.rpartition('.')[2]}[.]({last.replace('+', '|')})"
+        if len(names) == 1:
+            continue
+        pattern = next(filter(None, map(schemes.pattern_of, modules)))
+        found = ", ".join(f"{module} {name}" for name, module in names.items())
+        # a pattern for the group in all layers
+        parent, _, last = group.rpartition(".")
+        whole = span_layers(group)
+        if "+" in last:
+            whole = f"re:.*{parent.rpartition('.')[2]}[.]({last.replace('+', '|')})"
+        raise UsageError(
+            f"{OPTION} {pattern}: engines load {group} as one weight, and it has several schemes "
+            f"({found})",
+            hint="give all of it one scheme: "
+            f"{OPTION} {shlex.quote(f'{whole}={schemes.names[pattern]}')}",
+        )

@@ -75,19 +75,14 @@ class ExpertStacks:
     def __init__(self, config: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
         self._tensors = tensors
         self._type, self._layout, self._hidden_size = find_layout(config)
-        self._unserved = next(
-            (why for kind, why in UNSERVED_STACKS.items() if kind in list_types(config)), None
-        )
-
-    @property
-    def is_unserved(self) -> bool:
-        """Whether engines load the experts of this model in no form of FP8 that is written."""
-        return self._unserved is not None
+        types = list_types(config)
+        self.unserved = next((why for kind, why in UNSERVED_STACKS.items() if kind in types), "")
+        """Why engines load the experts of this model in no form of FP8 that is written."""
 
     def explain_unknown(self) -> str:
         """Explain why a stack cannot be split."""
-        if self._unserved is not None:
-            return f"which engines cannot load in FP8: {self._unserved}"
+        if self.unserved:
+            return f"which engines cannot load in FP8: {self.unserved}"
         if self._layout is None:
             return "in an unknown layout"
         return (
@@ -97,40 +92,33 @@ class ExpertStacks:
 
     def split(self, name: str) -> tuple[Matrix, ...]:
         """List the matrices of a stack, expert by expert; none when its layout is unknown."""
-        stack = find_stack(self._layout, name) if self._layout else None
-        if stack is None or self._layout is None:
+        layout = self._layout
+        stack = find_stack(layout, name) if layout else None
+        if stack is None or layout is None:
             return ()
-        orientations = self._list_orientations(self._layout, stack, name)
-        if len(orientations) > 1:  # a square matrix fits both ways
-            orientations = self._list_matching_orientations(self._layout, stack, name)
-        if len(orientations) != 1:
+        fitting = self._list_orientations(layout, stack, name)
+        if len(fitting) > 1:
+            # A square matrix fits both ways: it is read as the other stack of the same experts.
+            # Where that one is transposed, transformers (whose Transpose looks at each shape alone)
+            # and vLLM read the square one differently, so its orientation is unknown.
+            base = name.removesuffix(stack.ending)
+            others = [each for each in layout.stacks if each.projections != stack.projections]
+            beside = [self._list_orientations(layout, each, base + each.ending) for each in others]
+            fitting = [False] if [False] in beside else []
+        if len(fitting) != 1:
             return ()
-        entry = self._tensors[name]
-        return tuple(_list_matrices(stack, name, entry, is_transposed=orientations[0]))
+        return tuple(_list_matrices(stack, name, self._tensors[name], is_transposed=fitting[0]))
 
     def _list_orientations(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
         """List the orientations that fit a stack's shape: whether it is transposed."""
         shape = self._tensors[name].shape if name in self._tensors else ()
-        orientations = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
-        return [each for each in orientations if self._fits(stack, shape, is_transposed=each)]
-
-    def _list_matching_orientations(
-        self, layout: ExpertLayout, stack: Stack, name: str
-    ) -> list[bool]:
-        """List the orientations of a square stack that fit the other stack of the same experts.
-
-        Where that one is transposed, transformers (whose Transpose looks at each shape alone) and
-        vLLM read the square one differently, so its orientation is unknown.
-        """
-        base = name.removesuffix(stack.ending)
-        others = [other for other in layout.stacks if other.projections != stack.projections]
-        beside = [self._list_orientations(layout, other, base + other.ending) for other in others]
-        return [False] if [False] in beside else []
-
-    def _fits(self, stack: Stack, shape: tuple[int, ...], *, is_transposed: bool) -> bool:
-        outputs, inputs = _orient(shape, is_transposed=is_transposed)
-        hidden = outputs if stack.projections == ("down_proj",) else inputs
-        return hidden == self._hidden_size and outputs % len(stack.projections) == 0
+        found = []
+        for is_transposed in _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ():
+            outputs, inputs = _orient(shape, is_transposed=is_transposed)
+            hidden = outputs if stack.projections == ("down_proj",) else inputs
+            if hidden == self._hidden_size and outputs % len(stack.projections) == 0:
+                found.append(is_transposed)
+        return found
 
 
 _ORIENTATIONS: Mapping[Order, tuple[bool, ...]] = {

@@ -27,8 +27,7 @@ from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout
-from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.quantization.weight_codes import WeightCodes
+from fp8calib.quantization.shard_writer import ShardWriter, WeightCodes
 from fp8calib.quantization.weight_reader import CHUNK_BYTES, WeightReader
 from fp8calib.quantization.weight_scales import WeightScales
 
@@ -95,16 +94,17 @@ def quantize(
                 advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
-            writer = ShardWriter(shard, reader, scales, rounded)
-            all_zero = writer.write(temporary, advance)
+            all_zero = ShardWriter(shard, reader, scales, rounded).write(temporary, advance)
             journal.add(shard, temporary, all_zero)
             temporary.replace(staging / shard.name)
-        _write_side_files(staging, plan)
-    return Written(
-        files=list_files(out),
-        all_zero=journal.all_zero,
-        resumed=tuple(finished),
-    )
+        for path in staging.iterdir():  # an interrupted run's unfinished files
+            if path.name not in {*plan.names, PROGRESS_NAME}:
+                path.unlink()
+        copy_side_files(plan.side_files, staging)
+        for name, document in {CONFIG_NAME: plan.config, **plan.json_files}.items():
+            (staging / name).write_bytes(encode_json(document))
+    all_zero_weights = tuple(item for items in journal.all_zero.values() for item in items)
+    return Written(files=list_files(out), all_zero=all_zero_weights, resumed=tuple(finished))
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
@@ -139,14 +139,10 @@ class _Journal:
         self._pool = pool
         self._document = json.loads((folder / PROGRESS_NAME).read_bytes())
         self._checksums: dict[str, str] = self._document.get("checksums", {})
-        self._all_zero = {
+        self.all_zero = {
             name: [AllZeroWeight(**fields) for fields in items]
             for name, items in self._document.get("dead", {}).items()
         }
-
-    @property
-    def all_zero(self) -> tuple[AllZeroWeight, ...]:
-        return tuple(item for items in self._all_zero.values() for item in items)
 
     def has(self, shard: ShardLayout) -> bool:
         path, known = self._folder / shard.name, self._checksums.get(shard.name)
@@ -154,9 +150,9 @@ class _Journal:
 
     def add(self, shard: ShardLayout, path: Path, all_zero: list[AllZeroWeight]) -> None:
         """Record a shard that is written, but does not have its final name yet."""
-        self._all_zero[shard.name] = all_zero
+        self.all_zero[shard.name] = all_zero
         self._checksums[shard.name] = self._sum_up(path)
-        items = {name: [asdict(item) for item in items] for name, items in self._all_zero.items()}
+        items = {name: [asdict(item) for item in items] for name, items in self.all_zero.items()}
         document = {**self._document, "dead": items, "checksums": self._checksums}
         temporary = self._folder / f"{PROGRESS_NAME}.new"
         temporary.write_text(json.dumps(document), encoding="utf-8")
@@ -175,22 +171,9 @@ class _Journal:
             return f"{zlib.crc32(b''.join(parts)):08x}"
 
 
-def _count_threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-
-
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
     """Open a pool with a thread per core, in which torch starts no threads of its own."""
-    with one_thread(), ThreadPoolExecutor(_count_threads()) as pool:
+    count = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    with one_thread(), ThreadPoolExecutor(count) as pool:
         yield pool
-
-
-def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
-    """Write all files except shards, and remove an interrupted run's unfinished files."""
-    for path in folder.iterdir():
-        if path.name not in {*plan.names, PROGRESS_NAME}:
-            path.unlink()
-    copy_side_files(plan.side_files, folder)
-    for name, document in {CONFIG_NAME: plan.config, **plan.json_files}.items():
-        (folder / name).write_bytes(encode_json(document))

@@ -151,10 +151,6 @@ def adopt_scales(
         weights: all weights of the table, in real numbers.
         spread: the int4 scale of every element of these weights, in the same order; 0 if the weight
             is not quantized (`ScaleSpread`).
-
-    Raises:
-        ModelError: a weight has another shape than in the table's model.
-        ExportError: a weight is joined from parts with several scales, or is not finite.
     """
     scales = dict(table.scales)
     for weight, shared in zip(weights, spread, strict=True):

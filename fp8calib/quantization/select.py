@@ -93,7 +93,10 @@ def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> S
         for name, entry in checkpoint.tensors.items()
         if split[name] or _is_linear(name, entry) or _is_stacked(name, entry)
     )
-    tied = _list_tied_heads(checkpoint, config)
+    # the output heads that share the tensor of the embedding
+    heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
+    is_tied = config.get("tie_word_embeddings", True)
+    tied = [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
     ignored = match_patterns(ignore, [*matrices, *experts, *tied])
     find_reason = _make_reason_finder(checkpoint, config, ignored)
     quantized: list[Matrix] = []
@@ -103,21 +106,26 @@ def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> S
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
-        inside = split[name]
+        inside, module = split[name], name.removesuffix(SUFFIX)
         reason = find_reason(name, entry, inside)
-        if reason is not None:
-            unquantized.append(_make_unquantized(name, entry, reason, inside))
-            unquantized_experts += inside
-        elif inside:
+        if reason is None and inside:
             quantized += inside
-        elif _is_stacked(name, entry):
+        elif reason is None and _is_stacked(name, entry):
             unsplit.append(name)
-        elif _is_linear(name, entry):
+        elif reason is None and _is_linear(name, entry):
             rows, columns = entry.shape
-            module = name.removesuffix(SUFFIX)
             quantized.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
-            unquantized.append(_make_unquantized(name, entry, Reason("not a 2-D *.weight"), ()))
+            reason = reason or Reason("not a 2-D *.weight")
+            item = UnquantizedMatrix(
+                module=module,
+                why=reason.why,
+                is_linear=_is_linear(name, entry),
+                tree=reason.tree,
+                experts=tuple(matrix.module for matrix in inside),
+            )
+            unquantized.append(item)
+            unquantized_experts += inside
     unquantized += (
         UnquantizedMatrix(module=head, why="a tied output head", is_linear=True)
         for head in tied
@@ -135,25 +143,6 @@ def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> S
     )
 
 
-def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> list[str]:
-    """Name the output heads that share the tensor of the embedding."""
-    heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
-    is_tied = config.get("tie_word_embeddings", True)
-    return [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
-
-
-def _make_unquantized(
-    name: str, entry: TensorEntry, reason: Reason, inside: Collection[Matrix]
-) -> UnquantizedMatrix:
-    return UnquantizedMatrix(
-        module=name.removesuffix(SUFFIX),
-        why=reason.why,
-        is_linear=_is_linear(name, entry),
-        tree=reason.tree,
-        experts=tuple(item.module for item in inside),
-    )
-
-
 def _is_linear(name: str, entry: TensorEntry) -> bool:
     return name.endswith(SUFFIX) and len(entry.shape) == 2
 
@@ -165,8 +154,11 @@ def _make_reason_finder(
 ) -> Callable[[str, TensorEntry, Collection[Matrix]], Reason | None]:
     """Make the function that gives the reason why a tensor stays unquantized, or None."""
     sizes = {size for size in _find_values(config, "vocab_size") if isinstance(size, int)}
-    mixers = _find_mamba_mixers(checkpoint)
     has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
+    # the modules with the projections of a first-generation Mamba mixer
+    signs = (f".{sign}{SUFFIX}" for sign in _MAMBA_SIGNS)
+    found = [{n.removesuffix(s) for n in checkpoint.tensors if n.endswith(s)} for s in signs]
+    mixers = frozenset.intersection(*map(frozenset, found))
 
     def find(name: str, entry: TensorEntry, inside: Collection[Matrix]) -> Reason | None:
         module = name.removesuffix(SUFFIX)
@@ -185,27 +177,10 @@ def _make_reason_finder(
     return find
 
 
-def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
-    """Find the modules with the projections of a first-generation Mamba mixer."""
-    found = (
-        {
-            name.removesuffix(f".{sign}{SUFFIX}")
-            for name in checkpoint.tensors
-            if name.endswith(f".{sign}{SUFFIX}")
-        }
-        for sign in _MAMBA_SIGNS
-    )
-    return frozenset.intersection(*map(frozenset, found))
-
-
 def _find_reason_of_experts(
     name: str, inside: Collection[Matrix], ignored: Mapping[str, str]
 ) -> Reason | None:
-    """Find the pattern that leaves a stack of experts unquantized; None if there is none.
-
-    Raises:
-        UsageError: patterns match a part of its experts.
-    """
+    """Find the pattern that leaves a stack of experts unquantized; None if there is none."""
     named = [ignored[item.module] for item in inside if item.module in ignored]
     if not named:
         return None
@@ -231,7 +206,7 @@ def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> Mo
     pattern = span_layers(_EXPERTS.sub(r"\1", name))
     hint = "save the model with a tensor per expert, or leave those of all layers unquantized: "
     hint += spell_options([pattern])
-    if stacks.is_unserved:
+    if stacks.unserved:
         hint = (
             "quantize its KV cache alone: `fp8calib calibrate`. With its experts unquantized, vLLM "
             "and SGLang cannot use the other linears in FP8"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -88,28 +89,21 @@ def lay_out(
 ) -> ShardLayout:
     """Lay out tensors one after another, those with wider numbers first, so that all are aligned.
 
-    Args:
-        name: the name of the file.
-        tensors: the tensors; those of equal width keep their order.
-        metadata: entries for the header, beside `format`.
+    Those of equal width keep their order; `metadata` is written beside `format`.
     """
     ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    offsets: dict[str, int] = {}
-    for tensor in ordered:
-        offsets[tensor.name] = offset
-        stop = offset + tensor.size_bytes
+    offsets = [0, *accumulate(tensor.size_bytes for tensor in ordered)]
+    for tensor, span in zip(ordered, pairwise(offsets), strict=True):
         header[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
+            "data_offsets": list(span),
         }
-        offset = stop
     head = encode_header(header)
     return ShardLayout(
         name=name,
         head=head,
         tensors=tuple(ordered),
-        starts={name: len(head) + offset for name, offset in offsets.items()},
+        starts={t.name: len(head) + start for t, start in zip(ordered, offsets, strict=False)},
     )

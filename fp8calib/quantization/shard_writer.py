@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,6 @@ from fp8calib.quantization.shard_layout import (
     SlicedMatrix,
     WeightScale,
 )
-from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
     WeightReader,
@@ -50,10 +49,23 @@ class _Started:
     finish: Callable[[], None]
 
 
+class WeightCodes(Protocol):
+    """Codes that are written as they are, instead of weights rounded to nearest."""
+
+    def __contains__(self, matrix: Matrix) -> bool: ...
+
+    def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
+        """Read the codes of consecutive rows: float8_e4m3fn."""
+
+    def read_scales(self, matrix: Matrix) -> torch.Tensor:
+        """Read the scales of a weight: fp32 [], or one per row or block."""
+
+
 class ShardWriter:
     """Writes one output file.
 
     Tensors are started in the order of the source's data, so that disks read and write forward.
+    Weights without `rounded` codes are rounded to nearest.
     """
 
     def __init__(
@@ -63,7 +75,6 @@ class ShardWriter:
         scales: WeightScales,
         rounded: WeightCodes | None = None,
     ) -> None:
-        """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
@@ -79,10 +90,6 @@ class ShardWriter:
         """Write the file, and list the weights that are all zeros, whole or in part.
 
         `advance` is called with the number of bytes that were written.
-
-        Raises:
-            ModelError: a weight cannot be read, or holds NaN or infinity.
-            OSError: the file cannot be written.
         """
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         started: deque[_Started] = deque()
@@ -96,8 +103,11 @@ class ShardWriter:
                     started.popleft()
             for item in started:
                 _finish(item, advance)
-        finally:
-            _cancel(started)
+        finally:  # cancel and wait for all chunks: the file is about to be closed
+            tasks = [task for item in started for task in item.tasks]
+            for task in tasks:
+                task.cancel()
+            wait(tasks)
             os.close(self._file)
         return self._all_zero
 
@@ -111,7 +121,9 @@ class ShardWriter:
             elif isinstance(content, SlicedMatrix):
                 yield self._start_slice(tensor, content.matrix)
             elif isinstance(content, Codes):
-                yield self._start_codes(tensor, content.matrix)
+                is_whole = self._scales.scheme_of(content.matrix).weights is Granularity.TENSOR
+                start = self._start_per_tensor if is_whole else self._start_per_part
+                yield start(tensor, content.matrix)
 
     def _start_copy(self, tensor: OutputTensor) -> _Started:
         def copy(offset: int) -> None:
@@ -130,11 +142,6 @@ class ShardWriter:
 
         return self._start(tensor, copy, split_rows(matrix))
 
-    def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        if self._scales.scheme_of(matrix).weights is Granularity.TENSOR:
-            return self._start_per_tensor(tensor, matrix)
-        return self._start_per_part(tensor, matrix)
-
     def _start_per_tensor(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         scale, all_zero = self._scales.of_group(matrix)
 
@@ -145,7 +152,7 @@ class ShardWriter:
                 codes = encode_rows(values, scale.to(values.device))
             self._put_rows(tensor, rows, codes)
 
-        self._note(all_zero)
+        self._all_zero += filter(None, [all_zero])
         self._put_scale(self._places[matrix.module], scale)
         return self._start(tensor, quantize, split_rows(matrix))
 
@@ -178,7 +185,7 @@ class ShardWriter:
             scale, all_zero = self._scales.of_parts(matrix, found)
             if self._rounded is not None and matrix in self._rounded:
                 scale = self._rounded.read_scales(matrix)
-            self._note(all_zero)
+            self._all_zero += filter(None, [all_zero])
             self._put_scale(self._places[matrix.module], scale)
 
         return self._start(tensor, quantize, split_rows(matrix, step), finish)
@@ -214,10 +221,6 @@ class ShardWriter:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
 
-    def _note(self, all_zero: AllZeroWeight | None) -> None:
-        if all_zero is not None:
-            self._all_zero.append(all_zero)
-
 
 def encode_scale(tensor: OutputTensor, scale: torch.Tensor) -> bytes:
     """Give the data of a scale in the dtype of its tensor: fp32, or exponents."""
@@ -237,11 +240,3 @@ def _finish(started: _Started, advance: Callable[[int], None]) -> None:
         task.result()
     started.finish()
     advance(started.size_bytes)
-
-
-def _cancel(started: Iterable[_Started]) -> None:
-    """Cancel and wait for all chunks: the file is about to be closed."""
-    tasks = [task for item in started for task in item.tasks]
-    for task in tasks:
-        task.cancel()
-    wait(tasks)

@@ -20,13 +20,7 @@ _TRANSPOSED_ROWS = 2048
 
 
 class WeightReader:
-    """Reads weights of a checkpoint, and remembers the amax of those it has measured.
-
-    Args:
-        checkpoint: holds the weights.
-        pool: runs the reading.
-        device: receives what is read.
-    """
+    """Reads weights of a checkpoint by the threads of `pool`; remembers the amax of some."""
 
     def __init__(
         self, checkpoint: Checkpoint, pool: ThreadPoolExecutor, *, device: torch.device
@@ -91,13 +85,7 @@ def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
 
 
 def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torch.Tensor) -> None:
-    """Refuse rows of a weight that hold NaN or infinity.
-
-    Args:
-        amax: magnitudes that cover all of `values`.
-        matrix: the weight.
-        rows: the rows of the weight that are in `values`.
-        values: [len(rows), columns].
+    """Refuse rows of a weight that hold NaN or infinity, as `amax`, which covers them, shows.
 
     Raises:
         ModelError: naming the tensor and the index.
@@ -105,14 +93,8 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
     if bool(amax.isfinite().all()):
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()
-    index = _find_index(matrix, rows.start + row, column)
+    index, position = [rows.start + row, column], matrix.position
+    if position is not None:  # the index in the tensor that it is read from
+        index[0] += position.first
+        index = [position.expert, *(reversed(index) if position.is_transposed else index)]
     raise nonfinite_tensor_error(matrix.source, float(values[row, column]), index)
-
-
-def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:
-    """Give the index of a weight's element in the tensor it is read from."""
-    position = matrix.position
-    if position is None:
-        return [row, column]
-    inner = [position.first + row, column]
-    return [position.expert, *(reversed(inner) if position.is_transposed else inner)]

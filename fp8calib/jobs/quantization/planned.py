@@ -47,9 +47,9 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
+from fp8calib.quantization.shard_writer import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
-from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 

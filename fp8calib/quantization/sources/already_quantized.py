@@ -22,7 +22,9 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
         ModelError: names the config or tensor that shows it, and the bits of weights if known.
     """
     for key, section in find_quantization_configs(checkpoint.load_config()):
-        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe_method(section)}")
+        method, facts = section.get("quant_method", "unknown"), describe_weights(section)
+        what = f"{CONFIG_NAME} has a {key} of {method!a:.40}" + (f" ({facts})" if facts else "")
+        raise _quantized(checkpoint, what)
     for name, entry in checkpoint.tensors.items():
         is_integer_weight = entry.dtype in INTEGERS and name.endswith(".weight")
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS or is_integer_weight:
@@ -41,34 +43,19 @@ def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     )
 
 
-def _describe_method(section: Mapping[str, object]) -> str:
-    """Name the method, and what the config says about weights: bits, type, granularity."""
-    method = section.get("quant_method", "unknown")
-    facts = describe_weights(section)
-    return f"{method!a:.40}" + (f" ({facts})" if facts else "")
-
-
 def describe_weights(section: Mapping[str, object]) -> str:
     """Repeat what a config says about weights: algorithm, bits, type, granularity."""
-    algorithm = section.get("quant_algo")
-    named = [str(algorithm)[:40]] if isinstance(algorithm, str) else []
-    facts = (fact for weights in _find_weights(section) for fact in _describe_weights(weights))
-    return ", ".join(dict.fromkeys([*named, *facts]))
+    algorithm, groups = section.get("quant_algo"), section.get("config_groups")
+    facts = [str(algorithm)[:40]] if isinstance(algorithm, str) else []
+    if isinstance(groups, Mapping):
+        parts = [each.get("weights") for each in groups.values() if isinstance(each, Mapping)]
+    else:  # GPTQ and AWQ describe weights in the section itself
+        parts = [section]
+    facts += (fact for part in parts if isinstance(part, Mapping) for fact in _list_facts(part))
+    return ", ".join(dict.fromkeys(facts))
 
 
-def _find_weights(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """List the descriptions of weights: the section itself (GPTQ, AWQ), or its groups."""
-    groups = section.get("config_groups")
-    if not isinstance(groups, Mapping):
-        yield section
-        return
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            yield weights
-
-
-def _describe_weights(weights: Mapping[str, object]) -> Iterator[str]:
+def _list_facts(weights: Mapping[str, object]) -> Iterator[str]:
     bits = weights.get("num_bits", weights.get("bits"))
     kind = weights.get("type", "int")
     if isinstance(bits, int) and (bits, kind) != (_FP8_BITS, "float"):

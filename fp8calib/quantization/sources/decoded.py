@@ -145,11 +145,7 @@ class DecodedCheckpoint(Checkpoint):
         return frozenset(weight.form for weight in self.weights.values())
 
     def _list_others(self, parts: Collection[str]) -> Iterator[tuple[str, TensorEntry]]:
-        """List the tensors of the model that are not quantized.
-
-        Raises:
-            ModelError: one of them is quantized in a form that is not read.
-        """
+        """List the tensors of the model that are not quantized."""
         for name, entry in self.tensors.items():
             leaf = name.rpartition(".")[2]
             is_scale = self._fp8 is not None and name not in self._fp8.tensors

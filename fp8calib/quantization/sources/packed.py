@@ -61,11 +61,7 @@ class StoredWeight:
 
 
 def find_integers(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
-    """Find the weights of integers in a checkpoint, by the name of the weight.
-
-    Raises:
-        ModelError: shapes do not fit, or a tensor is missing.
-    """
+    """Find the weights of integers in a checkpoint, by the name of the weight."""
     for stored, entry in checkpoint.tensors.items():
         module = stored.rpartition(".")[0]
         if stored.endswith(_PACKED) and entry.dtype == "I32":
@@ -132,11 +128,7 @@ class _Integers:
 
 
 def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
-    """Find the FP4 weights of a checkpoint, by the name of the weight.
-
-    Raises:
-        ModelError: shapes do not fit, or a scale is missing.
-    """
+    """Find the FP4 weights of a checkpoint, by the name of the weight."""
     for stored in checkpoint.tensors:
         if stored.endswith(_BLOCKS):
             yield stored.removesuffix(_BLOCKS), _find_experts(checkpoint, stored)
