@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.unquantized_tensors import (
-    BaseComparison,
-    compare_with_base,
-    hash_unquantized,
-)
+from fp8calib.calibration.unquantized_tensors import compare_with_base, hash_unquantized
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -67,15 +63,15 @@ def relate_to_quantized(
         UsageError: `--base` is needed.
     """
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+    plain = Attachment(replaces_scales=request.replace_scales)
     if origin is None:
-        return Attachment(
-            model=fingerprint, accepted=_UNKNOWN, replaces_scales=request.replace_scales
-        )
+        return replace(plain, model=fingerprint, accepted=_UNKNOWN)
     if origin.model == fingerprint:
-        return Attachment(replaces_scales=request.replace_scales)
+        return plain
+    other = f"{checkpoint.folder} was not made from the calibrated model of {name}"
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
-        raise ModelError(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
+        raise ModelError(f"{other}: {difference}", hint=_OTHER_HINT)
     hashes = origin.unquantized if request.base is None else _hash_base(str(request.base), origin)
     if not hashes:
         raise UsageError(
@@ -83,31 +79,27 @@ def relate_to_quantized(
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="add --base MODEL with the calibrated (unquantized) model",
         )
-    compared = _compare(hashes, checkpoint)
+    try:
+        decoded = DecodedCheckpoint(checkpoint)
+    except ModelError as error:
+        compared = compare_with_base(hashes, checkpoint)
+        compared = replace(compared, uncompared=compared.uncompared and error.message)
+    else:
+        with decoded:
+            compared = compare_with_base(hashes, decoded)
     if compared.difference and not request.other_weights:
         raise ModelError(
-            _name_other(name, checkpoint, compared.difference),
+            f"{other}: {compared.difference}",
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
             "them: if it was made from this model in such a way, add --other-weights",
         )
-    return Attachment(
+    return replace(
+        plain,
         model=fingerprint,
         accepted=compared.difference,
         unchecked=compared.uncompared,
         compared=compared.compared,
-        replaces_scales=request.replace_scales,
     )
-
-
-def _compare(hashes: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
-    """Compare a quantized checkpoint with the record of the calibrated model."""
-    try:
-        decoded = DecodedCheckpoint(checkpoint)
-    except ModelError as error:
-        found = compare_with_base(hashes, checkpoint)
-        return replace(found, uncompared=found.uncompared and error.message)
-    with decoded:
-        return compare_with_base(hashes, decoded)
 
 
 _UNKNOWN = "the scales record no model"
@@ -143,10 +135,6 @@ def describe_attachment(
             )
 
 
-def _name_other(name: str, checkpoint: Checkpoint, difference: str) -> str:
-    return f"{checkpoint.folder} was not made from the calibrated model of {name}: {difference}"
-
-
 def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
@@ -164,33 +152,11 @@ def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
 def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
     """Refuse a quantized checkpoint with KV scales that no server would use.
 
+    One of the default engines has to use those of every layer. Whether they load the weights is not
+    asked.
+
     Raises:
         ExportError: naming the method, and the reason for each server.
-    """
-    faults = _list_servers_without(written, geometry)
-    if faults:
-        reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
-        has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
-        raise ExportError(
-            f"{quantized.source.folder}: no server uses KV scales beside quant_method "
-            f"{quantized.method} in this model: {reasons}",
-            hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
-        )
-
-
-_WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
-_SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
-_OTHER_METHODS = (
-    "vLLM and SGLang have a place for them beside compressed-tensors (which also stores INT4 and "
-    "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
-    "model"
-)
-
-
-def _list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, str]:
-    """List why the default engines do not use the KV scales of a checkpoint, by their titles.
-
-    Empty if one of them uses those of every layer. Whether they load the weights is not asked.
     """
     folder = open_folder(written)
     faults: dict[str, str] = {}
@@ -204,6 +170,21 @@ def _list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, s
             continue
         fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
         if fault is None:
-            return {}
+            return
         faults[engine.release] = fault
-    return faults
+    reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
+    has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
+    raise ExportError(
+        f"{quantized.source.folder}: no server uses KV scales beside quant_method "
+        f"{quantized.method} in this model: {reasons}",
+        hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
+    )
+
+
+_WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
+_SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
+_OTHER_METHODS = (
+    "vLLM and SGLang have a place for them beside compressed-tensors (which also stores INT4 and "
+    "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
+    "model"
+)

@@ -76,8 +76,8 @@ class ExpertStacks:
         self._tensors = tensors
         self._type, self._layout, self._hidden_size = find_layout(config)
         types = list_types(config)
+        # why engines load the experts of this model in no form of FP8 that is written
         self.unserved = next((why for kind, why in UNSERVED_STACKS.items() if kind in types), "")
-        """Why engines load the experts of this model in no form of FP8 that is written."""
 
     def explain_unknown(self) -> str:
         """Explain why a stack cannot be split."""

@@ -48,10 +48,7 @@ def _find_ends(
 ) -> list[tuple[str, ...]]:
     """Find the shortest ends that match these paths and no rival, as expressions for each part.
 
-    Args:
-        shape: the parts that all paths have, with an expression for every number.
-        paths: the parts of each path.
-        rivals: paths that must not match.
+    `shape` has the parts that all paths have, with an expression for every number.
     """
     number = shape.index(_ANY) if _ANY in shape else None
     for start in range(max((number or 0) - 1, 0), -1, -1):

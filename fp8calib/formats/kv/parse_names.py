@@ -123,10 +123,13 @@ def _split(path: str) -> tuple[str, str, str]:
 def _choose_roots(
     path: Path, geometry: ModelGeometry, known: frozenset[str], names: Collection[ScaleName]
 ) -> frozenset[str]:
-    """Choose the paths of layers whose names belong to this model."""
+    """Choose the paths of layers that fit best: equal, equal without wrappers, one in the other."""
     roots = dict.fromkeys(_split(name.path)[0] for name in names)
-    fitting = _find_fitting(known, roots)
-    if not fitting:
+    for fits in (str.__eq__, _is_wrapped_alike, _is_inside):
+        fitting = [root for root in roots if any(fits(root, other) for other in known)]
+        if fitting:
+            break
+    else:
         example = next((name.full for name in names), "")
         expected = next((a.checkpoint_module for _, a in geometry.attentions()), "no attention")
         fault = f"{example} and the other scales are of another model"
@@ -137,22 +140,12 @@ def _choose_roots(
     return frozenset(fitting)
 
 
-def _find_fitting(known: Collection[str], roots: Collection[str]) -> list[str]:
-    """List the roots that fit best: equal, equal without wrappers, or one inside the other."""
-    for fits in (str.__eq__, _is_wrapped_alike, _is_inside):
-        fitting = [root for root in roots if any(fits(root, other) for other in known)]
-        if fitting:
-            return fitting
-    return []
-
-
 def _is_wrapped_alike(one: str, other: str) -> bool:
-    return _unwrap(one) == _unwrap(other)
+    first, second = (
+        [part for part in root.split(".") if part not in _WRAPPERS] for root in (one, other)
+    )
+    return first == second
 
 
 def _is_inside(one: str, other: str) -> bool:
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
-
-
-def _unwrap(root: str) -> list[str]:
-    return [part for part in root.split(".") if part not in _WRAPPERS]

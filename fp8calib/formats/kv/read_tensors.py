@@ -54,7 +54,11 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     """Read the scale tensors of a checkpoint or file, in any tool's spelling."""
     place, config = found.place, read_config(found.folder, geometry)
     files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
-    _check_listed(place, files)
+    listed, held = list_indexed_scales(place), {name for file in files for name in file.tensors}
+    if absent := [name for name in listed if name not in held]:
+        where = cut_list(sorted({listed[name] for name in absent}))
+        fault = f"the index lists {len(absent)} scales that no file has ({cut_list(absent)})"
+        raise refusal(place, fault, hint=f"they should be in {where}; complete the download")
     named = [
         (parsed, file)
         for file in files
@@ -78,7 +82,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     values = _merge(place, scales)
     filled = _fill_layers(geometry, values) if found.fills_layers else {}
     _check_complete(place, geometry, values | filled)
-    held = [item.file for item in scales]
+    holding = [item.file for item in scales]
     notes = []
     if Spelling.SINGLE in {item.name.spelling for item in scales}:
         notes.append(ONE_FILLS_BOTH)
@@ -93,10 +97,10 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         values=values | filled,
         filled=filled,
         per_head=_is_per_head(place, values),
-        fmt=_find_format(place, config, held),
-        origin=find_origin(place, held),
+        fmt=_find_format(place, config, holding),
+        origin=find_origin(place, holding),
         has_weights=has_fp8_weights(files),
-        files=tuple(dict.fromkeys(file.path for file in held)),
+        files=tuple(dict.fromkeys(file.path for file in holding)),
         notes=tuple(notes),
     )
 
@@ -120,17 +124,6 @@ def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
         for file in files
         for name, entry in file.tensors.items()
     )
-
-
-def _check_listed(place: Path, files: Sequence[TensorFile]) -> None:
-    """Refuse a folder whose index lists scales that no file has."""
-    listed = list_indexed_scales(place)
-    held = {name for file in files for name in file.tensors}
-    absent = [name for name in listed if name not in held]
-    if absent:
-        where = cut_list(sorted({listed[name] for name in absent}))
-        fault = f"the index lists {len(absent)} scales that no file has ({cut_list(absent)})"
-        raise refusal(place, fault, hint=f"they should be in {where}; complete the download")
 
 
 def list_indexed_scales(place: Path) -> dict[str, str]:
@@ -180,22 +173,16 @@ def _merge(place: Path, scales: Sequence[_Stored]) -> dict[Site, torch.Tensor]:
                 raise refusal(place, fault, hint="keep the one that was calibrated")
     values = {site: stored.values for site, stored in merged.items()}
     for module in dict.fromkeys(site.module for site in singles):
-        _fill_from_single(place, module, singles[Site(module, Role.K)], values)
+        single = singles[Site(module, Role.K)]
+        pair = [values[site] for role in KV_ROLES if (site := Site(module, role)) in values]
+        if not pair:
+            values |= {Site(module, role): single.values for role in KV_ROLES}
+        elif float(torch.cat([part.flatten() for part in pair]).max()) != float(single.values):
+            own = " and ".join(str(cut_list(part.flatten().tolist())) for part in pair)
+            fault = f"{single} is not the larger of k_scale and v_scale beside it ({own})"
+            hint = "engines differ in which one they read; remove the wrong one"
+            raise refusal(place, fault, hint=hint)
     return values
-
-
-def _fill_from_single(
-    place: Path, module: str, single: _Stored, values: dict[Site, torch.Tensor]
-) -> None:
-    pair = [values[site] for role in KV_ROLES if (site := Site(module, role)) in values]
-    if not pair:
-        values |= {Site(module, role): single.values for role in KV_ROLES}
-    elif float(torch.cat([part.flatten() for part in pair]).max()) != float(single.values):
-        own = " and ".join(str(cut_list(part.flatten().tolist())) for part in pair)
-        fault = f"{single} is not the larger of k_scale and v_scale beside it ({own})"
-        raise refusal(
-            place, fault, hint="engines differ in which one they read; remove the wrong one"
-        )
 
 
 def _fill_layers(

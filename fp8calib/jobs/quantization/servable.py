@@ -19,7 +19,7 @@ from fp8calib.engines.weights.missing_tensors import find_first_fault
 from fp8calib.errors import ExportError, ModelError, shorten
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
+from fp8calib.quantization.shard_layout import Constant, WeightScale
 from fp8calib.quantization.shard_writer import encode_scale
 
 _CONFIG_HINT = "use the config.json that its weights were saved with"
@@ -107,27 +107,25 @@ def _refuse_fault(source: Path, fault: str) -> None:
 
 
 def write_outline(plan: QuantizePlan, folder: Path) -> None:
-    """Write what `check` reads of a checkpoint: configs, headers, and scales of 1.0."""
+    """Write what `check` reads of a checkpoint: configs, headers, and scales of 1.0.
+
+    Files have holes for the rest.
+    """
     for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
         (folder / document).write_bytes(encode_json(content))
     for shard in plan.shards:
-        _write_shard(shard, folder)
-
-
-def _write_shard(shard: ShardLayout, folder: Path) -> None:
-    """Write the header and the scales of a file, and leave holes for the rest."""
-    with (folder / shard.name).open("wb") as file:
-        file.write(shard.head)
-        for tensor in shard.tensors:
-            if isinstance(tensor.content, WeightScale):
-                values = torch.ones(tensor.shape)
-            elif isinstance(tensor.content, Constant):
-                values = tensor.content.value
-            else:
-                continue
-            file.seek(shard.starts[tensor.name])
-            file.write(encode_scale(tensor, values))
-        file.truncate(shard.size_bytes)
+        with (folder / shard.name).open("wb") as file:
+            file.write(shard.head)
+            for tensor in shard.tensors:
+                if isinstance(tensor.content, WeightScale):
+                    values = torch.ones(tensor.shape)
+                elif isinstance(tensor.content, Constant):
+                    values = tensor.content.value
+                else:
+                    continue
+                file.seek(shard.starts[tensor.name])
+                file.write(encode_scale(tensor, values))
+            file.truncate(shard.size_bytes)
 
 
 def find_load_fault(report: EngineReport) -> str:
