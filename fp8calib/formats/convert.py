@@ -15,11 +15,9 @@ import torch
 from fp8calib.errors import ExportError
 from fp8calib.formats.ranks import convert_ranks, fits_heads
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Attention, Role, Site
+from fp8calib.model.shapes import Role
 from fp8calib.model.tensor_parallel import check_heads
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
-
-_NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
 
 
 def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool) -> ScaleTable:
@@ -47,7 +45,14 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
         attention = attentions[site]
         heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
         values = convert_ranks(table, scale.values, heads, tp, per_head=per_head)
-        scales[site] = replace(scale, values=_convert_format(values, factor, site))
+        if factor != 1:
+            values = (values * factor).clamp(min=SMALLEST_SCALE)
+        if not bool(values.isfinite().all()):
+            raise ExportError(
+                f"{site}: {float(scale.values.max()):g} cannot be doubled for e4m3fnuz in fp32",
+                hint="no value of a model is that large: calibrate again",
+            )
+        scales[site] = replace(scale, values=values)
     return ScaleTable(
         geometry=table.geometry,
         fmt=fmt,
@@ -60,24 +65,22 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
 
 def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
     """Explain what `convert_table` changed, and what was lost."""
-    return (
-        *_explain_ranks(table, fitted),
-        *_explain_heads(table, fitted),
-        *_explain_format(table.fmt, fitted.fmt),
-    )
+    return (*_explain_ranks(table, fitted), *_explain_format(table.fmt, fitted.fmt))
 
 
 def explain_joint(table: ScaleTable) -> tuple[str, ...]:
     """Explain what is lost in a dialect with one scale a layer for k and v, and none for q."""
     attentions = [attention for _, attention in table.geometry.attentions()]
-    unequal = [attention for attention in attentions if not _has_equal_pair(table, attention)]
-    notes = []
-    if unequal:
-        notes.append(
-            "k and v of a layer share one scale here, the larger of the two: in "
-            f"{len(unequal)} of {len(attentions)} layers they differ"
-        )
-    return (*notes, *explain_no_query(table))
+    differing = 0
+    for attention in attentions:
+        k, v = (table.scales[attention.site(role)].values for role in (Role.K, Role.V))
+        pair = (k.amax(-1), v.amax(-1)) if table.per_head else (k, v)
+        differing += not torch.equal(*pair)
+    note = (
+        f"k and v of a layer share one scale here, the larger of the two: in {differing} of "
+        f"{len(attentions)} layers they differ"
+    )
+    return (*([note] if differing else []), *explain_no_query(table))
 
 
 def explain_no_query(table: ScaleTable) -> Iterator[str]:
@@ -86,42 +89,25 @@ def explain_no_query(table: ScaleTable) -> Iterator[str]:
         yield "q_scale is left out: this dialect cannot store it"
 
 
-def _convert_format(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:
-    if factor == 1:
-        return values
-    converted = (values * factor).clamp(min=SMALLEST_SCALE)
-    if not bool(converted.isfinite().all()):
-        raise ExportError(
-            f"{site}: {float(values.max()):g} cannot be doubled for e4m3fnuz in fp32",
-            hint="no value of a model is that large: calibrate again",
-        )
-    return converted
-
-
 def _explain_ranks(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
-    if table.tp in (1, fitted.tp):
-        return
-    all_values = (scale.values for scale in table.scales.values())
-    is_equal = all(bool((values == values[0]).all()) for values in all_values)
-    spread = "which are equal" if is_equal else "which differ"
-    source = f"the scales of {table.tp} ranks, {spread}"
-    if not fits_heads(table.geometry, table.tp):
-        yield f"{source}, do not fit the model's heads: the largest is used everywhere"
-    elif fitted.per_head:
-        yield f"{source}, became the scales of the heads on each rank"
-    elif fitted.tp == 1:
-        yield f"{source}, became one: the largest"
-    else:
-        yield f"{source}, became {fitted.tp}: each is the largest of the rank's heads"
-
-
-def _explain_heads(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
-    if fitted.per_head and not table.per_head and table.tp == 1:
-        yield _NOT_PER_HEAD
-    if table.per_head and not fitted.per_head:
+    if table.tp not in (1, fitted.tp):
+        all_values = (scale.values for scale in table.scales.values())
+        is_equal = all(bool((values == values[0]).all()) for values in all_values)
+        source = f"the scales of {table.tp} ranks, which {'are equal' if is_equal else 'differ'}"
+        if not fits_heads(table.geometry, table.tp):
+            yield f"{source}, do not fit the model's heads: the largest is used everywhere"
+        elif fitted.per_head:
+            yield f"{source}, became the scales of the heads on each rank"
+        elif fitted.tp == 1:
+            yield f"{source}, became one: the largest"
+        else:
+            yield f"{source}, became {fitted.tp}: each is the largest of the rank's heads"
+    elif table.per_head and not fitted.per_head:
         whose = "a layer's heads" if fitted.tp == 1 else "the heads on its rank"
         yield f"scales per head became one: the largest of {whose}"
-    if table.tp == 1 and not table.per_head and fitted.tp > 1:
+    elif fitted.per_head and not table.per_head and table.tp == 1:
+        yield "every head gets the one scale of its layer: scales per head gain nothing here"
+    elif table.tp == 1 and not table.per_head and fitted.tp > 1:
         yield f"each of {fitted.tp} ranks gets the one scale of its layer"
 
 
@@ -138,8 +124,3 @@ def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
     if covered < 1:
         percent = math.ceil((1 - covered) * 1000) / 10
         yield f"values in the top {percent:g} % of the range of {source.name} clip"
-
-
-def _has_equal_pair(table: ScaleTable, attention: Attention) -> bool:
-    k, v = (table.scales[attention.site(role)].values for role in (Role.K, Role.V))
-    return torch.equal(k.amax(-1) if table.per_head else k, v.amax(-1) if table.per_head else v)
