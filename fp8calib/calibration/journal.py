@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -41,15 +42,10 @@ from fp8calib.model.shapes import Role, Site
 
 NAME_PREFIX = "checkpoint-"
 """The prefix of the names of checkpoints, which are removed when the run is finished."""
-LONGEST_INTERVAL_S = 10.0
-"""A killed run of a whole model loses at most this much work and the running batch."""
-_SHORTEST_INTERVAL_S = 1.0
-_INTERVAL_PER_COST = 50.0
-_WORTH_SAVING_S = 1.0
-"""Weights that were read faster than this are not saved."""
-_LAYER_INTERVAL_S = 2.0
-_LAYER_INTERVAL_PER_COST = 20.0
-"""Hidden states are large: writing them takes at most a twentieth of the run."""
+INTERVAL_S = 10.0
+"""A killed run loses so much work and the running batch or layer, or a little more:"""
+INTERVAL_PER_COST = 20.0
+"""hidden states are large, and writing checkpoints takes at most a twentieth of the run."""
 _LAYER_NAME = "layer.json"
 _DIGEST = "blake2b"
 
@@ -79,11 +75,11 @@ class Journal:
     """The checkpoints of one run, in a folder; each process rewrites its own.
 
     Attributes:
-        header: that of the run's statistics.
         sequences: those that earlier runs have done.
         weights: paths of the linears whose weights earlier runs have read.
         sites: the statistics of these sequences and weights; not in processes but the first.
         layer_sites: the statistics of the layers that an earlier streamed run has done.
+        has_layers: whether an earlier streamed run has left hidden states.
     """
 
     def __init__(
@@ -99,11 +95,11 @@ class Journal:
         sequences: Ranges = (),
         weights: Collection[str] = (),
     ) -> None:
-        self.header = header
         self.sequences = sequences
         self.weights = frozenset(weights)
         self.sites: dict[Site, SiteStats] = {}
         self.layer_sites: Mapping[Site, SiteStats] = {}
+        self.has_layers = False
         self.warn = warn
         share = shard or Share()
         self._shard = StatsShard(
@@ -113,12 +109,12 @@ class Journal:
             sequences=(),
             is_checkpoint=True,
         )
+        self._empty = CalibrationStats(header=header, sites={}, text_hashes=text_hashes)
         self._folder = folder
-        self._text_hashes = text_hashes
         self._rank = rank
         self._cost_s = 0.0
         self._has_written = False
-        self._saved_at = self._called_at = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def load(self) -> None:
         """Load the checkpoints that earlier runs of the same calibration have left.
@@ -131,8 +127,9 @@ class Journal:
         found = [self._read(path) for path in paths]
         for path in self._folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
             self._read(path)  # check only: `load_layer` loads it
+            self.has_layers = True
         kept: list[Mapping[Site, SiteStats]] = []
-        for sites, sequences in sorted(found, key=lambda each: -_count(each[1])):
+        for sites, sequences in sorted(found, key=lambda each: -count_sequences(each[1])):
             try:
                 self.sequences = join_ranges([*self.sequences, *sequences])
             except ValueError:  # it repeats a sequence: a process may have outlived its run
@@ -141,26 +138,32 @@ class Journal:
         self.sites = merge_sites(kept)
         self.weights = frozenset(site.module for site in self.sites if site.role is Role.WEIGHT)
 
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences that earlier runs have done."""
-        return _count(self.sequences)
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether a streamed run has left hidden states."""
-        return any(self._folder.glob(f"{NAME_PREFIX}layers-*/{STATS_NAME}"))
-
     def remove(self) -> None:
         """Remove all checkpoints."""
         for path in self._folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def _is_due(self) -> bool:
+        interval_s = max(INTERVAL_S, INTERVAL_PER_COST * self._cost_s)
+        return time.monotonic() - self._saved_at >= interval_s and self._folder.is_dir()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Measure what a checkpoint costs; a run continues without one that cannot be written."""
+        started = time.monotonic()
+        try:
+            yield
+        except (ExportError, OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
+            why = error.message if isinstance(error, ExportError) else error
+            self.warn(f"no checkpoint was written, the run continues: {why}")
+        self._saved_at = time.monotonic()
+        self._cost_s = self._saved_at - started
+
     # --- whole models -----------------------------------------------------------------------------
 
     def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
         """Save the statistics of weights, if reading them took long enough."""
-        if sites and duration_s >= _WORTH_SAVING_S:
+        if sites and duration_s >= INTERVAL_S:
             self._write(f"weights-{self._rank}", sites, ())
 
     @contextmanager
@@ -177,10 +180,7 @@ class Journal:
 
     def save_if_due(self, measured: StatsSoFar) -> None:
         """Save statistics, all finite, if the last checkpoint is old enough."""
-        now = time.monotonic()
-        since_call, self._called_at = now - self._called_at, now
-        interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
-        if now + since_call >= self._saved_at + min(interval_s, LONGEST_INTERVAL_S):
+        if self._is_due():
             self._save(measured)
 
     def _save(self, measured: StatsSoFar) -> None:
@@ -190,15 +190,10 @@ class Journal:
             self._has_written = True
 
     def _write(self, name: str, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
-        if not self._folder.is_dir():  # the first process has it on another machine
-            return
-        started = time.monotonic()
-        try:
-            self._write_stats(self._folder / f"{NAME_PREFIX}{name}.safetensors", sites, sequences)
-        except ExportError as error:
-            self.warn(f"no checkpoint was written, the run continues: {error.message}")
-        self._saved_at = self._called_at = time.monotonic()
-        self._cost_s = self._saved_at - started
+        if self._folder.is_dir():  # else the first process has it on another machine
+            with self._writing():
+                path = self._folder / f"{NAME_PREFIX}{name}.safetensors"
+                self._save_stats(path, sites, sequences)
 
     # --- streamed models --------------------------------------------------------------------------
 
@@ -233,50 +228,39 @@ class Journal:
 
         It replaces that of an earlier layer as a whole.
         """
-        started = time.monotonic()
-        interval_s = max(_LAYER_INTERVAL_S, _LAYER_INTERVAL_PER_COST * self._cost_s)
-        if started - self._saved_at < interval_s or not self._folder.is_dir():
+        if not self._is_due():
             return
         stem = f"{NAME_PREFIX}layers-{self._rank}"
         new, kept = self._folder / f"{stem}.new", self._folder / f"{stem}-{layer:05}"
         shutil.rmtree(new, ignore_errors=True)
-        try:
+        with self._writing():
             needed = store.ram_bytes + store.file_bytes
             if shutil.disk_usage(self._folder).free < needed:
                 raise ExportError(
                     f"{self._folder}: its disk has less than the {format_size(needed)} needed"
                 )
             new.mkdir()
+            states = (store.get(number, torch.device("cpu")) for number in range(len(batches)))
             digests = [
-                _save_state(store.get(number, torch.device("cpu")), new / _name_state(number))
-                for number in range(len(batches))
+                _save_state(state, new / _name_state(number)) for number, state in enumerate(states)
             ]
-            sites = merge_sites([self.layer_sites, measured.stats()])
-            self._write_stats(new / STATS_NAME, sites, ())
+            self._save_stats(
+                new / STATS_NAME, merge_sites([self.layer_sites, measured.stats()]), ()
+            )
             known = {"layer": layer, "sequences": sequence_ranges(batches), "digests": digests}
             write_file_atomic(new / _LAYER_NAME, json.dumps(known).encode())
             shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
             new.rename(kept)
-        except (ExportError, OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
-            shutil.rmtree(new, ignore_errors=True)
-            self.warn(f"no checkpoint was written, the run continues: {error}")
-        else:
             for folder in self._folder.glob(f"{stem}-*"):
                 if folder != kept:
                     shutil.rmtree(folder, ignore_errors=True)
-        self._saved_at = time.monotonic()
-        self._cost_s = self._saved_at - started
+        shutil.rmtree(new, ignore_errors=True)
 
     # --- files ------------------------------------------------------------------------------------
 
-    def _write_stats(self, path: Path, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
+    def _save_stats(self, path: Path, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
         shard = self._shard.model_copy(update={"sequences": sequences})
-        save_stats(
-            CalibrationStats(
-                header=self.header, sites=sites, text_hashes=self._text_hashes, shard=shard
-            ),
-            path,
-        )
+        save_stats(replace(self._empty, sites=sites, shard=shard), path)
 
     def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], Ranges]:
         """Read the statistics of an earlier run, and the sequences that they cover."""
@@ -287,7 +271,7 @@ class Journal:
         if (own := stats.shard) is None:
             raise ModelError("a checkpoint holds complete statistics", hint="leave out --resume")
         here = self._shard
-        difference = explain_other_run(stats.header, self.header)
+        difference = explain_other_run(stats.header, self._empty.header)
         if not difference and (own.index, own.count) != (here.index, here.count):
             difference = f"{own.describe()}, and {here.describe()}"
         elif not difference and own.count > 1 and own.batch_size != here.batch_size:
@@ -307,7 +291,8 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.startswith(NAME_PREFIX)
 
 
-def _count(sequences: Ranges) -> int:
+def count_sequences(sequences: Ranges) -> int:
+    """Count the sequences of ranges."""
     return sum(stop - first for first, stop in sequences)
 
 

@@ -28,8 +28,8 @@ from tests.doors import Silent
 
 @pytest.fixture(autouse=True)
 def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "LONGEST_INTERVAL_S", 0.0)
-    monkeypatch.setattr(journal_module, "_WORTH_SAVING_S", 0.0)
+    monkeypatch.setattr(journal_module, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "INTERVAL_PER_COST", 0.0)
 
 
 class Stopping(Silent):
@@ -174,12 +174,8 @@ def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
-def test_a_streamed_run_resumes_after_its_last_layer(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_run_resumes_after_its_last_layer(family: str, tmp_path: Path) -> None:
     """Killed in the second layer, and, where there are four, again in the fourth."""
-    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
-    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_PER_COST", 0.0)
     num_batches = 7
     model = zoo.save(family, tmp_path / "model")
     num_layers = model.config.num_hidden_layers
@@ -216,7 +212,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_a_damaged_hidden_state_is_not_resumed_from(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
     zoo.save("llama", tmp_path / "model")
     kept = tmp_path / "kept"
     name, damage = DAMAGES[lost]
@@ -238,7 +233,6 @@ def test_a_damaged_hidden_state_is_not_resumed_from(
 def test_layers_of_other_batches_are_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_LAYER_INTERVAL_S", 0.0)
     zoo.save("llama", tmp_path / "model")
     kept = tmp_path / "kept"
     with opened(tmp_path / "model", streamed=True) as subject:

@@ -141,13 +141,8 @@ def test_rows_of_text_have_the_template_of_a_processor_whose_tokenizer_has_none(
 def test_a_run_with_media_goes_on(
     steps: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in (
-        (journal, "LONGEST_INTERVAL_S"),
-        (journal, "_WORTH_SAVING_S"),
-        (journal, "_LAYER_INTERVAL_S"),
-        (journal, "_LAYER_INTERVAL_PER_COST"),
-    ):
-        monkeypatch.setattr(module, name, 0.0)
+    for name in ("INTERVAL_S", "INTERVAL_PER_COST"):
+        monkeypatch.setattr(journal, name, 0.0)
     save_multimodal("llava", tmp_path / "model")
     plan = plan_of("llava", tmp_path / "model")
     with opened(tmp_path / "model", streamed=streamed) as subject:

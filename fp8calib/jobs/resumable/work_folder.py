@@ -13,7 +13,7 @@ from typing import Any
 from fp8calib.calibration.calibrate import make_header, text_hashes_of
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, load_stats
 from fp8calib.calibration.header import StatsHeader
-from fp8calib.calibration.journal import Journal, is_checkpoint
+from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.checkpoint.atomic import check_output
@@ -179,10 +179,8 @@ def _describe_start(journal: Journal, header: StatsHeader) -> str:
         return "continuing after the finished layers"
     if not journal.sequences and not journal.weights:
         return "no interrupted run found, starting from the beginning"
-    return (
-        f"{journal.num_sequences} of {header.num_sequences} sequences are done, continuing with "
-        "the rest"
-    )
+    done = count_sequences(journal.sequences)
+    return f"{done} of {header.num_sequences} sequences are done, continuing with the rest"
 
 
 def remove_outputs(folder: Path) -> None:
