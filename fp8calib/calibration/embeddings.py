@@ -46,12 +46,11 @@ class EmbeddingRows:
     ) -> None:
         self._embedding = embedding
         self._read_rows = read_rows
-        self._dtype = dtype
+        self._rows = torch.zeros(0, embedding.embedding_dim, dtype=dtype)
         self._device = device
         self._ids = torch.zeros(0, dtype=torch.int64)
         """The token of each row in memory."""
         self._row_of = torch.full((embedding.num_embeddings,), -1)
-        self._rows = torch.zeros(0, 0)
 
     def read_others(self, read_rows: ReadRows) -> torch.Tensor:
         """Read the same rows of another embedding, for `replaced`."""
@@ -68,39 +67,34 @@ class EmbeddingRows:
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert token ids to row numbers in memory; rows not in memory are read first."""
-        rows = self._row_of[ids.cpu()]
-        if bool((rows < 0).any()):
-            self.read(ids.cpu()[rows < 0])
-            rows = self._row_of[ids.cpu()]
-        return rows.to(ids.device)
+        self.read(ids.cpu())
+        return self._row_of[ids.cpu()].to(ids.device)
 
     def read(self, ids: torch.Tensor) -> None:
         """Read the rows of these tokens that are not in memory."""
-        new = torch.unique(ids)
-        new = new[self._row_of[new] < 0]
-        rows = self._gather(new, self._read_rows)
+        new = torch.unique(ids[self._row_of[ids] < 0])
+        if not len(new):
+            return
         self._row_of[new] = torch.arange(len(new)) + len(self._ids)
-        self._ids = torch.cat([self._ids, new])
-        if len(self._rows):
+        rows = self._gather(new, self._read_rows)
+        if len(self._ids):  # else no second copy is made
             rows = torch.cat([self._rows.cpu(), rows])
+        self._ids = torch.cat([self._ids, new])
         self._rows = rows.to(self._device)
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
     def _gather(self, ids: torch.Tensor, read_rows: ReadRows) -> torch.Tensor:
         """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
+        rows = self._rows.new_empty(len(ids), self._rows.shape[1], device="cpu")
         starts = (ids[1:] != ids[:-1] + 1).nonzero().flatten() + 1
-        runs = [
-            run
-            for each in torch.tensor_split(ids, starts)
-            for run in torch.split(each, _ROWS_AT_ONCE)
-        ]
-        rows, done = torch.empty(0), 0
-        for run in runs if len(ids) else ():
-            found = read_rows(int(run[0]), int(run[-1]) + 1)
-            if not done:
-                rows = torch.empty(len(ids), found.shape[1], dtype=self._dtype)
-            rows[done : done + len(run)] = found
-            done += len(run)
+        for each, places in zip(
+            torch.tensor_split(ids, starts), torch.tensor_split(rows, starts), strict=True
+        ):
+            for run, place in zip(
+                torch.split(each, _ROWS_AT_ONCE), torch.split(places, _ROWS_AT_ONCE), strict=True
+            ):
+                if len(run):
+                    place.copy_(read_rows(int(run[0]), int(run[-1]) + 1))
         return rows
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Hashable
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -62,9 +63,8 @@ class HiddenStateStore:
             CalibrationError: it fits neither into memory nor onto the disk.
         """
         leaves, spec = pytree.tree_flatten(tree)
-        known = pytree.tree_leaves(self._trees.get(number, ()))
-        known += [None] * (len(leaves) - len(known))
-        kept = [self._copy(leaf, room) for leaf, room in zip(leaves, known, strict=False)]
+        rooms = pytree.tree_leaves(self._trees.get(number, ()))
+        kept = [self._copy(leaf, room) for leaf, room in zip_longest(leaves, rooms[: len(leaves)])]
         self._trees[number] = pytree.tree_unflatten(kept, spec)
 
     def _copy(self, leaf: Any, room: Any) -> Any:
@@ -72,11 +72,8 @@ class HiddenStateStore:
             return leaf
         # the same strides too: results may round by them
         like = torch.empty_like(leaf, device="meta")
-        if isinstance(room, torch.Tensor) and (room.shape, room.dtype, room.stride()) == (
-            like.shape,
-            like.dtype,
-            like.stride(),
-        ):
+        layout = like.shape, like.dtype, like.stride()
+        if isinstance(room, torch.Tensor) and (room.shape, room.dtype, room.stride()) == layout:
             return room.copy_(leaf)
         size_bytes = like.numel() * like.element_size()
         if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
