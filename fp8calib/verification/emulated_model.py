@@ -11,7 +11,6 @@ from weakref import WeakSet
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.generation_cache import open_cache_hooks
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
@@ -33,6 +32,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
+from fp8calib.verification.emulation.generation_cache import open_cache_hooks
 from fp8calib.verification.emulation.weights import changed_weights
 from fp8calib.verification.report import SCALE_ONE
 

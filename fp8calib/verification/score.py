@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
@@ -20,6 +19,7 @@ from fp8calib.model.shapes import Site
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score_streamed import StreamedLanes
 from fp8calib.verification.token_scores import (
     Logits,

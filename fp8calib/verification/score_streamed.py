@@ -19,7 +19,6 @@ from fp8calib.calibration.decoder import Decoder, DecoderCall
 from fp8calib.calibration.embeddings import EmbeddingRows
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.layer_steps import LayerState, LayerSteps
-from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, store_calls
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
@@ -27,6 +26,7 @@ from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.stored import CopiedParameter
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
+from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.token_scores import Logits
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
@@ -29,6 +28,7 @@ from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightParameter,
 )
+from fp8calib.verification.lm_head import open_lm_head
 from tests import zoo
 from tests.kit.pictures import assert_unchanged, take
 from tests.verification.by_hand import (

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.numerics.formats import E4M3FN
@@ -22,6 +21,7 @@ from fp8calib.verification import score as score_module
 from fp8calib.verification import token_scores as scoring
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score import Scores
 from fp8calib.verification.token_scores import TokenScores, score_batch
 from tests import zoo

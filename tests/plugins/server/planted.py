@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.lm_head import open_lm_head
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.table import Scale, ScaleSource
@@ -22,6 +21,7 @@ from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.lm_head import open_lm_head
 from tests import zoo
 from tests.plugins.server.fake import Predict
 
