@@ -15,7 +15,9 @@ from typing import Any
 
 from fp8calib import plugin
 
-_SHARED = frozenset(("magnitudes", "option", "options", "recipe", "result", "run_plan", "written"))
+_SHARED = frozenset(
+    ("magnitudes", "option", "options", "recipe", "result", "run_plan", "saturation", "written")
+)
 SCHEMA_VERSION = 1
 """Version of the objects that --json prints; a key that goes or changes its meaning raises it."""
 

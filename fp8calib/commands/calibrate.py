@@ -13,7 +13,6 @@ from pydantic import ConfigDict, Field, SkipValidation
 
 from fp8calib.blocks import Answer, Block
 from fp8calib.calibration.header import BackOff, Skipped
-from fp8calib.calibration.saturation import NUM_QUARTERS, PositionSaturation, Saturation
 from fp8calib.commands import options as shared
 from fp8calib.commands.magnitudes import summarize_briefly
 from fp8calib.commands.option import Option
@@ -30,6 +29,7 @@ from fp8calib.commands.result import (
     list_top_level,
 )
 from fp8calib.commands.run_plan import MeasuredMemory, TextRows
+from fp8calib.commands.saturation import NUM_QUARTERS, PositionSaturation, Saturation
 from fp8calib.commands.show import describe_skipped, show_stats
 from fp8calib.errors import ExportError
 from fp8calib.formats.registry import list_written

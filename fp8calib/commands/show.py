@@ -12,12 +12,12 @@ from pydantic import AliasGenerator, ConfigDict, Field
 
 from fp8calib.blocks import Block, Line, Table
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.saturation import PositionSaturation, Saturation
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands.magnitudes import summarize_layers, summarize_scales
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import Record, Result
+from fp8calib.commands.saturation import PositionSaturation, Saturation
 from fp8calib.errors import UsageError, cut_list, shorten
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
@@ -165,7 +165,7 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
 
 def show_stats(stats: CalibrationStats) -> StatsShown:
     """Make the rows of statistics."""
-    from fp8calib.calibration.saturation import compute_position_saturation, compute_saturation
+    from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
     from fp8calib.formats.compute import list_unfit_queries
 
     positions = {

@@ -12,10 +12,10 @@ from typing import Any
 
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.memory_plan import MemoryPlan
-from fp8calib.calibration.saturation import compute_position_saturation, compute_saturation
 from fp8calib.commands.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.commands.result import BeforeAfter
 from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
 from fp8calib.data.sequences import DataPlan
 from fp8calib.formats.write import Note
 from fp8calib.jobs.processes import count_planned, count_run

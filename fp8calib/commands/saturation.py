@@ -70,7 +70,7 @@ class PositionSaturation(Saturation):
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None for a shard."""
-    import torch  # noqa: PLC0415 -- slow, and results of commands have the records above
+    import torch
 
     if stats.shard is not None:
         return None
@@ -87,7 +87,7 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
     """Compare the amax of early positions with the final one; None if all sequences are short."""
-    import torch  # noqa: PLC0415 -- slow
+    import torch
 
     positions = {site: seen.positions for site, seen in stats.sites.items()}
     reached = [found for found in positions.values() if found is not None]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.saturation import compute_position_saturation, compute_saturation
 from fp8calib.calibration.statistic import SiteStats
+from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import NUM_RANGES
 from tests.formats.handmade import make_geometry, make_stats
