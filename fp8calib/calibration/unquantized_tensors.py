@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     for alike, names in experts.items():
         linears.add(names[sorted(names)[find_layer(alike) % len(names)]])
     for name in sorted(linears):
-        sketch = sketch_matrix(checkpoint, name, _limit_elements(name))
+        sketch, _ = sketch_matrix(checkpoint, name, _limit_elements(name))
         found[name] = f"{_SKETCH}{encode_sketch(sketch)}"
     return dict(sorted(found.items()))
 
@@ -205,17 +205,6 @@ def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) ->
 # --- sketches ----------------------------------------------------------------------------------
 
 
-def sketch_matrix(
-    checkpoint: Checkpoint, name: str, most_elements: int | None = None
-) -> torch.Tensor:
-    """Sketch a matrix of a checkpoint: fp64 [32], each within the precision of bfloat16.
-
-    A matrix of more than `most_elements` is replaced by about so many: 16 blocks of rows, evenly
-    spread. Of experts stored in one tensor, one is sketched, another in each layer.
-    """
-    return _sketch(checkpoint, name, most_elements)[0]
-
-
 def measure_distance(
     recorded: torch.Tensor, checkpoint: Checkpoint, name: str, most_elements: int | None = None
 ) -> float:
@@ -224,7 +213,7 @@ def measure_distance(
     The estimate is within a quarter of the distance for rounding errors. Two matrices that have
     nothing in common have a distance of 1.4 or more. `most_elements` is that of `sketch_matrix`.
     """
-    own, norm = _sketch(checkpoint, name, most_elements)
+    own, norm = sketch_matrix(checkpoint, name, most_elements)
     distance = math.sqrt(float((own - recorded).square().mean()))
     if norm == 0:
         return math.inf if distance else 0.0
@@ -253,21 +242,28 @@ def decode_sketch(text: str) -> torch.Tensor:
     return values.double()
 
 
-def _sketch(
-    checkpoint: Checkpoint, name: str, most_elements: int | None
+def sketch_matrix(
+    checkpoint: Checkpoint, name: str, most_elements: int | None = None
 ) -> tuple[torch.Tensor, float]:
-    """Sketch a matrix, and compute its Frobenius norm."""
+    """Sketch a matrix of a checkpoint, and compute its Frobenius norm.
+
+    A matrix of more than `most_elements` is replaced by about so many: 16 blocks of rows, evenly
+    spread. Of experts stored in one tensor, one is sketched, another in each layer.
+
+    Returns:
+        The sketch, fp64 [32], each within the precision of bfloat16; and the norm.
+    """
     *experts, rows, columns = checkpoint.tensors[name].shape
-    read = partial(checkpoint.read_rows, name)
+    expert = None
     if experts:
         index = find_layer(name) % max(experts[0], 1)
-        (expert,) = read(index, index + 1)
-        read = partial(lambda matrix, start, stop: matrix[start:stop], expert)
+        (expert,) = checkpoint.read_rows(name, index, index + 1)
     signs = _draw_signs(max(rows, columns))
     left, right = signs[:, 0, :rows], signs[:, 1, :columns]
     sums, squares = torch.zeros(_SKETCH_SIZE, columns, dtype=torch.float64), 0.0
     for start, stop in _list_blocks(rows, columns, most_elements):
-        part = read(start, stop).double()
+        part = checkpoint.read_rows(name, start, stop) if expert is None else expert[start:stop]
+        part = part.double()
         sums += left[:, start:stop].double() @ part
         squares += float(part.square().sum())
     sketch = (sums * right.double()).sum(1)
