@@ -41,7 +41,7 @@ class ExpertsCall:
         return int(self.module.down_proj.shape[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One call of the attention function of a layer."""
 
@@ -187,20 +187,12 @@ def open_hooks(
         attention = attentions.get(module)
         if attention is not None:
             query = hooks.on_query(attention, query)
-        call = AttentionCall(
-            function=function,
-            module=module,
-            query=query,
-            key=key,
-            value=value,
-            mask=attention_mask,
-            options=kwargs,
-        )
+        call = AttentionCall(function, module, query, key, value, attention_mask, kwargs)
         return call.run() if attention is None or attend is None else attend(attention, call)
 
     def run_experts(
         function: Callable[..., Any],
-        module: nn.Module,
+        module: Any,
         hidden: torch.Tensor,
         index: torch.Tensor,
         *args: Any,
@@ -211,7 +203,17 @@ def open_hooks(
         path, block = experts[module]
         call = ExpertsCall(path=path, module=module, block=block, index=index)
         hidden = hooks.on_expert_input(call, hidden)
-        with _hook_down(call, hooks):
+        with ExitStack() as stack:
+            if module.has_gate:
+                apply_gate = module._apply_gate
+                module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
+                stack.callback(delattr, module, "_apply_gate")
+            else:
+                hook = module.act_fn.register_forward_hook(
+                    lambda _module, _args, output: hooks.on_expert_down(call, output)
+                )
+                stack.callback(hook.remove)
+            # this implementation sorts rows by expert
             return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
 
     with ExitStack() as stack:
@@ -273,20 +275,3 @@ def wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
         if not hooks:
             interface.get_interface = original
             del _OPEN_HOOKS[interface]
-
-
-@contextmanager
-def _hook_down(call: ExpertsCall, hooks: TensorHooks) -> Iterator[None]:
-    """Install the hook on the input of down, whose rows `grouped_mm` sorts by expert."""
-    module = call.module
-    with ExitStack() as stack:
-        if module.has_gate:
-            apply_gate = module._apply_gate
-            module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
-            stack.callback(delattr, module, "_apply_gate")
-        else:
-            hook = module.act_fn.register_forward_hook(
-                lambda _module, _args, output: hooks.on_expert_down(call, output)
-            )
-            stack.callback(hook.remove)
-        yield

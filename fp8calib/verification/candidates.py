@@ -16,7 +16,6 @@ from fp8calib.calibration.calibration_stats import (
     is_stats_file,
     load_stats,
 )
-from fp8calib.calibration.renamed import rename_sites
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
@@ -55,6 +54,7 @@ from fp8calib.verification.emulation.kv import (
 )
 from fp8calib.verification.emulation.planned import emulate_planned
 from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
+from fp8calib.verification.renamed import rename_sites
 
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
