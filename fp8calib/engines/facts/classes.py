@@ -1,0 +1,108 @@
+"""Which linears the model classes of an engine create: one JSON file an engine, as other facts.
+
+A fact is a text, and its values are the architectures for which it is true:
+
+    config linear model.layers.*.self_attn.qkv_proj: .q_proj .k_proj .v_proj
+
+This linear is created by the quantization config, which calls it `...qkv_proj`, out of three of the
+checkpoint's. `*` stands for a number. `scripts/read-engines` writes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fp8calib.engines.facts.release import parse_version
+
+_FOLDER = Path(__file__).parent
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
+UNBUILT = "unbuilt: "
+"""How facts begin about classes of which nothing is known, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatedLinear:
+    """A linear of a class, or what else a class does with a matrix of the checkpoint."""
+
+    state: str
+    """`config`: created by the quantization config, whose lists may name the parts. `joined`: so
+    too, but the lists have to name the joined linear. `plain`: created without the config.
+    `skipped`: the loader leaves the matrix out. `refused`: it stops. `maybe`: not known."""
+    kind: str
+    """linear, experts, head, embedding or other."""
+    path: str
+    """What the lists of a config call it, in the checkpoint's spelling where that is the same; `#`
+    stands for another number than the layer's."""
+    parts: tuple[str, ...]
+    """The paths of the checkpoint's linears that it is filled from, in order."""
+
+    @property
+    def fact(self) -> str:
+        """The text of it."""
+        parent = self.path.rpartition(".")[0]
+        if self.parts == (self.path,):
+            return f"{self.state} {self.kind} {self.path}"
+        names = [
+            each.removeprefix(parent) if each.rpartition(".")[0] == parent and parent else each
+            for each in self.parts
+        ]
+        return f"{self.state} {self.kind} {self.path}: {' '.join(names)}"
+
+    @classmethod
+    def parse(cls, fact: str) -> CreatedLinear:
+        """Read the text of one."""
+        head, _, tail = fact.partition(": ")
+        state, kind, path = head.split(" ")
+        parent = path.rpartition(".")[0]
+        parts = [f"{parent}{each}" if each.startswith(".") else each for each in tail.split()]
+        return cls(state=state, kind=kind, path=path, parts=tuple(parts or [path]))
+
+    @property
+    def is_by_config(self) -> bool:
+        """Whether the quantization config decides how it is created."""
+        return self.state in ("config", "joined")
+
+
+ClassMap = Mapping[str, tuple[CreatedLinear, ...]]
+"""By the checkpoint's path of a linear, with `*` for numbers: what it may become."""
+
+
+def make_pattern(path: str) -> str:
+    """Replace the numbers in a path."""
+    return _NUMBER.sub("*", path)
+
+
+def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
+    """Find what the class of an architecture creates; None where that is not known."""
+    return _read(engine).get(version, {}).get(architecture)
+
+
+@cache
+def _read(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
+    """Read the file of an engine: the maps by release and architecture."""
+    written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
+    versions = [each["version"] for each in written["releases"]]
+    maps: dict[str, dict[str, dict[str, tuple[CreatedLinear, ...]]]]
+    maps = {version: {} for version in versions}
+    for entry in written["facts"]:
+        if entry["fact"].startswith(UNBUILT):
+            continue
+        created = CreatedLinear.parse(entry["fact"])
+        first = versions.index(entry["since"]) if entry["since"] else 0
+        after = versions.index(entry["until"]) if entry["until"] else len(versions)
+        for version in versions[first:after]:
+            for architecture in entry["values"]:
+                own = maps[version].setdefault(architecture, {})
+                for part in created.parts:
+                    own[part] = (*own.get(part, ()), created)
+    return maps
+
+
+def list_versions(engine: str) -> list[str]:
+    """List the releases whose classes are known, the oldest first."""
+    return sorted(_read(engine), key=parse_version)

@@ -1,0 +1,300 @@
+"""The facts about the classes of an engine: which linears each creates, and how.
+
+A fact is a line of `fp8calib.engines.facts.classes`; its values are the architectures for which it
+is true.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import fp8calib.plugins.vllm
+from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.facts.classes import UNBUILT, CreatedLinear
+from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
+from tests import zoo
+from tests.architectures import families
+from tests.real_engines.class_reader import ClassReader, ReadLinear
+from tests.real_engines.package import Package, open_package
+from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON
+
+VLLM_CLASSES = FOLDER / "vllm_classes.json"
+LOADER_SCRIPT = Path(fp8calib.plugins.vllm.__file__).with_name("loader_script.py")
+_RECORDER = Path(__file__).with_name("vllm_classes.py")
+_KIMI: dict[str, Any] = {
+    "num_experts": 4,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+_HEADS = ("ParallelLMHead",)
+_EMBEDDINGS = ("VocabParallelEmbedding", "Embedding")
+_EXPERTS = ("RoutedExperts", "FusedMoE")
+_SUFFIX = ".weight"
+
+
+def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """List the facts that `vllm_classes.py` saw, with the architectures of each."""
+    facts: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    reasons: dict[str, str] = {}
+    built: defaultdict[str, set[str]] = defaultdict(set)
+    unfilled: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        architecture = row["job"]["architecture"]
+        if "error" in row:
+            reasons.setdefault(architecture, row["error"])
+            continue
+        for found in row["linears"]:
+            if found["names"]:
+                linear = describe_run(found)
+                facts[linear.fact][architecture] = None
+                built[architecture].update(linear.parts)
+        built.setdefault(architecture, set())
+        unfilled[architecture] |= row["unfilled"] if row["names"] == "transformers" else {}
+    for architecture, names in unfilled.items():
+        for name, why in names.items():
+            part = name.removesuffix(_SUFFIX)
+            if part not in built[architecture]:
+                state = "skipped" if why == "left out" else "refused"
+                linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
+                facts[linear.fact][architecture] = None
+    for architecture, why in reasons.items():
+        if architecture not in built:
+            facts[f"{UNBUILT}{why}"][architecture] = None
+    return {fact: sorted(facts[fact]) for fact in sorted(facts)}
+
+
+def describe_run(found: Mapping[str, Any]) -> CreatedLinear:
+    """Describe a linear that was built.
+
+    The lists of a config are renamed as the names of a checkpoint are. Where that gives the path
+    under which a linear asks the config, lists may use the checkpoint's names.
+    """
+    parts = tuple(name.removesuffix(_SUFFIX) for name in found["names"])
+    kind = find_kind(found["class"])
+    if "prefix" not in found:
+        return CreatedLinear(state="plain", kind=kind, path=parts[0], parts=parts)
+    prefix, packed = found["prefix"], found["packed"]
+    parent, _, own = prefix.rpartition(".")
+    if kind == "experts":
+        is_named = all(each.startswith(prefix) for each in found["renamed"])
+        path = _cut_expert(parts[0]) if is_named else prefix
+        return CreatedLinear(state="config", kind=kind, path=path, parts=parts)
+    ends = packed if len(packed) == len(parts) else [own] * len(parts)
+    wanted = {f"{parent}.{end}".lstrip(".") for end in ends} if len(parts) > 1 else {prefix}
+    is_named = set(found["renamed"]) == wanted and not found["moved"]
+    if found["moved"]:
+        prefix = prefix.replace("*", "#")
+    if len(parts) == 1:
+        path = parts[0] if is_named else prefix
+        return CreatedLinear(state="config", kind=kind, path=path, parts=parts)
+    above = {part.rpartition(".")[0] for part in parts}
+    if is_named and len(above) == 1:
+        path = f"{above.pop()}.{own}".lstrip(".")
+    else:
+        is_named = len(packed) == len(parts)
+        path = _respell(prefix, found["renamed"], parts)
+    state = "config" if is_named else "joined"
+    return CreatedLinear(state=state, kind=kind, path=path, parts=parts)
+
+
+def _respell(prefix: str, renamed: Sequence[str], parts: Sequence[str]) -> str:
+    """Spell the path of a joined module as the checkpoint spells its neighbours."""
+    parent, _, own = prefix.rpartition(".")
+    above = {each.rpartition(".")[0] for each in parts}
+    if {each.rpartition(".")[0] for each in renamed} == {parent} and len(above) == 1:
+        return f"{above.pop()}.{own}".lstrip(".")
+    return prefix
+
+
+def _cut_expert(part: str) -> str:
+    """Cut the path of a projection, or of a stack, behind `experts`."""
+    found = re.match(r".*?experts", part)
+    return part if found is None else found.group()
+
+
+def find_kind(name: str) -> str:
+    """Give the kind of a linear by the class of its module."""
+    if name in _HEADS:
+        return "head"
+    if name in _EMBEDDINGS:
+        return "embedding"
+    if any(each in name for each in _EXPERTS):
+        return "experts"
+    return "linear" if name.endswith("Linear") else "other"
+
+
+VLLM_FOLDERS = (
+    "vllm/model_executor/models/",
+    "vllm/model_executor/layers/mamba/",
+    "vllm/models/",
+)
+_REGISTRY = "vllm.model_executor.models.registry"
+_BACKEND = "vllm.model_executor.models.transformers."
+
+
+class VllmClasses:
+    """The classes of a release of vLLM, read.
+
+    Args:
+        package: the release's.
+    """
+
+    def __init__(self, package: Package) -> None:
+        self._reader = ClassReader(package, VLLM_FOLDERS)
+        self.registered: dict[str, tuple[str, str]] = {}
+        """The module and the class of each architecture."""
+        tables = (getattr(node, "value", None) for node in self._reader.open(_REGISTRY).tree.body)
+        for table in tables:
+            pairs = (
+                zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
+            )
+            for key, pair in pairs:
+                if isinstance(key, ast.Constant) and isinstance(pair, ast.Tuple):
+                    module, name = (ast.literal_eval(each) for each in pair.elts)
+                    module = module if "." in module else f"vllm.model_executor.models.{module}"
+                    self.registered[str(key.value)] = (module, name)
+
+    def read(self, architecture: str) -> list[ReadLinear] | str:
+        """List what the class of an architecture creates; the code where transformers' is run."""
+        module, name = self.registered.get(architecture, (_BACKEND, ""))
+        if module.startswith(_BACKEND.rstrip(".")):
+            nodes = ast.walk(self._reader.open(f"{_BACKEND}utils").tree)
+            names = ("replace_linear_class", "log_replacement")
+            return "".join(ast.dump(each) for each in nodes if getattr(each, "name", "") in names)
+        return self._reader.read(module, name)
+
+
+def keep_unchanged(
+    facts: Mapping[str, Sequence[str]], run: Package, other: Package
+) -> dict[str, list[str]]:
+    """Keep the architectures for which another release creates the same, as read in both."""
+    first, second = VllmClasses(run), VllmClasses(other)
+    names = {name for values in facts.values() for name in values}
+    kept = {name for name in names if _is_same(first, second, name)}
+    found = {fact: [each for each in values if each in kept] for fact, values in facts.items()}
+    return {fact: values for fact, values in found.items() if values}
+
+
+def _is_same(first: VllmClasses, second: VllmClasses, name: str) -> bool:
+    one = first.read(name)
+    return (name in first.registered) == (name in second.registered) and one == second.read(name)
+
+
+def update_file(
+    path: Path, requirement: str, facts: Mapping[str, Sequence[str]], how: Evidence
+) -> None:
+    """Write the facts of a release into a file; values of the same releases share an entry."""
+    package, _, version = requirement.partition("==")
+    held = json.loads(path.read_text()) if path.exists() else {"releases": [], "facts": []}
+    known = {each["version"]: each for each in held["releases"]}
+    versions = sorted({*known, version}, key=parse_version)
+    known[version] = {"version": version, "package": package, "evidence": str(how)}
+    true: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    old = [each["version"] for each in held["releases"]]
+    for entry in held["facts"]:
+        first = old.index(entry["since"]) if entry["since"] else 0
+        after = old.index(entry["until"]) if entry["until"] else len(old)
+        for value in entry["values"]:
+            true[entry["fact"], value].update(old[first:after])
+    for pair in true:
+        true[pair].discard(version)
+    for fact, values in facts.items():
+        for value in values:
+            true[fact, value].add(version)
+    spans: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (fact, value), where in true.items():
+        start = 0
+        for holds, group in groupby(versions, key=where.__contains__):
+            end = start + len(list(group))
+            if holds:
+                since = versions[start] if start else ""
+                until = versions[end] if end < len(versions) else ""
+                spans[fact, since, until].append(value)
+            start = end
+    lines = [
+        json.dumps({"fact": fact, "since": since, "until": until, "values": sorted(values)})
+        for (fact, since, until), values in sorted(spans.items())
+    ]
+    releases = json.dumps([known[each] for each in versions])
+    text = ",\n".join(lines)
+    path.write_text(f'{{"releases": {releases}, "facts": [\n{text}\n]}}\n')
+
+
+def run_vllm(*more: str) -> dict[str, list[str]]:
+    """Build classes of the vLLM that is installed here, and list the facts.
+
+    Args:
+        more: `all`, for all classes of which there is a config; those of the tiny models else.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        jobs, result = Path(folder, "jobs.json"), Path(folder, "rows.jsonl")
+        jobs.write_text(json.dumps(list(_list_families())))
+        command = [
+            str(PYTHON),
+            "-I",
+            str(_RECORDER),
+            str(LOADER_SCRIPT),
+            str(jobs),
+            str(result),
+            *more,
+        ]
+        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+        return list_run_facts(map(json.loads, result.read_text().splitlines()))
+
+
+def _list_families() -> Iterator[dict[str, Any]]:
+    """List the configs of tiny models that tests build: they have kinds of layers beside defaults.
+
+    Only vLLM's own config of kimi_linear says which layers have no attention.
+    """
+    refused = {name: changes for name, (changes, _) in families.REFUSED.items()}
+    for name, changes in {**zoo.CONFIGS, **refused}.items():
+        fields = {**families.SIZES, **changes}
+        job = {"type": name, "architecture": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]}
+        yield {**job, "changes": fields}
+        yield {**job, "changes": {**fields, "tie_word_embeddings": False}}
+        if name == "kimi_linear":
+            yield {**job, "changes": {**fields, **_KIMI}}
+
+
+def read_classes(requirement: str) -> None:
+    """Write what the classes of a release create.
+
+    The release of vLLM that is installed here is run; others have what is read as in it.
+    """
+    version = requirement.partition("==")[2]
+    if version == VLLM_RUN.version:
+        update_file(VLLM_CLASSES, requirement, run_vllm("all"), Evidence.RUN)
+        return
+    written = json.loads(VLLM_CLASSES.read_text())
+    versions = [each["version"] for each in written["releases"]]
+    place = versions.index(VLLM_RUN.version)
+    facts: defaultdict[str, list[str]] = defaultdict(list)
+    for entry in written["facts"]:
+        first = versions.index(entry["since"]) if entry["since"] else 0
+        after = versions.index(entry["until"]) if entry["until"] else len(versions)
+        if first <= place < after and not entry["fact"].startswith(UNBUILT):
+            facts[entry["fact"]] += entry["values"]
+    run = open_package(f"{VLLM_RUN.package}=={VLLM_RUN.version}")
+    kept = keep_unchanged(facts, run, open_package(requirement))
+    update_file(VLLM_CLASSES, requirement, kept, Evidence.READ)
