@@ -31,7 +31,6 @@ from fp8calib.verification.judge.fits import (
     Fits,
     assess_need,
     describe_damage,
-    find_fitting,
     list_losing,
 )
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
@@ -305,16 +304,15 @@ class _ReportMaker:
         self._asked, self._scores, self._fits = asked, scores, fits
         self._lengths = asked.plan.lengths
         self._layers = tuple(self._list_layers())
-        scored = scores.candidates.items()
-        self._klds = {name: each.klds for name, each in scored}
+        self._klds = {name: each.klds for name, each in scores.candidates.items()}
         others = [each for each in asked.candidates if each.name != SCALE_ONE]
         cached = [each.name for each in others if not each.weights]
+        is_asked = bool(cached) or not others
+        self._is_lossy = is_asked and bool(list_losing(fits.get(SCALE_ONE, ())))
         # Scales that fit tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it
         # adds nothing; where the scales of a candidate fit, that candidate tells.
-        self._fitting = find_fitting(cached, fits)
-        is_compared = any(each.name == SCALE_ONE for each in asked.candidates)
-        self._is_lossy = is_compared and bool(list_losing(fits.get(SCALE_ONE, ())))
-        self._is_lossy &= bool(cached) or not others
+        fitting = (name for name in cached if name in fits and not list_losing(fits[name]))
+        self._fitting = next(fitting, None)
         self.needs_fitted = self._is_lossy and self._fitting is None
 
     def make(self, fitted: TokenScores | None, *, vocab_size: int, **more: Any) -> VerifyReport:

@@ -132,11 +132,6 @@ def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
     return sorted(losing, key=lambda fit: -fit.loss_db)
 
 
-def find_fitting(candidates: Sequence[str], fits: Mapping[str, Sequence[SiteFit]]) -> str | None:
-    """Find a candidate whose scales fit every site: it shows what scales can remove."""
-    return next((name for name in candidates if name in fits and not list_losing(fits[name])), None)
-
-
 def assess_need(
     losing: Sequence[SiteFit],
     fp8: tuple[float, float | None],
