@@ -6,11 +6,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.hooks import find_attention
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
@@ -18,6 +24,8 @@ from fp8calib.formats.table import ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (
@@ -32,7 +40,6 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.generation_cache import open_cache_hooks
 from fp8calib.verification.emulation.weights import changed_weights
 from fp8calib.verification.report import SCALE_ONE
 
@@ -98,9 +105,7 @@ def emulate(
         originals, geometry = prepared.weights, prepared.geometry
         stack.enter_context(changed_weights(model, made.weights, originals, *measured))
         stack.enter_context(open_emulation_hooks(model, geometry, hooks))
-        # The caller's own cache stores the quantized K and V.
-        begin, end = hooks.begin_call, hooks.end_batch
-        stack.enter_context(open_cache_hooks(model, geometry, hooks, begin=begin, end=end))
+        stack.enter_context(_open_cache_hooks(model, geometry, hooks))
         _EMULATED.add(model)
         stack.callback(_EMULATED.discard, model)
         yield made
@@ -132,3 +137,76 @@ def _make_candidate(
         raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
     table = opened.make_table(fmt) if opened.checkpoint is None else None
     return build_opened(opened, model, target, numerics, table)
+
+
+class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """The cache of a call that did not ask for one; it is not returned."""
+
+
+@contextmanager
+def _open_cache_hooks(
+    model: LoadedModel, geometry: ModelGeometry, hooks: EmulationHooks
+) -> Iterator[None]:
+    """Install hooks on K and V before they enter the cache that the caller's model is called with.
+
+    `HookedCache` stores nothing, so it serves one forward pass only. Generation reads its cache
+    again. Every call of the decoder gets a cache: without one, K and V would bypass the hooks. Only
+    the caches of these calls change, so that other models in the process run as before.
+    """
+    decoder: nn.Module = find_text_decoder(model)[1]
+    argument = name_cache_argument(decoder)
+    config = model.config.get_text_config(decoder=True)
+    attentions = geometry.owners()
+    originals: list[tuple[Cache, type[Cache]]] = []
+    is_open = True
+
+    def make_hooked(kind: type[Cache]) -> type[Cache]:
+        """Make the class of a hooked cache: one of its own, since copies of a cache keep it."""
+
+        def update(
+            self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if is_open:  # a copy of a cache may outlive the context
+                attention = find_attention(attentions, layer_idx, key, value)
+                key, value = hooks.on_kv(attention, key, value)
+            return kind.update(self, key, value, layer_idx, *args, **kwargs)
+
+        members = {"update": update, "hooked_by": originals, "unhooked_class": kind}
+        return type(kind.__name__, (kind,), members)
+
+    def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+        if cache is None:
+            is_requested = kwargs.get("use_cache") is not False
+            cache = (DynamicCache if is_requested else _UnrequestedCache)(config=config)
+            kwargs = {**kwargs, argument: cache}
+        if getattr(cache, "hooked_by", None) is not originals:
+            kind = getattr(cache, "unhooked_class", type(cache))
+            originals.append((cache, kind))
+            cache.__class__ = make_hooked(kind)
+        hooks.begin_call(_find_counted(args, kwargs))
+        return args, {**kwargs, "use_cache": True}
+
+    def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        hooks.end_batch()
+        if isinstance(getattr(output, argument, None), _UnrequestedCache):
+            setattr(output, argument, None)
+
+    with ExitStack() as stack:
+        stack.callback(decoder.register_forward_pre_hook(supply, with_kwargs=True).remove)
+        stack.callback(decoder.register_forward_hook(withhold).remove)
+        try:
+            yield
+        finally:
+            is_open = False
+            for cache, kind in originals:
+                cache.__class__ = kind
+
+
+def _find_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Find which tokens of a call are no padding; its mask covers the cached tokens too."""
+    tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    mask = kwargs.get("attention_mask")
+    if tokens is None or not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    return None if bool(mask.all()) else mask.bool()

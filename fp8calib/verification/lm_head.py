@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,33 +23,26 @@ class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is
         return None
 
 
-class LmHead:
-    """Computes logits by the model's own forward, scaling and soft caps included.
+@contextmanager
+def open_lm_head(model: PreTrainedModel) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Give the function from hidden states [N, C] to logits [N, V], in the model's dtype.
 
-    The text decoder is replaced by one that returns the given hidden states, so no knowledge of the
-    architecture is needed. Made by `open_lm_head`.
+    It is the model's own forward, scaling and soft caps included, so no knowledge of the
+    architecture is needed: while the context is open, the text decoder is replaced by one that
+    returns the given hidden states.
     """
-
-    def __init__(self, model: Any, current: list[torch.Tensor]) -> None:
-        self._model = model
-        self._current = current
+    decoder: Any = find_text_decoder(model)[1]
+    given = torch.zeros(0)
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of hidden states [N, C]: [N, vocabulary], in the model's dtype."""
-        self._current[0] = hidden.unsqueeze(0)
-        device = self._model.get_input_embeddings().weight.device
-        tokens = torch.zeros(
-            1, len(hidden), dtype=torch.int64, device="cpu" if device.type == "meta" else device
-        )
-        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
-        return logits[0]
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal given
+        given = hidden.unsqueeze(0)
+        device = model.get_input_embeddings().weight.device
+        place = "cpu" if device.type == "meta" else device
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=place)
+        found: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+        return found[0]
 
-
-@contextmanager
-def open_lm_head(model: PreTrainedModel) -> Iterator[LmHead]:
-    """Replace the forward of the text decoder of `model` while the context is open."""
-    decoder: Any = find_text_decoder(model)[1]
-    current = [torch.zeros(0)]
-    with replaced_forward(decoder, lambda *_args, **_kwargs: _Hidden(last_hidden_state=current[0])):
-        yield LmHead(model, current)
+    with replaced_forward(decoder, lambda *_args, **_kwargs: _Hidden(last_hidden_state=given)):
+        yield logits

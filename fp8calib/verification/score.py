@@ -201,9 +201,9 @@ def _run_whole(
                     advance(batch.num_tokens)
         if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
             return_freed_memory()
-        with open_lm_head(model.model) as head:
+        with open_lm_head(model.model) as logits:
             for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
-                add(batch, states, head.logits)
+                add(batch, states, logits)
 
 
 def _group(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:

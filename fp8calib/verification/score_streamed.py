@@ -90,11 +90,11 @@ class StreamedLanes:
                     self._run_layer(steps, layer)
                 for lane in reversed(self._lanes):
                     self._finish(steps, lane)
-            with self._streamed.load_head_on_demand(), open_lm_head(self._streamed.model) as head:
-                logits = self._whole_logits(head.logits)
+            with self._streamed.load_head_on_demand(), open_lm_head(self._streamed.model) as logits:
+                whole = self._whole_logits(logits)
                 for place, batch in enumerate(self._batches):
                     keys = [self._key(lane, place) for lane in self._lanes]
-                    add(batch, [store.get(key, device).output for key in keys], logits)
+                    add(batch, [store.get(key, device).output for key in keys], whole)
 
     def _key(self, lane: _Lane, place: int) -> int:
         return lane.number * len(self._batches) + place

@@ -183,9 +183,9 @@ def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
 def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
     before = take(subject.model)
     decoder = find_text_decoder(subject.model)[1]
-    with open_lm_head(subject.model) as head:
+    with open_lm_head(subject.model) as logits:
         assert "forward" in vars(decoder)
-        head.logits(torch.zeros(3, subject.model.config.hidden_size))
+        logits(torch.zeros(3, subject.model.config.hidden_size))
     assert_unchanged(subject.model, before)
     with pytest.raises(Interrupted), open_lm_head(subject.model):
         raise Interrupted
@@ -199,9 +199,9 @@ def test_a_forward_that_was_already_replaced_is_put_back(tmp_path: Path) -> None
     decoder = find_text_decoder(model)[1]
     replaced = partial(type(decoder).forward, decoder)
     decoder.forward = replaced
-    with open_lm_head(model) as head:
+    with open_lm_head(model) as logits:
         assert decoder.forward is not replaced
-        head.logits(torch.zeros(3, 32))
+        logits(torch.zeros(3, 32))
     assert decoder.forward is replaced
 
 

@@ -107,8 +107,8 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
         input_ids=batch.input_ids, attention_mask=padding_mask(batch)
     ).last_hidden_state.detach()
     disturbed = hidden + torch.randn(hidden.shape, generator=generator) * 0.1
-    with open_lm_head(subject.model) as head:
-        scores = score_batch(batch, hidden, [disturbed], head.logits, 128)
+    with open_lm_head(subject.model) as logits:
+        scores = score_batch(batch, hidden, [disturbed], logits, 128)
 
     def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
         output.last_hidden_state = disturbed
@@ -274,7 +274,7 @@ def test_a_head_gives_the_logits_of_the_model(subject: Subject) -> None:
     hidden = _decoder(subject.model)(input_ids=batch.input_ids).last_hidden_state.detach()
     with torch.no_grad():
         expected = subject.model(input_ids=batch.input_ids).logits
-    with open_lm_head(subject.model) as head:
+    with open_lm_head(subject.model) as logits:
         for row in (1, 0):
-            torch.testing.assert_close(head.logits(hidden[row]), expected[row])
-        torch.testing.assert_close(head.logits(hidden[1, 3:4]), expected[1, 3:4])
+            torch.testing.assert_close(logits(hidden[row]), expected[row])
+        torch.testing.assert_close(logits(hidden[1, 3:4]), expected[1, 3:4])

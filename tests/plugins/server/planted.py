@@ -97,8 +97,8 @@ class Runner:
             self._model, self.geometry, emulation, hooks, originals=self._originals
         ) as forward:
             hidden = forward(batch)
-        with open_lm_head(self._model) as head:
-            return torch.log_softmax(head.logits(hidden).float(), -1)
+        with open_lm_head(self._model) as logits:
+            return torch.log_softmax(logits(hidden).float(), -1)
 
     def emulate(self, scales: Mapping[Site, float] | None) -> Candidate:
         """Emulate the KV cache with these scales; None: 1.0."""
