@@ -14,6 +14,7 @@ from fp8calib.errors import ModelError, cut_list
 from fp8calib.formats.fp8.quantization_config import FindScheme, StoredScheme, contradiction
 from fp8calib.formats.fp8.weights import (
     WEIGHT_FORMATS,
+    Companions,
     is_companion,
     is_linear_scale,
     list_scale_shapes,
@@ -67,17 +68,17 @@ def pair_tensors(
     Returns:
         The weights by name, and the names of their zero points.
     """
-    names = _list_weights(checkpoint.tensors)
+    names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
     _check_dtypes(checkpoint, names)
-    schemes = {name: find_scheme(name_companions(name).module) for name in names}
-    weights = {name: _pair_weight(checkpoint, name, schemes[name]) for name in names}
+    schemes = {name: find_scheme(own.module) for name, own in names.items()}
+    weights = {n: _pair_weight(checkpoint, n, own, schemes[n]) for n, own in names.items()}
     paired = {part for weight in weights.values() for part in weight.companions}
     orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
     if orphans:
         fault = f"scales without an FP8 weight: {cut_list(orphans)}"
         hint = "their weights have another dtype (INT4, FP4), or are missing"
         raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)
-    zero_points = (part for name in names for part in name_companions(name).zero_points)
+    zero_points = (part for own in names.values() for part in own.zero_points)
     return weights, [part for part in zero_points if part in checkpoint]
 
 
@@ -106,8 +107,9 @@ def _check_dtypes(checkpoint: Checkpoint, names: Collection[str]) -> None:
         raise refusal(checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=hint)
 
 
-def _pair_weight(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> Fp8Weight:
-    names = name_companions(name)
+def _pair_weight(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
+) -> Fp8Weight:
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     scale_name = _find_one(checkpoint, name, names.scales, dtypes)
     if scale_name is None:
@@ -119,7 +121,7 @@ def _pair_weight(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> Fp8
         module=names.module,
         shape=checkpoint.tensors[name].shape,
         scale_name=scale_name,
-        input_scale_name=_find_input_scale(checkpoint, name, scheme),
+        input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
         companions=(*names.scales, *names.input_scales, *names.zero_points),
         scheme=scheme,
     )
@@ -173,8 +175,9 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sto
     raise refusal(path, fault, hint=hint)
 
 
-def _find_input_scale(checkpoint: Checkpoint, name: str, scheme: StoredScheme) -> str | None:
-    names = name_companions(name)
+def _find_input_scale(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
+) -> str | None:
     found = _find_one(checkpoint, name, names.input_scales)
     is_static = scheme.inputs is InputScaling.STATIC
     if is_static and found is None:

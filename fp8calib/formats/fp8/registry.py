@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
@@ -51,12 +52,14 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
     return dialect
 
 
+@cache
 def list_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of weights."""
     pairs = ((each.scale_name, each.block_scale_name) for each in FP8_DIALECTS.values())
     return tuple(dict.fromkeys(name for pair in pairs for name in pair))
 
 
+@cache
 def list_input_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of inputs."""
     return tuple(dict.fromkeys(each.input_scale_name for each in FP8_DIALECTS.values()))
