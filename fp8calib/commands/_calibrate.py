@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,12 +41,10 @@ from fp8calib.formats.write import (
     check_replaced,
     write_formats,
 )
-from fp8calib.jobs.calibration import IF_QUANTIZED, choose_calibration_mode, run_job
+from fp8calib.jobs.calibration import IF_QUANTIZED, choose_mode, run_job
 from fp8calib.jobs.calibration_result import (
-    describe_rows,
     make_calibrate_result,
     make_run_plan,
-    save_report,
 )
 from fp8calib.jobs.card import CardJob, add_card, write_cards
 from fp8calib.jobs.fp8_checkpoint import (
@@ -55,7 +54,6 @@ from fp8calib.jobs.fp8_checkpoint import (
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hashes import hash_run
 from fp8calib.jobs.models import RunModel, fields_of, open_run_model
-from fp8calib.jobs.processes import check_shard, choose_rank_device
 from fp8calib.jobs.quantization.planned import resolve_recipe
 from fp8calib.jobs.recipe_options import (
     apply_request,
@@ -78,6 +76,7 @@ from fp8calib.jobs.resumable.work_folder import (
 )
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.text import plan_text
+from fp8calib.machine.devices import choose_rank_device
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import FP8_FORMATS
@@ -141,13 +140,14 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
     finished = find_finished(job, header) if job.group.is_first else None
     if job.group.broadcast(lambda: finished is not None):
         return _tell_finished(job, finished)
-    mode = choose_calibration_mode(job)
+    mode = choose_mode(job)
     if request.dry_run:
         return make_run_plan(job, mode)
     if job.out is None:
         stats, cost = run_job(job, mode, header, None)
         return make_calibrate_result(job, stats, cost) if job.group.is_first else None
-    for text in (*describe_rows(job.plan), *mode.describe()):
+    rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
+    for text in (*rows, *mode.describe()):
         job.reporter.say(text)
     with work_folder(job, header) as work:
         if work.finished is not None:
@@ -250,7 +250,12 @@ def _open_job(
             )
             specs = recipe.data.sources if rows is None else ()
             job = replace(job, plan=text, specs=specs)
-        check_shard(job)
+        if shard is not None and job.plan is None:
+            raise UsageError(
+                f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
+                hint="leave out --shard",
+            )
+        job.list_batches()  # refuses a shard without any
         yield job
 
 
@@ -374,7 +379,8 @@ def _write_all(
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})
     result = _add_cards(job, folder, result, request)
     result = result.model_copy(update={"hashes": _hash_files(job, folder, result.files)})
-    save_report(folder / REPORT_NAME, result)
+    report = json.dumps(result.to_json(), indent=2, allow_nan=False)
+    (folder / REPORT_NAME).write_text(report + "\n", encoding="utf-8")
     return result
 
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
+from fp8calib.calibration.calibrate import WorkShare, calibrate
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
-from fp8calib.calibration.processes import LONE, ProcessGroup
-from fp8calib.commands.recipe import Recipe
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.shares import Share, select_batches
-from fp8calib.jobs.models import RunModel
-from fp8calib.jobs.processes import count_run
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 
 IF_QUANTIZED = (
@@ -32,98 +24,40 @@ IF_QUANTIZED = (
 )
 
 
-def run_calibration(
-    model: RunModel, recipe: Recipe, plan: DataPlan | None, progress: Progress
-) -> CalibrationStats:
-    """Run the text through an opened model in this process, without checkpoints of the run.
-
-    Raises:
-        UsageError: the model fits into memory in no way.
-        CalibrationError: the forward pass failed, or gave NaN or infinity.
-    """
-    mode = choose_mode(model, recipe, plan, scratch=Path.cwd())
-    prepared = model.load(mode, progress)
-    header = make_header(
-        *(prepared, plan, model.source, model.checkpoint),
-        observe=recipe.observe,
-        recipe_name=recipe.name,
-    )
-    return calibrate(
-        *(prepared, plan, model.checkpoint, header),
-        observe=recipe.observe,
-        batch_size=recipe.data.batch_size,
-        progress=progress,
-        streaming=mode.streaming,
-    )
-
-
-def choose_calibration_mode(job: ResumableJob) -> MemoryPlan:
-    """Choose how a job holds its model (`choose_mode`)."""
-    if job.engine is not None:  # it plans its own memory
-        return MemoryPlan(prepared=job.prepared)
-    scratch, extra = Path.cwd(), job.layer_job
-    if job.out is not None:
-        scratch = next(folder for folder in job.out.absolute().parents if folder.is_dir())
-    return choose_mode(
-        *(job, job.recipe, job.plan),
-        scratch=scratch,
-        shard=job.shard,
-        group=job.group,
-        extra_bytes={} if extra is None else {"work on layers": extra.estimate_bytes(job)},
-        always_streams="" if extra is None else extra.why_streamed,
-    )
-
-
-def choose_mode(
-    model: RunModel,
-    recipe: Recipe,
-    plan: DataPlan | None,
-    *,
-    scratch: Path,
-    shard: Share | None = None,
-    group: ProcessGroup = LONE,
-    extra_bytes: Mapping[str, int] | None = None,
-    always_streams: str = "",
-) -> MemoryPlan:
+def choose_mode(job: ResumableJob) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
-
-    Args:
-        model: the model.
-        recipe: what is observed.
-        plan: the text; None for a recipe that runs none.
-        scratch: the folder of hidden states that do not fit into memory.
-        shard: the part of the text.
-        group: the processes that divide it.
-        extra_bytes: further memory, by what needs it.
-        always_streams: why the model has to be streamed; empty where it need not.
 
     Raises:
         UsageError: it fits in neither way.
     """
-    if model.is_placed:
-        return MemoryPlan(prepared=model.prepared)
-    # those that an interrupted run has done are among them
-    batches = [] if plan is None else select_batches(plan, recipe.data.batch_size, shard)
-    sharers = group.process_rank.local_size
-    inputs, weights = recipe.observe.inputs, recipe.observe.weights
+    if job.engine is not None or job.is_placed:
+        return MemoryPlan(prepared=job.prepared)
+    scratch = Path.cwd()
+    if job.out is not None:
+        scratch = next(folder for folder in job.out.absolute().parents if folder.is_dir())
+    inputs, weights = job.recipe.observe.inputs, job.recipe.observe.weights
     elements = sum(  # amax by channel; the plan's reserve covers the other statistics
         (inputs + weights) * linear.in_features + weights * linear.out_features
-        for _, linear in model.prepared.geometry.linears()
+        for _, linear in job.prepared.geometry.linears()
     )
+    extra = {"statistics": elements * torch.float32.itemsize}
+    if job.layer_job is not None:
+        extra["work on layers"] = job.layer_job.estimate_bytes(job)
+    sharers = job.group.process_rank.local_size
     return plan_memory(
         Workload(
-            prepared=model.prepared,
-            checkpoint=model.checkpoint,
-            dtype=DTYPES[model.dtype],
-            device=model.device,
-            batches=group.share_of(batches),
+            prepared=job.prepared,
+            checkpoint=job.checkpoint,
+            dtype=DTYPES[job.dtype],
+            device=job.device,
+            batches=job.group.share_of(job.list_batches()),
             scratch=scratch,
             sharers=sharers,
-            extra={"statistics": elements * torch.float32.itemsize, **(extra_bytes or {})},
-            least_read_bytes=model.checkpoint.total_size_bytes if weights else 0,
-            always_streams=always_streams,
+            extra=extra,
+            least_read_bytes=job.checkpoint.total_size_bytes if weights else 0,
+            always_streams="" if job.layer_job is None else job.layer_job.why_streamed,
         ),
-        find_limits(model.device, model.memory, sharers=sharers),
+        find_limits(job.device, job.memory, sharers=sharers),
     )
 
 
@@ -171,7 +105,7 @@ def run_job(
     return stats, {
         "duration_s": duration_s,
         # without those that an interrupted run had finished
-        "tokens_per_s": (count_run(job, stats)["tokens"] - sum(tokens)) / duration_s,
+        "tokens_per_s": (job.count()["tokens"] - sum(tokens)) / duration_s,
         "memory": {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
         "batch_back_off": tuple(BackOff(**each) for of_rank in back_offs for each in of_rank),
         "resumed_sequences": len(tokens),

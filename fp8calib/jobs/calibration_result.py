@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from platform import python_version
 from statistics import median
 from typing import Any
@@ -16,9 +14,7 @@ from fp8calib.commands.calibrate import CalibrateResult, Coverage, ExpertLayer, 
 from fp8calib.commands.result import BeforeAfter
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
-from fp8calib.data.sequences import DataPlan
 from fp8calib.formats.write import Note
-from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats
@@ -37,6 +33,7 @@ def make_calibrate_result(
 ) -> CalibrateResult:
     """Make the result of a finished run; `cost` is what `run_job` gave."""
     before, after = kv_bytes_per_token(stats.geometry)
+    experts = {name.removesuffix(".up_proj"): seen for name, seen in stats.expert_counts.items()}
     return CalibrateResult(
         stats=CalibrationStats.of(stats),
         model=job.name,
@@ -49,7 +46,7 @@ def make_calibrate_result(
         architecture=stats.geometry.architecture,
         out=job.out,
         files=tuple(files),
-        **count_run(job, stats),
+        **job.count(),
         **cost,
         dtype=job.dtype,
         dtype_why=job.dtype_why,
@@ -61,8 +58,9 @@ def make_calibrate_result(
         coverage=Coverage(observed=len(stats.sites), skipped=stats.header.skipped),
         saturation=compute_saturation(stats),
         positions=compute_position_saturation(stats),
-        expert_tokens=_expert_tokens(stats),
-        experts=count_experts(stats, job.recipe.scales.fallback),
+        expert_tokens=experts,
+        # another shard may reach the experts that this one did not
+        experts=None if stats.shard else _count_experts(experts, job.recipe.scales.fallback),
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         warnings=(
             *job.describe_decoded(),
@@ -77,16 +75,6 @@ def make_calibrate_result(
     )
 
 
-def save_report(path: Path, result: CalibrateResult) -> None:
-    """Write a result as JSON."""
-    text = json.dumps(result.to_json(), indent=2, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def _expert_tokens(stats: calibration_stats.CalibrationStats) -> dict[str, list[int]]:
-    return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
-
-
 def make_run_plan(job: ResumableJob, mode: MemoryPlan, **more: Any) -> RunPlan:
     """Describe the planned run; `more` is added to it, or replaces what it has."""
     plan = job.plan
@@ -98,7 +86,7 @@ def make_run_plan(job: ResumableJob, mode: MemoryPlan, **more: Any) -> RunPlan:
         "dtype": job.dtype,
         "dtype_why": job.dtype_why,
         "device": job.device,
-        **count_planned(job),
+        **job.count(),
         "data": list(plan.sources) if plan else [],
         "rows": plan.rows.to_json() if plan and plan.rows else None,
         "out": str(job.out),
@@ -106,25 +94,12 @@ def make_run_plan(job: ResumableJob, mode: MemoryPlan, **more: Any) -> RunPlan:
         **mode.as_json(),
         **more,
     }
-    return RunPlan(plan=described, text=tuple(describe_rows(plan)))
+    text = plan.rows.describe() if plan and plan.rows else ()
+    return RunPlan(plan=described, text=tuple(text))
 
 
-def describe_rows(text: DataPlan | None) -> Iterator[str]:
-    """Describe the rows of a text: their number, the chat template, and examples."""
-    if text is not None and text.rows is not None:
-        yield from text.rows.describe()
-
-
-def count_experts(
-    stats: calibration_stats.CalibrationStats, fallback: Fallback | None
-) -> Experts | None:
-    """Count the tokens that reached the experts of each layer; None without experts.
-
-    None for a shard too: another shard may reach the experts that this one did not.
-    """
-    if stats.shard is not None:
-        return None
-    counts = dict(sorted(_expert_tokens(stats).items()))
+def _count_experts(counts: Mapping[str, list[int]], fallback: Fallback | None) -> Experts | None:
+    """Summarize the tokens that reached the experts of each layer; None without experts."""
     if not counts:
         return None
     return Experts(
@@ -137,6 +112,6 @@ def count_experts(
                 max=max(tokens),
                 never_reached=tuple(expert for expert, count in enumerate(tokens) if count == 0),
             )
-            for module, tokens in counts.items()
+            for module, tokens in sorted(counts.items())
         ),
     )

@@ -7,6 +7,7 @@ import re
 import torch
 
 from fp8calib.errors import UsageError
+from fp8calib.machine.process_rank import ProcessRank
 
 
 def choose_device(name: str) -> str:
@@ -28,3 +29,31 @@ def choose_device(name: str) -> str:
             f"--device {name}: this machine has {count} CUDA devices", hint="use --device cpu"
         )
     return f"cuda:{index}"
+
+
+def choose_rank_device(
+    device: str, process_rank: ProcessRank, *, device_map: str | None = None
+) -> str:
+    """Choose the device of one process: every process on a machine gets a GPU of its own.
+
+    Raises:
+        UsageError: there are fewer GPUs than processes, or --device-map is given.
+    """
+    if process_rank.size == 1:
+        return device
+    if device_map is not None:
+        raise UsageError(
+            "--device-map spreads the model over all GPUs, but each process needs its own GPU",
+            hint="leave it out, or start one process",
+        )
+    device = choose_device(device)
+    if not device.startswith("cuda"):
+        return device
+    count = torch.cuda.device_count()
+    if process_rank.local_size > count:
+        raise UsageError(
+            f"{process_rank.local_size} processes were started on a machine with {count} GPUs",
+            hint=f"use torchrun --nproc-per-node {count}, or --device cpu",
+        )
+    torch.cuda.set_device(process_rank.local_rank)
+    return f"cuda:{process_rank.local_rank}"

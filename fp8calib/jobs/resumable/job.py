@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.commands.recipe import Recipe
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.shares import Share
+from fp8calib.commands.result import ShardIndex
+from fp8calib.data.sequences import Batch, DataPlan
+from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ExportError
 from fp8calib.formats.write import list_outputs
 from fp8calib.jobs.models import RunModel
@@ -63,6 +64,27 @@ class ResumableJob(RunModel):
     """How the FP8 checkpoint is written; None without one."""
     layer_job: LayerJob | None = None
     """What also works on each layer while its inputs are there; None if nothing does."""
+
+    def list_batches(self) -> list[Batch]:
+        """List the batches of its shard, those that an interrupted run has done among them.
+
+        Raises:
+            UsageError: there are fewer batches than shards.
+        """
+        if self.plan is None:
+            return []
+        return select_batches(self.plan, self.recipe.data.batch_size, self.shard)
+
+    def count(self) -> dict[str, Any]:
+        """Count its sequences and tokens, and name its shard."""
+        batches, shard = self.list_batches(), self.shard
+        return {
+            "sequences": sum(len(batch.lengths) for batch in batches),
+            "tokens": sum(batch.num_tokens for batch in batches),
+            **(
+                {} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}
+            ),
+        }
 
     @property
     def folder(self) -> Path:

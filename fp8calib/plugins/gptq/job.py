@@ -21,10 +21,9 @@ from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import Quantize, Recipe
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.calibration import choose_calibration_mode, run_job
+from fp8calib.jobs.calibration import choose_mode, run_job
 from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import fields_of, prepare_run_model
-from fp8calib.jobs.processes import choose_rank_device
 from fp8calib.jobs.quantization.planned import (
     Planned,
     QuantizeTask,
@@ -37,7 +36,7 @@ from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.jobs.text import plan_text
-from fp8calib.machine.devices import choose_device
+from fp8calib.machine.devices import choose_device, choose_rank_device
 from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
 from fp8calib.numerics.schemes import list_without_calibration
@@ -128,7 +127,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     schemes = list(list_layer_schemes(expected))
     return make_run_plan(
         opened.job,
-        choose_calibration_mode(opened.job),
+        choose_mode(opened.job),
         out=str(opened.task.out),
         writes=sorted(expected.names),
         scheme=expected.settings.schemes.default.name,
@@ -163,7 +162,7 @@ def run_gptq(
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
         return describe(planned, written), ()
     check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
-    mode = choose_calibration_mode(job)
+    mode = choose_mode(job)
     for text in mode.describe():
         task.reporter.say(text)
     header = make_job_header(job)

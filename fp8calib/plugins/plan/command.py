@@ -16,9 +16,12 @@ from fp8calib.calibration.calibration_stats import (
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import resumable_folder
 from fp8calib.commands.run_plan import RunPlan
-from fp8calib.jobs.calibration import choose_mode, run_calibration
+from fp8calib.jobs.calibration import choose_mode, run_job
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.models import fields_of
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.work_folder import make_job_header
 from fp8calib.jobs.stats import read_stats
 from fp8calib.jobs.verification.opened import require_head
 from fp8calib.numerics.rules import AMAX
@@ -58,7 +61,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
         for text in told:
             reporter.warn(text)
         if request.dry_run:
-            return _describe_run(opened)
+            return _describe_run(opened, reporter)
         is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
         with resumable_folder(
             opened.out,
@@ -90,12 +93,26 @@ def _calibrate(
     earlier = next((path for path in places if is_known and path.exists()), None)
     if earlier is None:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
-        stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
+        job = _make_job(opened, reporter)
+        stats, _ = run_job(job, choose_mode(job), make_job_header(job), None)
     else:
         reporter.say("calibrated before")
         stats = load_stats(earlier)
     save_stats(stats, places[0])
     return stats
+
+
+def _make_job(opened: OpenedPlan, reporter: Reporter) -> ResumableJob:
+    """Make the job that calibrates; the plan itself is what is written."""
+    return ResumableJob(
+        **fields_of(opened.model),
+        recipe=opened.recipe,
+        plan=opened.calibration,
+        out=None,
+        resume=False,
+        force=False,
+        reporter=reporter,
+    )
 
 
 def _plan(
@@ -129,10 +146,10 @@ def _plan(
     return make_report(opened, choices, search, best, planned, judged, held_out)
 
 
-def _describe_run(opened: OpenedPlan) -> RunPlan:
+def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
     """Describe the run without running text."""
     request, model, text = opened.request, opened.model, opened.calibration
-    mode = choose_mode(model, opened.recipe, text, scratch=Path.cwd())
+    mode = choose_mode(_make_job(opened, reporter))
     return RunPlan(
         plan={
             "model": str(request.model),
