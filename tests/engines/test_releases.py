@@ -20,7 +20,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError
-from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
+from fp8calib.jobs.verification.loadable import note_version
 from fp8calib.model.shapes import ModelGeometry
 from tests import zoo
 from tests.engines.check_handmade import (
@@ -122,7 +122,7 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     assert any(problem.startswith(note) for problem in found.problems)
     engine = find_emulated(name)[0]
     assert engine.version == version
-    (warning,) = warn_of_loading(engine, Loading(refused={}, unused={}, doubts={}))
+    (warning,) = note_version(engine)
     assert warning.startswith(f"vLLM: {note}")
 
 

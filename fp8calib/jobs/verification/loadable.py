@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,16 +29,9 @@ from fp8calib.verification.candidates import (
 from fp8calib.verification.report import SCALE_ONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """What the emulated engine does with the candidates, by name."""
-
-    refused: Mapping[str, str]
-    """Why it cannot load them."""
-    unused: Mapping[str, str]
-    """Why it does not use the KV scales of others."""
-    doubts: Mapping[str, str]
-    """Why it is unknown whether it loads them."""
+def note_version(engine: Engine) -> list[str]:
+    """Note that an engine has another version than that of the rules."""
+    return [f"{engine.title}: {engine.note}"] if engine.note else []
 
 
 def judge_loading(
@@ -47,10 +39,14 @@ def judge_loading(
     engine: Engine,
     model: RunModel,
     opened: Sequence[OpenedCandidate],
-) -> Loading:
-    """Find the candidates that the emulated engine cannot load, or may not."""
+) -> tuple[list[str], list[str]]:
+    """Find the candidates that the engine cannot load, or whose KV scales it does not use.
+
+    Returns:
+        Their names, and warnings of them and of those that it may not load.
+    """
     if engine.replay_folder is None:
-        return Loading(refused={}, unused={}, doubts={})
+        return [], note_version(engine)
     folders = {
         each.name: find_candidate(each.name)
         for each in opened
@@ -67,36 +63,25 @@ def judge_loading(
     known = {name: report for name, report in reports.items() if report is not None}
     faults = {name: find_load_fault(report) for name, report in known.items()}
     unused = {each.name: _find_unused(each, known.get(each.name), model, engine) for each in opened}
-    return Loading(
-        refused={name: why for name, why in faults.items() if why},
-        unused={name: why for name, why in unused.items() if why and not faults.get(name)},
-        doubts={
-            name: report.unknown[0]
-            for name, report in known.items()
-            if report.unknown and not faults[name]
-        },
-    )
-
-
-def warn_of_loading(engine: Engine, loading: Loading) -> Iterator[str]:
-    """Warn of candidates that the emulated engine cannot load, or may not.
-
-    The first warning is of an engine whose version is another than that of the rules.
-    """
-    if engine.note:
-        yield f"{engine.title}: {engine.note}"
-    for name, why in loading.refused.items():
-        yield (
+    refused = {name: why for name, why in faults.items() if why}
+    unused = {name: why for name, why in unused.items() if why and not faults.get(name)}
+    doubts = {
+        n: report.unknown[0] for n, report in known.items() if report.unknown and not faults[n]
+    }
+    warnings = note_version(engine)
+    for name, why in refused.items():
+        warnings.append(
             f"{_name(name)}: {engine.release} cannot load it ({why}); the figures are those of its "
             "arithmetic alone"
         )
-    for name, why in loading.unused.items():
-        yield (
+    for name, why in unused.items():
+        warnings.append(
             f"{_name(name)}: {engine.release} does not use its KV scales ({why}); the figures are "
             "those of its arithmetic with them"
         )
-    for name, why in loading.doubts.items():
-        yield f"{_name(name)}: whether {engine.release} loads it is unknown ({why})"
+    for name, why in doubts.items():
+        warnings.append(f"{_name(name)}: whether {engine.release} loads it is unknown ({why})")
+    return [*refused, *unused], warnings
 
 
 def _name(candidate: str) -> str:

@@ -23,7 +23,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationE
 from fp8calib.formats.table import ScaleTable
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.text import plan_text
-from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
+from fp8calib.jobs.verification.loadable import judge_loading
 from fp8calib.model.load import ModelSource
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.model.stored_parameters import list_leftovers
@@ -201,7 +201,7 @@ def open_verification(
     first = next((one for one in opened if one.stats is not None), None)
     scaled = (one for one in opened if one.stats is not None or one.found is not None)
     diagnosed = None if request.scheme is not None else next(scaled, None)
-    loading = judge_loading(request, engine, model, opened)
+    unusable, loading = judge_loading(request, engine, model, opened)
     names = ", ".join(list_leftovers(model.prepared.weights))
     leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
     return Verification(
@@ -222,7 +222,7 @@ def open_verification(
         diagnosis_of="" if diagnosed is None else diagnosed.name,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
-        unusable=tuple(loading.refused.keys() | loading.unused.keys()),
+        unusable=unusable,
         refused=refused,
         warnings=(
             *plan.warnings,
@@ -231,7 +231,7 @@ def open_verification(
             *leftovers,
             *_warn_of_overlap(plan, opened),
             *_warn_of_ignored_kv(request, opened),
-            *warn_of_loading(engine, loading),
+            *loading,
             *_note_tiles(engine, numerics, request, fmt, geometry),
             *(f"{each.name}: {note}" for each in candidates for note in each.notes),
         ),
