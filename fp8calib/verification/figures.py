@@ -16,17 +16,11 @@ def format_kld(kld: float | None, se: float | None = None) -> str:
     """Format a divergence with at least two significant digits; `-` if it is unknown."""
     if kld is None:
         return "-"
-    decimals = _count_decimals(se)
     if kld and abs(kld) < _SMALLEST_FIXED_KLD and (not se or se < _SMALLEST_FIXED_KLD / 10):
         return f"{kld:.2e}" + ("" if se is None else f" ± {se:.1e}")
+    # With four decimals, or as many as give the standard error one significant digit.
+    decimals = min(max(4, -math.floor(math.log10(se))), 9) if se else 4
     return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
-
-
-def _count_decimals(se: float | None) -> int:
-    """Count the decimals with which a standard error has one significant digit: at least four."""
-    if not se:
-        return 4
-    return min(max(4, -math.floor(math.log10(se))), 9)
 
 
 def format_error(error: float | None) -> str:

@@ -397,10 +397,8 @@ def candidates_table(
 
 def format_difference(paired: PairedResult) -> str:
     """Format a difference of divergences with its sign and its standard error."""
-    sign = "+" if paired.difference >= 0 else "-"
-    if paired.se is None:
-        return f"{sign}{format_kld(abs(paired.difference))}, error unknown"
-    return f"{sign}{format_kld(abs(paired.difference), paired.se)}"
+    sign, unknown = "+" if paired.difference >= 0 else "-", ", error unknown" * (paired.se is None)
+    return f"{sign}{format_kld(abs(paired.difference), paired.se)}{unknown}"
 
 
 def describe_pair(paired: PairedResult) -> str:
