@@ -75,6 +75,7 @@ class Journal:
     """The checkpoints of one run, in a folder; each process rewrites its own.
 
     Attributes:
+        folder: where they are.
         sequences: those that earlier runs have done.
         weights: paths of the linears whose weights earlier runs have read.
         sites: the statistics of these sequences and weights; not in processes but the first.
@@ -110,7 +111,7 @@ class Journal:
             is_checkpoint=True,
         )
         self._empty = CalibrationStats(header=header, sites={}, text_hashes=text_hashes)
-        self._folder = folder
+        self.folder = folder
         self._rank = rank
         self._cost_s = 0.0
         self._has_written = False
@@ -123,9 +124,9 @@ class Journal:
             UsageError: they are of another calibration; the message names the difference.
             ModelError: a file is damaged.
         """
-        paths = sorted(self._folder.glob(f"{NAME_PREFIX}*.safetensors"))
+        paths = sorted(self.folder.glob(f"{NAME_PREFIX}*.safetensors"))
         found = [self._read(path) for path in paths]
-        for path in self._folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
+        for path in self.folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
             self._read(path)  # check only: `load_layer` loads it
             self.has_layers = True
         kept: list[Mapping[Site, SiteStats]] = []
@@ -140,12 +141,12 @@ class Journal:
 
     def remove(self) -> None:
         """Remove all checkpoints."""
-        for path in self._folder.glob(f"{NAME_PREFIX}*"):
+        for path in self.folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _is_due(self) -> bool:
         interval_s = max(INTERVAL_S, INTERVAL_PER_COST * self._cost_s)
-        return time.monotonic() - self._saved_at >= interval_s and self._folder.is_dir()
+        return time.monotonic() - self._saved_at >= interval_s and self.folder.is_dir()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -190,9 +191,9 @@ class Journal:
             self._has_written = True
 
     def _write(self, name: str, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
-        if self._folder.is_dir():  # else the first process has it on another machine
+        if self.folder.is_dir():  # else the first process has it on another machine
             with self._writing():
-                path = self._folder / f"{NAME_PREFIX}{name}.safetensors"
+                path = self.folder / f"{NAME_PREFIX}{name}.safetensors"
                 self._save_stats(path, sites, sequences)
 
     # --- streamed models --------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Journal:
     def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
         """Load what an earlier run of these batches left, and give the first layer to run."""
         self.layer_sites = {}
-        folders = sorted(self._folder.glob(f"{NAME_PREFIX}layers-{self._rank}-[0-9]*[0-9]"))
+        folders = sorted(self.folder.glob(f"{NAME_PREFIX}layers-{self._rank}-[0-9]*[0-9]"))
         if not folders:
             return 0
         try:
@@ -231,13 +232,13 @@ class Journal:
         if not self._is_due():
             return
         stem = f"{NAME_PREFIX}layers-{self._rank}"
-        new, kept = self._folder / f"{stem}.new", self._folder / f"{stem}-{layer:05}"
+        new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"
         shutil.rmtree(new, ignore_errors=True)
         with self._writing():
             needed = store.ram_bytes + store.file_bytes
-            if shutil.disk_usage(self._folder).free < needed:
+            if shutil.disk_usage(self.folder).free < needed:
                 raise ExportError(
-                    f"{self._folder}: its disk has less than the {format_size(needed)} needed"
+                    f"{self.folder}: its disk has less than the {format_size(needed)} needed"
                 )
             new.mkdir()
             states = (store.get(number, torch.device("cpu")) for number in range(len(batches)))
@@ -251,7 +252,7 @@ class Journal:
             write_file_atomic(new / _LAYER_NAME, json.dumps(known).encode())
             shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
             new.rename(kept)
-            for folder in self._folder.glob(f"{stem}-*"):
+            for folder in self.folder.glob(f"{stem}-*"):
                 if folder != kept:
                     shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(new, ignore_errors=True)
@@ -280,7 +281,7 @@ class Journal:
             )
         if difference:
             raise UsageError(
-                f"{self._folder}: the interrupted run was another calibration: {difference}",
+                f"{self.folder}: the interrupted run was another calibration: {difference}",
                 hint="repeat its command line, or leave out --resume to start again",
             )
         return stats.sites, own.sequences

@@ -149,13 +149,13 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header) as work:
-        if work.finished is not None:
-            return _tell_finished(job, work.finished)
-        stats, cost = run_job(job, mode, header, work)
+    with work_folder(job, header) as journal:
+        if isinstance(journal, CalibrateResult):
+            return _tell_finished(job, journal)
+        stats, cost = run_job(job, mode, header, journal)
         if not job.group.is_first:
             return None
-        return _write(job, stats, cost, work.path, request)
+        return _write(job, stats, cost, journal.folder, request)
 
 
 # --- before the run -------------------------------------------------------------------------------

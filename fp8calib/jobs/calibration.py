@@ -12,9 +12,9 @@ import torch
 from fp8calib.calibration.calibrate import WorkShare, calibrate
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.header import BackOff, StatsHeader
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES
 
@@ -62,17 +62,16 @@ def choose_mode(job: ResumableJob) -> MemoryPlan:
 
 
 def run_job(
-    job: ResumableJob, mode: MemoryPlan, header: StatsHeader, work: WorkFolder | None
+    job: ResumableJob, mode: MemoryPlan, header: StatsHeader, journal: Journal | None
 ) -> tuple[CalibrationStats, dict[str, Any]]:
     """Run the calibration of a job, with its work on layers if it has some.
 
-    Without a working folder it cannot be resumed, and works on no layer.
+    Without a journal it cannot be resumed, and works on no layer.
 
     Returns:
         The statistics, and what the run cost, as fields of a `CalibrateResult`.
     """
     progress, group = job.reporter, job.group
-    journal = None if work is None else work.journal
     where = job.device if job.engine is None else job.engine.describe()
     progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
     if group.size > 1:
@@ -81,8 +80,8 @@ def run_job(
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
     layer_work = None
-    if work is not None and job.layer_job is not None:
-        layer_work = job.layer_job.open(job, work.path)
+    if journal is not None and job.layer_job is not None:
+        layer_work = job.layer_job.open(job, journal.folder)
     with PeakMemory() as memory, group.peer_failures():
         stats = calibrate(
             job.load(mode, progress) if job.engine is None else job.prepared,

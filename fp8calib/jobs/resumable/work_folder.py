@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,6 @@ from fp8calib.jobs.stats import CalibrationStats as PublicStats
 
 class UnwrittenError(ExportError):
     """No output could be written; the run's checkpoints stay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkFolder:
-    """Where a run writes its output and its checkpoints."""
-
-    path: Path
-    journal: Journal
-    finished: CalibrateResult | None = None
-    """The result of an earlier run that wrote all output here but could not move it."""
 
 
 def make_job_header(job: ResumableJob) -> StatsHeader:
@@ -100,12 +89,16 @@ def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> Cali
 
 
 @contextmanager
-def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
+def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
     An interruption, a failed peer and a failure to write the output keep it for --resume; any
     other error removes it. Of several processes the first one does all of this; the others write
     their checkpoints to its folder.
+
+    Yields:
+        The journal in the folder; or the result of an earlier run that wrote all output there but
+        could not move it.
 
     Raises:
         UsageError: the folder is in use, or --resume finds another calibration in it.
@@ -141,8 +134,7 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         made = group.broadcast(dict)
         path, ranges = Path(made["folder"]), tuple(map(tuple, made["sequences"]))
         with shared_lock(path):
-            journal = open_journal(path, sequences=ranges, weights=made["weights"])
-            yield WorkFolder(path=path, journal=journal)
+            yield open_journal(path, sequences=ranges, weights=made["weights"])
         return
     with resumable_folder(
         job.folder,
@@ -161,7 +153,7 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         )
         finished = _read_finished(job, header, staging) if is_complete and group.size == 1 else None
         if finished is not None:
-            yield WorkFolder(path=staging, journal=journal, finished=finished)
+            yield finished
             return
         remove_outputs(staging)
         if job.resume:
@@ -170,7 +162,7 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         if group.size > 1:
             done = {"sequences": journal.sequences, "weights": sorted(journal.weights)}
             group.broadcast(lambda: {"folder": str(staging), **done})
-        yield WorkFolder(path=staging, journal=journal)
+        yield journal
         journal.remove()
 
 

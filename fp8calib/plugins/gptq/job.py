@@ -13,6 +13,7 @@ import torch
 from fp8calib.calibration.calibrate import text_hashes_of
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
@@ -166,13 +167,14 @@ def run_gptq(
     for text in mode.describe():
         task.reporter.say(text)
     header = make_job_header(job)
-    with work_folder(job, header) as work:
-        stats, _ = run_job(job, mode, header, work)
+    with work_folder(job, header) as journal:
+        assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
+        stats, _ = run_job(job, mode, header, journal)
         if not job.group.is_first:
             return None
         plan = _plan_checkpoint(job, task, opened.selection, stats)
         planned = Planned(checkpoint=job.checkpoint, plan=plan)
-        with open_codes(work.path) as codes:
+        with open_codes(journal.folder) as codes:
             written = write_planned(task, planned, codes, device="cpu")
             rounded = list_rounded(job, opened.selection, codes)
     shutil.rmtree(job.folder, ignore_errors=True)
