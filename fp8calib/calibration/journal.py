@@ -43,9 +43,9 @@ from fp8calib.model.shapes import Role, Site
 NAME_PREFIX = "checkpoint-"
 """The prefix of the names of checkpoints, which are removed when the run is finished."""
 INTERVAL_S = 10.0
-"""A killed run loses so much work and the running batch or layer, or a little more:"""
-INTERVAL_PER_COST = 20.0
-"""hidden states are large, and writing checkpoints takes at most a twentieth of the run."""
+"""A killed run loses at most so much work and the running batch or layer."""
+LAYER_INTERVAL_PER_COST = 20.0
+"""Hidden states are large: writing them takes at most a twentieth of the run."""
 _LAYER_NAME = "layer.json"
 _DIGEST = "blake2b"
 
@@ -144,8 +144,8 @@ class Journal:
         for path in self.folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _is_due(self) -> bool:
-        interval_s = max(INTERVAL_S, INTERVAL_PER_COST * self._cost_s)
+    def _is_due(self, interval_s: float) -> bool:
+        # the first process may have the folder on another machine
         return time.monotonic() - self._saved_at >= interval_s and self.folder.is_dir()
 
     @contextmanager
@@ -181,7 +181,7 @@ class Journal:
 
     def save_if_due(self, measured: StatsSoFar) -> None:
         """Save statistics, all finite, if the last checkpoint is old enough."""
-        if self._is_due():
+        if self._is_due(INTERVAL_S):
             self._save(measured)
 
     def _save(self, measured: StatsSoFar) -> None:
@@ -229,7 +229,7 @@ class Journal:
 
         It replaces that of an earlier layer as a whole.
         """
-        if not self._is_due():
+        if not self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s)):
             return
         stem = f"{NAME_PREFIX}layers-{self._rank}"
         new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"

@@ -29,7 +29,7 @@ from tests.doors import Silent
 @pytest.fixture(autouse=True)
 def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(journal_module, "INTERVAL_PER_COST", 0.0)
+    monkeypatch.setattr(journal_module, "LAYER_INTERVAL_PER_COST", 0.0)
 
 
 class Stopping(Silent):

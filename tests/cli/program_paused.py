@@ -23,6 +23,6 @@ def save_and_wait(self: Journal, recorder: Recorder) -> None:
 
 
 if __name__ == "__main__":
-    journal.INTERVAL_S = journal.INTERVAL_PER_COST = 0.0
+    journal.INTERVAL_S = 0.0
     Journal.save_if_due = save_and_wait  # type: ignore[method-assign]
     main()

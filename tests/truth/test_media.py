@@ -141,7 +141,7 @@ def test_rows_of_text_have_the_template_of_a_processor_whose_tokenizer_has_none(
 def test_a_run_with_media_goes_on(
     steps: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("INTERVAL_S", "INTERVAL_PER_COST"):
+    for name in ("INTERVAL_S", "LAYER_INTERVAL_PER_COST"):
         monkeypatch.setattr(journal, name, 0.0)
     save_multimodal("llava", tmp_path / "model")
     plan = plan_of("llava", tmp_path / "model")

@@ -361,7 +361,7 @@ def test_a_resumed_run_writes_the_same_bytes(
     zoo.save("llama", tmp_path / "model", num_hidden_layers=4, **sizes)
     succeed(*command(tmp_path / "model", tmp_path, scheme, "whole"))
     monkeypatch.setattr(journal, "INTERVAL_S", 0.0 if saves else 1e9)
-    monkeypatch.setattr(journal, "INTERVAL_PER_COST", 0.0)
+    monkeypatch.setattr(journal, "LAYER_INTERVAL_PER_COST", 0.0)
     made = command(tmp_path / "model", tmp_path, scheme, "cut")
     with monkeypatch.context() as patch:
         interrupt_after(2, patch)
