@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
@@ -117,22 +117,26 @@ class Decoder:
                     module._buffers[name.replace("original_", "")] = buffer.clone()
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
+        mask, device = batch.mask, self.device
         with self._explained(batch):
             if batch.media is None:
-                output = self._called(**self._text_inputs(batch), **{self._cache_argument: cache})
+                output = self._called(
+                    input_ids=batch.input_ids.to(device, non_blocking=True),
+                    attention_mask=None
+                    if mask is None
+                    else mask.long().to(device, non_blocking=True),
+                    use_cache=True,
+                    **{self._cache_argument: cache},
+                    **self._options,
+                )
             elif self._called is not self._decoder:  # FSDP2
                 output = self._called(**self._media_inputs(batch, cache), **self._options)
             else:
-                call = self.find_call(batch) or self._prepare(batch, cache)
+                call = self.find_call(batch) or self.prepare(batch, cache)
                 kwargs = {**call.kwargs, **dict.fromkeys(call.caches, cache)}
                 output = self._decoder(*call.args, **kwargs)
             hidden: torch.Tensor = output[0]
             return hidden
-
-    def prepare(self, batch: Batch) -> DecoderCall:
-        """Run what comes before the decoder on a row with media; it raises what `run` does."""
-        with self._explained(batch):
-            return self._prepare(batch, DynamicCache(config=self.config))
 
     @contextmanager
     def _explained(self, batch: Batch) -> Iterator[None]:
@@ -156,15 +160,6 @@ class Decoder:
                 f"{type(error).__name__}: {error}",
                 hint="transformers runs this architecture in a way that fp8calib does not know",
             ) from error
-
-    def _text_inputs(self, batch: Batch) -> dict[str, Any]:
-        mask, device = batch.mask, self.device
-        return {
-            "input_ids": batch.input_ids.to(device, non_blocking=True),
-            "attention_mask": None if mask is None else mask.long().to(device, non_blocking=True),
-            "use_cache": True,
-            **self._options,
-        }
 
     def _media_inputs(self, batch: Batch, cache: Any) -> dict[str, Any]:
         assert batch.media is not None  # noqa: S101 -- the caller looked
@@ -190,7 +185,8 @@ class Decoder:
         }
 
     @torch.no_grad()
-    def _prepare(self, batch: Batch, cache: Any) -> DecoderCall:
+    def prepare(self, batch: Batch, cache: Any) -> DecoderCall:
+        """Run what comes before the decoder on a row with media; it raises what `run` does."""
         caught: list[DecoderCall] = []
 
         def catch(*args: Any, **kwargs: Any) -> None:
@@ -199,9 +195,12 @@ class Decoder:
             caught.append(DecoderCall(args, kept, caches or (self._cache_argument,)))
             raise _DecoderIsCalled
 
-        inputs = self._media_inputs(batch, cache)
-        with replaced_forward(self._decoder, catch), suppress(_DecoderIsCalled):
-            self._model(**inputs)
+        with (
+            self._explained(batch),
+            replaced_forward(self._decoder, catch),
+            suppress(_DecoderIsCalled),
+        ):
+            self._model(**self._media_inputs(batch, cache))
         if caught:
             return caught[0]
         raise ModelError(

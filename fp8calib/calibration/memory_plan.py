@@ -191,9 +191,8 @@ def plan_memory(
 
 
 def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
-    weights = work.prepared.weights
-    geometry, itemsize = work.prepared.geometry, work.dtype.itemsize
-    loader = PartLoader(weights, work.checkpoint, geometry, dtype=work.dtype, device=work.device)
+    itemsize = work.dtype.itemsize
+    loader = PartLoader(work.prepared, work.checkpoint, dtype=work.dtype, device=work.device)
     layers = [loader.measure(part) for part in loader.layers()]
     around = loader.measure(loader.around_layers()).placed
     embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
@@ -203,7 +202,7 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
         towers = max(size.stored, size.placed) + size.step
     head = 0
     if work.logits_bytes:
-        lm_head: Any = weights.model.get_output_embeddings()
+        lm_head: Any = work.prepared.model.get_output_embeddings()
         head = sum(parameter.numel() * itemsize for parameter in lm_head.parameters())
 
     on_gpu = limits.device_bytes is not None

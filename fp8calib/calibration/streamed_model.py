@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder, DecoderCall, replaced_forward
 from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
@@ -184,7 +184,7 @@ def open_streamed(
     """
     keep_freed_memory()
     weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
-    loader = PartLoader(weights, checkpoint, prepared.geometry, dtype=dtype, device=device)
+    loader = PartLoader(prepared, checkpoint, dtype=dtype, device=device)
     _compute_buffers(prepared.model, loader)
     around = loader.around_layers()
     with (
@@ -207,7 +207,8 @@ def store_calls(
     """
     for batch in batches:
         if batch.media is not None:
-            store.put(("call", number, batch.first), decoder.prepare(batch))
+            cache = DynamicCache(config=decoder.config)
+            store.put(("call", number, batch.first), decoder.prepare(batch, cache))
 
     def find(batch: Batch) -> DecoderCall:
         call: DecoderCall = store.get(("call", number, batch.first), decoder.device)

@@ -19,10 +19,9 @@ from transformers.core_model_loading import build_glob_alternation
 from fp8calib.calibration.embeddings import embeddings_by_row
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.machine.allocator import return_freed_memory
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error, tied_names
 from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.weight_source import WeightSource
 
 
 class HeldTensors:
@@ -75,21 +74,16 @@ class PartLoader:
     """Loads parts of a model that was built without weights, and drops them again."""
 
     def __init__(
-        self,
-        weights: WeightSource,
-        checkpoint: Checkpoint,
-        geometry: ModelGeometry,
-        *,
-        dtype: torch.dtype,
-        device: str,
+        self, prepared: PreparedModel, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str
     ) -> None:
-        self.weights = weights
+        self.weights = prepared.weights
         self.checkpoint = checkpoint
         self.device = device
-        self._geometry = geometry
-        self._model = weights.model
+        self._geometry = prepared.geometry
+        self._model = prepared.model
         self._known = self._model.state_dict(keep_vars=True)
-        self._maker = {made: key for key, group in weights.parameters.items() for made in group}
+        groups = self.weights.parameters.items()
+        self._maker = {made: key for key, group in groups for made in group}
         self._tied = tied_names(self._model)
         # the dtypes of parameters that transformers loads in another one than the model's
         self._dtypes: dict[str, torch.dtype] = self._model._get_dtype_plan(dtype)
