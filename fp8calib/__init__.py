@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fp8calib.commands._verify import VerifyResult, verify
     from fp8calib.commands.calibrate import CalibrateResult
     from fp8calib.commands.check import CheckResult, check
+    from fp8calib.commands.dequantize import DequantizeResult, dequantize
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import QuantizeResult, quantize
@@ -42,6 +43,7 @@ _PLACES = {
     "CheckResult": "commands.check",
     "CalibrationStats": "jobs.stats",
     "CalibrateResult": "commands.calibrate",
+    "DequantizeResult": "commands.dequantize",
     "emulate": "verification.emulated_model",
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
@@ -57,6 +59,7 @@ __all__ = [
     "CalibrationStats",
     "CheckResult",
     "DataError",
+    "DequantizeResult",
     "ExportError",
     "ExportResult",
     "ExtractResult",
@@ -72,6 +75,7 @@ __all__ = [
     "VerifyResult",
     "calibrate",
     "check",
+    "dequantize",
     "emulate",
     "export",
     "extract_kv_scales",

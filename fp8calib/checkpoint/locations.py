@@ -9,6 +9,11 @@ from pathlib import Path
 
 from fp8calib.errors import ModelError, UsageError, shorten
 
+HUB_FILES = [
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
+    *("LICEN[CS]E*", "NOTICE*", "*.md"),
+]
+"""The files of a model that are downloaded."""
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone, or a file name, is a path."""

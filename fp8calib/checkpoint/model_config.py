@@ -57,6 +57,17 @@ def find_dtype(config: Mapping[str, object]) -> str:
     return ""
 
 
+def replace_dtype(config: Mapping[str, object], name: str) -> dict[str, object]:
+    """Copy a config with another dtype of the model, and of the text model in it."""
+    if find_dtype(config) == name:
+        return dict(config)
+    replaced: dict[str, object] = {"dtype": name} if "torch_dtype" not in config else {}
+    for owner, section in _list_text_configs(config):
+        named = {key: name for key in ("dtype", "torch_dtype") if key in section}
+        replaced |= {owner: {**section, **named}} if owner else named
+    return {**config, **replaced}
+
+
 def replace_quantization(
     config: Mapping[str, object], section: Mapping[str, object]
 ) -> dict[str, object]:

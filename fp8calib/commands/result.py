@@ -69,7 +69,7 @@ class Result(WithOverview, Record):
 
 
 class BeforeAfter(Record):
-    """Sizes in bytes without and with FP8."""
+    """Sizes in bytes: before and after a command, or without and with FP8."""
 
     before: int
     after: int

@@ -23,7 +23,7 @@ from fp8calib.machine.command_line import cut_path, publish_command, spell_comma
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 
 ResultT = TypeVar("ResultT", bound=QuantizeResult)
-_FIXED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
+_QUANTIZED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
 _KEPT = ("license", "license_name", "license_link", "language", "tags", "pipeline_tag")
 """Keys of the source's front matter that are true of what is made from it."""
 
@@ -40,8 +40,9 @@ class CardJob:
     """What the checkpoints were made from."""
     revision: str | None = None
     """That of a model on the Hub."""
-    checked: Sequence[WrittenCheck]
+    checked: Sequence[WrittenCheck] = ()
     """What engines do with them."""
+    is_quantized: bool = True
 
 
 def write_cards(job: CardJob, formats: Iterable[str]) -> list[str]:
@@ -70,7 +71,8 @@ def write_card(job: CardJob, scheme: str, path: str = ".") -> str:
     from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415 -- slow to import
 
     base, name = _name_model(job.model), (job.target / path).resolve().name
-    data = ModelCardData(base_model=base, scheme=scheme, **_FIXED, **dict(_read_front_matter(job)))
+    fixed = _QUANTIZED if job.is_quantized else {}
+    data = ModelCardData(base_model=base, scheme=scheme, **fixed, **dict(_read_front_matter(job)))
     commands = [each.command for each in job.checked if each.path == path]
     parts = (
         f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
@@ -116,6 +118,8 @@ def _read_front_matter(job: CardJob) -> Iterator[tuple[str, Any]]:
     except (OSError, TypeError, ValueError, yaml.YAMLError):
         return
     for key in _KEPT:
+        if key == "tags" and not job.is_quantized:
+            continue  # they tell of the quantization
         if isinstance(found.get(key), list if key == "tags" else str | list):
             yield key, found[key]
 

@@ -9,9 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import is_result
+from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.commands.result import FileHash, RunHashes
 from fp8calib.data.specs import FileSource, parse_spec
-from fp8calib.model.load import HUB_FILES
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""

@@ -8,9 +8,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.options import Model
 from fp8calib.errors import Fp8CalibError
+
+
+def find_model(model: str, revision: str | None) -> Path:
+    """Find the model's folder; for a local one, without the slow import of transformers.
+
+    Raises:
+        ModelError: the model is neither local nor on the Hub.
+    """
+    if (local := find_local_model(model)) is not None:
+        return local
+    from fp8calib.model.load import find_folder  # noqa: PLC0415
+
+    return find_folder(model, revision)
 
 
 def warn_of_tokenizer(model: Model, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:

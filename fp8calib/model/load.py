@@ -28,7 +28,12 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
+from fp8calib.checkpoint.locations import (
+    HUB_FILES,
+    find_local_model,
+    may_be_on_hub,
+    suggest_path,
+)
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
@@ -36,10 +41,6 @@ from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_err
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
-HUB_FILES = [
-    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
-    *("LICEN[CS]E*", "NOTICE*", "*.md"),
-]
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TRUST = "pass --trust-remote-code if you trust that code"

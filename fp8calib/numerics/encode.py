@@ -54,11 +54,12 @@ def decode_scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def decode_rows(codes: torch.Tensor) -> torch.Tensor:
-    """Give the fp32 value of float8_e4m3fn codes that are no NaN.
+    """Give the fp32 value of FP8 codes of any dtype, in a new tensor.
 
-    A new tensor. On a CPU torch's own cast takes six times as long.
+    On a CPU, torch's own cast of float8_e4m3fn takes six times as long.
     """
-    if codes.device.type != "cpu":
+    is_fast = codes.dtype is torch.float8_e4m3fn and codes.device.type == "cpu" and codes.numel()
+    if not is_fast or int((codes.view(torch.uint8) & 127).max()) == 127:  # that is NaN
         return codes.to(torch.float32)
     # Sign, exponent and mantissa at their places in fp32; the exponents differ by 127 - 7.
     bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
-from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME, WeightIndex
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
@@ -214,19 +214,10 @@ def make_plan(
     if dialect.make_own_file is not None:
         extras[dialect.own_file] = dialect.make_own_file(job)
     if checkpoint.index is not None:
-        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-        total_size = sum(shard.data_bytes for shard in shards)
-        extras[INDEX_NAME] = {
-            "metadata": {**checkpoint.index.metadata, "total_size": total_size},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        extras[INDEX_NAME] = make_index(checkpoint.index, shards)
     sides, skipped = find_side_files(checkpoint)
     # a source's own file of a dialect describes a quantization that no longer holds
     replaced = {*extras, *(each.own_file for each in FP8_DIALECTS.values())}
-    # engines read whole files, with tensors that the index does not name
-    unlisted = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
-    if len(unlisted) > _SHOWN:
-        unlisted[_SHOWN:] = [f"{len(unlisted) - _SHOWN} more tensors"]
     return QuantizePlan(
         settings=settings,
         selection=selection,
@@ -234,10 +225,28 @@ def make_plan(
         config={**config, "quantization_config": dialect.make_config(job)},
         json_files=extras,
         side_files={name: path for name, path in sides.items() if name not in replaced},
-        skipped={**skipped, **dict.fromkeys(unlisted, "the index does not list it")},
+        skipped={**skipped, **list_unlisted(checkpoint)},
         has_kv=bool(scales.kv),
         tag=tag,
     )
+
+
+def make_index(source: WeightIndex, shards: Sequence[ShardLayout]) -> dict[str, object]:
+    """Make the index of shards, with the metadata of the source's."""
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    total_size = sum(shard.data_bytes for shard in shards)
+    return {
+        "metadata": {**source.metadata, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
+    """List tensors in the source's files that its index does not name; engines read whole files."""
+    names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
+    if len(names) > _SHOWN:
+        names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
+    return dict.fromkeys(names, "the index does not list it")
 
 
 def _lay_out_shards(

@@ -82,7 +82,7 @@ def quantize(
         force=force,
         inputs=[checkpoint.folder, *inputs],
     )
-    with folder as staging, _threads() as pool:
+    with folder as staging, open_threads() as pool:
         reader = WeightReader(checkpoint, pool, device=device)
         journal = _Journal(staging, pool)
         finished = [shard.name for shard in plan.shards if journal.has(shard)]
@@ -172,7 +172,7 @@ class _Journal:
 
 
 @contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
+def open_threads() -> Iterator[ThreadPoolExecutor]:
     """Open a pool with a thread per core, in which torch starts no threads of its own."""
     count = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     with one_thread(), ThreadPoolExecutor(count) as pool:

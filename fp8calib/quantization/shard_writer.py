@@ -65,14 +65,14 @@ class ShardWriter:
     """Writes one output file.
 
     Tensors are started in the order of the source's data, so that disks read and write forward.
-    Weights without `rounded` codes are rounded to nearest.
+    Codes need `scales`; weights without `rounded` codes are rounded to nearest.
     """
 
     def __init__(
         self,
         shard: ShardLayout,
         reader: WeightReader,
-        scales: WeightScales,
+        scales: WeightScales | None = None,
         rounded: WeightCodes | None = None,
     ) -> None:
         self._shard = shard
@@ -121,11 +121,15 @@ class ShardWriter:
             elif isinstance(content, SlicedMatrix):
                 yield self._start_slice(tensor, content.matrix)
             elif isinstance(content, Codes):
+                assert self._scales is not None  # noqa: S101 -- a plan with codes has them
                 is_whole = self._scales.scheme_of(content.matrix).weights is Granularity.TENSOR
                 start = self._start_per_tensor if is_whole else self._start_per_part
-                yield start(tensor, content.matrix)
+                yield start(tensor, content.matrix, self._scales)
 
     def _start_copy(self, tensor: OutputTensor) -> _Started:
+        if self._reader.checkpoint.form_of(tensor.name):
+            return self._start_decoded(tensor)
+
         def copy(offset: int) -> None:
             stop = min(offset + CHUNK_BYTES, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
@@ -135,6 +139,18 @@ class ShardWriter:
 
         return self._start(tensor, copy, range(0, tensor.size_bytes, CHUNK_BYTES))
 
+    def _start_decoded(self, tensor: OutputTensor) -> _Started:
+        """Start a weight that the source decodes, by rows: a part of a row costs the whole row."""
+
+        def decode(rows: range) -> None:
+            values = self._reader.checkpoint.read_rows(tensor.name, rows.start, rows.stop)
+            self._put_rows(tensor, rows, values.to(TORCH_DTYPES[tensor.dtype]))
+
+        num_rows = tensor.shape[0]
+        step = max(1, CHUNK_BYTES * num_rows // tensor.size_bytes)
+        chunks = (range(row, min(row + step, num_rows)) for row in range(0, num_rows, step))
+        return self._start(tensor, decode, chunks)
+
     def _start_slice(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         def copy(rows: range) -> None:
             values = self._reader.read(matrix, rows).to(TORCH_DTYPES[tensor.dtype])
@@ -142,8 +158,10 @@ class ShardWriter:
 
         return self._start(tensor, copy, split_rows(matrix))
 
-    def _start_per_tensor(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        scale, all_zero = self._scales.of_group(matrix)
+    def _start_per_tensor(
+        self, tensor: OutputTensor, matrix: Matrix, scales: WeightScales
+    ) -> _Started:
+        scale, all_zero = scales.of_group(matrix)
 
         def quantize(rows: range) -> None:
             codes = self._find_rounded(matrix, rows)
@@ -156,9 +174,11 @@ class ShardWriter:
         self._put_scale(self._places[matrix.module], scale)
         return self._start(tensor, quantize, split_rows(matrix))
 
-    def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+    def _start_per_part(
+        self, tensor: OutputTensor, matrix: Matrix, scales: WeightScales
+    ) -> _Started:
         """Start a weight with a scale per row or block, for which one reading is enough."""
-        scheme = self._scales.scheme_of(matrix)
+        scheme = scales.scheme_of(matrix)
         has_blocks, block = scheme.weights is Granularity.BLOCK, scheme.block
         step = block[0] if has_blocks else 1
         # Results of threads would settle between their buffers, whose memory could not be used
@@ -182,7 +202,7 @@ class ShardWriter:
             found[first : first + len(amax)] = amax
 
         def finish() -> None:
-            scale, all_zero = self._scales.of_parts(matrix, found)
+            scale, all_zero = scales.of_parts(matrix, found)
             if self._rounded is not None and matrix in self._rounded:
                 scale = self._rounded.read_scales(matrix)
             self._all_zero += filter(None, [all_zero])

@@ -11,11 +11,11 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.registry import list_written
-from fp8calib.model.load import HUB_FILES
 from fp8calib.numerics.schemes import SCHEMES, InputScaling
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save

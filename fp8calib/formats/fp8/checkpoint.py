@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -29,7 +30,7 @@ from fp8calib.formats.metadata import find_origin
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.module_paths import name_fused_group, span_experts
 from fp8calib.numerics.cast import round_to_format_
-from fp8calib.numerics.encode import decode_scale
+from fp8calib.numerics.encode import decode_rows, decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.schemes import Granularity, count_blocks
 
@@ -84,6 +85,8 @@ class Fp8Checkpoint(Checkpoint):
         self.origin = find_origin(self.folder, self.files)
         for name in zero_points:
             self._check_zero_point(name)
+        # a weight is read in many parts, by several threads
+        self._spread_scale = lru_cache(maxsize=2)(self._load_spread_scale)
         self._stored = self._load_tensor_scales()
         self._input_scales = {
             name: self._read_scale(weight.input_scale_name).item()
@@ -151,7 +154,7 @@ class Fp8Checkpoint(Checkpoint):
             fp32, of the shape of these rows.
         """
         weight = self._find(name)
-        scale = _spread_scale(weight, self._read_scale(weight.scale_name))
+        scale = self._spread_scale(name)
         scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
         if scale.shape[-1] not in (1, columns):
@@ -214,7 +217,7 @@ class Fp8Checkpoint(Checkpoint):
     def _dequantize(self, name: str, codes: torch.Tensor, start: int) -> torch.Tensor:
         """Dequantize the rows from `start` on; fused weights are rounded again."""
         weight = self._weights[name]
-        scale = _spread_scale(weight, self._read_scale(weight.scale_name))
+        scale = self._spread_scale(name)
         if scale.shape[0] > 1:
             scale = scale[start : start + codes.shape[0]]
         values = _multiply(codes, scale, weight.scheme.block[1])
@@ -233,6 +236,10 @@ class Fp8Checkpoint(Checkpoint):
         # vLLM 0.32.0 does so at load (`w8a8_utils.py:requantize_with_max_scale`). Its values are
         # fp16 between the two scales; that rounding is not repeated here.
         return round_to_format_(values.div_(shared), self.fmt).mul_(shared)
+
+    def _load_spread_scale(self, name: str) -> torch.Tensor:
+        weight = self._find(name)
+        return _spread_scale(weight, self._read_scale(weight.scale_name))
 
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""
@@ -302,11 +309,11 @@ def _spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> torch.Tensor:
-    """Multiply codes by their scales in fp32; torch converts every FP8 code to its exact value.
+    """Multiply codes by their scales in fp32.
 
     `codes` are rows of a weight, of any FP8 dtype; `scale` is what `_spread_scale` gives for them.
     """
-    values = codes.to(torch.float32)
+    values = decode_rows(codes)
     if scale.shape[-1] in (1, values.shape[-1]):
         return values.mul_(scale)
     if values.shape[-1] == scale.shape[-1] * block_columns:

@@ -14,7 +14,6 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
@@ -28,6 +27,7 @@ from fp8calib.formats.fp8.registry import find_written, list_written
 from fp8calib.formats.kv.parse_names import find_spelling
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.saved import find_model
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.numerics.encode import decode_rows, encode_rows
@@ -194,11 +194,7 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
     request, asked = task.request, task.asked
-    folder = find_local_model(task.model)
-    if folder is None:
-        from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
-
-        folder = find_folder(task.model, request.revision)
+    folder = find_model(task.model, request.revision)
     opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
     with opened as checkpoint:
         plan, notes = _plan_checkpoint(checkpoint, asked, task.stats, task.scales)

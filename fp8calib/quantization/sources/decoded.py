@@ -1,7 +1,8 @@
 """Decode a checkpoint that is quantized already: codes times scales.
 
-`calibrate` and `verify` run such a model if no unquantized one is published; `quantize
---dequantize` and the RFC's export quantize it in another way. Weights are decoded one at a time.
+`calibrate` and `verify` run such a model if no unquantized one is published; `dequantize` writes
+its values; `quantize --dequantize` and the RFC's export quantize it in another way. Weights are
+decoded one at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.formats.quantized_model import find_quantized
+from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
@@ -30,10 +31,12 @@ from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
 
 FP8 = "FP8"
+_LARGEST_HALF = torch.finfo(torch.float16).max
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _READ = (
-    "calibrate and verify read FP8 checkpoints, INT4 and INT8 weights of compressed-tensors, "
-    "NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of compressed-tensors and gpt_oss"
+    "calibrate, verify and dequantize read FP8 checkpoints, INT4 and INT8 weights of "
+    "compressed-tensors, NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of compressed-tensors "
+    "and gpt_oss"
 )
 
 
@@ -54,12 +57,44 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
-    facts = describe_weights(quantized.config)
     raise ModelError(
-        f"{folder} is already quantized (quant_method {quantized.method})"
-        + (f", with {facts}" if facts else ""),
-        hint=f"{if_quantized}; {_READ}",
+        f"{folder} is already quantized {_describe(quantized)}", hint=f"{if_quantized}; {_READ}"
     )
+
+
+def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
+    """Open a quantized checkpoint to write its values.
+
+    Args:
+        folder: the checkpoint.
+        dtype: the dtype of decoded weights; empty for that of config.json.
+
+    Raises:
+        ModelError: it cannot be read, is not quantized, or cannot be decoded.
+    """
+    checkpoint = Checkpoint.open(folder)
+    quantized = find_quantized(checkpoint)
+    if quantized is None:
+        raise ModelError(
+            f"{folder}: its weights are not quantized",
+            hint="there is nothing to dequantize: use the model as it is",
+        )
+    decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
+    if decoded.form:
+        return decoded
+    if all(entry.dtype in FLOATS for entry in checkpoint.tensors.values()):
+        raise ModelError(
+            f"{folder}: none of its weights is quantized {_describe(quantized)}",
+            hint="its config is about the KV cache alone: use the model that it was made from",
+        )
+    raise ModelError(
+        f"{folder}: its weights cannot be dequantized {_describe(quantized)}", hint=_READ
+    )
+
+
+def _describe(quantized: QuantizedModel) -> str:
+    facts = describe_weights(quantized.config)
+    return f"(quant_method {quantized.method})" + (f", with {facts}" if facts else "")
 
 
 def open_dequantized(folder: Path) -> DecodedCheckpoint:
@@ -94,13 +129,15 @@ class DecodedCheckpoint(Checkpoint):
 
     Attributes:
         weights: the quantized weights, by the names that they have unquantized.
+        dtype_name: the dtype of decoded weights, as config.json spells it.
         is_rounded: whether rows are rounded to the dtype of `tensors`. Otherwise they are fp32, so
             that another quantization rounds only once.
     """
 
     is_rounded = True
 
-    def __init__(self, stored: Checkpoint) -> None:
+    def __init__(self, stored: Checkpoint, *, dtype: str = "") -> None:
+        """Decode in `dtype`; empty for that of config.json, or bfloat16 if it names none."""
         super().__init__(stored.folder, files=stored.files, index=stored.index)
         self._stored = stored
         quantized = find_quantized(stored)
@@ -129,7 +166,9 @@ class DecodedCheckpoint(Checkpoint):
             return
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
         self.form = f"{' and '.join(sorted(self.forms))} weights ({method})"
-        self._dtype = _DTYPES.get(find_dtype(super().load_config()), "BF16")
+        named = dtype or find_dtype(super().load_config())
+        self.dtype_name = named if named in _DTYPES else "bfloat16"
+        self._dtype = _DTYPES[self.dtype_name]
         size = ITEM_SIZE_BYTES[self._dtype]
         entries = dict(self._list_others(parts))
         entries |= {
@@ -185,7 +224,14 @@ class DecodedCheckpoint(Checkpoint):
         weight = self.weights.get(name)
         if weight is None:
             return super().read_rows(name, start, stop)
-        return weight.decode(start, stop).to(self.dtype(name))
+        values, dtype = weight.decode(start, stop), self.dtype(name)
+        if dtype is torch.float16 and values.numel() and float(values.abs().max()) > _LARGEST_HALF:
+            raise ModelError(
+                f"{self.folder}: {shorten(name)} holds values beyond {_LARGEST_HALF}, the largest "
+                "of float16",
+                hint="--dtype bfloat16 has the range of float32",
+            )
+        return values.to(dtype)
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read a part of one matrix of a 3-D tensor."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -31,6 +32,14 @@ _BITS = (4, 8)
 _BLOCKS = "_blocks"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+_FP4_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=-1)
+_FP4_PAIRS = _FP4_PAIRS.view(torch.int64).flatten()
+"""The two fp32 numbers of every byte: looked up together in a sixth of the time."""
+_INTEGERS = torch.arange(-8, 8, dtype=torch.int16)
+_INT4_PAIRS = torch.stack((_INTEGERS.repeat(16), _INTEGERS.repeat_interleave(16)), dim=-1)
+_INT4_PAIRS = _INT4_PAIRS.view(torch.int32).flatten()
+"""The two int16 numbers of every byte."""
+_TURNED_ROWS = 64
 _GROUPS: Mapping[str, tuple[int, str]] = {"F8_E4M3": (16, "NVFP4"), "U8": (32, "MXFP4")}
 """The dtype of the scales -> how many columns share one, and the format; those of MXFP4 are powers
 of two."""
@@ -110,21 +119,32 @@ class _Integers:
         codes = self.checkpoint.read_rows(self.stored, start, stop)
         if self.stored.endswith(_PACKED):
             codes = unpack(codes, self.shape[1], self.bits)
-        scale = self.checkpoint.read(self.scale).to(torch.float32)
+        if prod(self.checkpoint.tensors[self.scale].shape) == 1:
+            start, stop = 0, 1  # of its scale, and of its zero point
+            scale = self.checkpoint.read(self.scale).reshape(1, 1).to(torch.float32)
+        else:
+            scale = self.checkpoint.read_rows(self.scale, start, stop).to(torch.float32)
         _check_values(self.checkpoint, self.scale, scale)
-        values = codes.to(torch.float32)
+        columns = self.shape[1] // scale.shape[1]
+        values = codes.to(torch.float32).reshape(len(codes), -1, columns)
         if self.zero_point:
-            points = self.checkpoint.read(self.zero_point)
-            if points.dtype is torch.int32:
-                points = unpack(points.T, scale.shape[0], self.bits).T
-            values -= self._spread(points.to(torch.float32), start, stop)
-        return values * self._spread(scale, start, stop)
+            values -= self._read_points(start, stop).unsqueeze(2)
+        return values.mul_(scale.unsqueeze(2)).flatten(1)
 
-    def _spread(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Repeat the values of groups over the columns of some rows."""
-        if values.numel() == 1:
-            return values.reshape(())
-        return values[start:stop].repeat_interleave(self.shape[1] // values.shape[1], 1)
+    def _read_points(self, start: int, stop: int) -> torch.Tensor:
+        """Read the zero points of rows: fp32 [rows, groups]."""
+        name = self.zero_point
+        if self.checkpoint.dtype(name) is torch.int32:
+            in_word = 32 // self.bits
+            first = start // in_word
+            words = self.checkpoint.read_rows(name, first, -(-stop // in_word))
+            points = unpack(words.T, len(words) * in_word, self.bits).T
+            points = points[start - first * in_word : stop - first * in_word]
+        elif self.checkpoint.tensors[name].shape:
+            points = self.checkpoint.read_rows(name, start, stop)
+        else:
+            points = self.checkpoint.read(name)
+        return points.reshape(stop - start, -1).to(torch.float32)
 
 
 def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
@@ -159,7 +179,7 @@ def _find_fp4_weight(checkpoint: Checkpoint, module: str, stored: str) -> Stored
         else:
             scale = scale.float() * factor / divisor
         _check_values(checkpoint, name, scale)
-        return values * scale.repeat_interleave(group, 1)
+        return values.view(*scale.shape, group).mul_(scale.unsqueeze(2)).flatten(1)
 
     parts = (stored, *(f"{module}.{leaf}" for leaf in _FP4_COMPANIONS))
     return StoredWeight(form=form, shape=shape, parts=parts, decode=decode)
@@ -178,12 +198,19 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
             hint="gpt_oss has 16 bytes and a scale for 32 columns, both uint8",
         )
 
-    def decode(start: int, stop: int) -> torch.Tensor:
-        values = _decode_fp4(checkpoint.read_rows(stored, start, stop))
-        powers = _decode_powers(checkpoint.read_rows(name, start, stop))
-        return (values * powers.unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
-
     experts, rows, groups, _ = blocks.shape
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        octets = checkpoint.read_rows(stored, start, stop)
+        powers = _decode_powers(checkpoint.read_rows(name, start, stop))
+        values = torch.empty(stop - start, 32 * groups, rows)
+        # turned in parts that fit in a core's cache: the whole takes three times as long
+        for expert, first in product(range(stop - start), range(0, rows, _TURNED_ROWS)):
+            part = slice(first, first + _TURNED_ROWS)
+            outputs = _decode_fp4(octets[expert, part]).mul_(powers[expert, part].unsqueeze(2))
+            values[expert, :, part] = outputs.flatten(1).T
+        return values
+
     shape = (experts, 32 * groups, rows)
     return StoredWeight(form="MXFP4", shape=shape, parts=(stored, name), decode=decode)
 
@@ -199,7 +226,8 @@ def _is_fp4(checkpoint: Checkpoint, name: str) -> bool:
 
 def _decode_fp4(octets: torch.Tensor) -> torch.Tensor:
     """Decode the two numbers of every byte: twice as many columns, fp32."""
-    return _VALUES[torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).long()]
+    pairs = _FP4_PAIRS.index_select(0, octets.flatten().to(torch.int32))
+    return pairs.view(torch.float32).view(*octets.shape[:-1], -1)
 
 
 def _decode_powers(exponents: torch.Tensor) -> torch.Tensor:
@@ -219,9 +247,10 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
     """
     octets = words.contiguous().view(torch.uint8)
     if bits == 4:
-        octets = torch.stack((octets & 15, octets >> 4), dim=-1)
-    numbers = octets.reshape(len(words), -1)[:, :num_columns]
-    return numbers.to(torch.int16) - (1 << (bits - 1))
+        numbers = _INT4_PAIRS.index_select(0, octets.flatten().to(torch.int32)).view(torch.int16)
+    else:
+        numbers = octets.to(torch.int16) - 128
+    return numbers.view(len(words), -1)[:, :num_columns]
 
 
 def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:

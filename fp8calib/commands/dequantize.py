@@ -1,0 +1,235 @@
+"""Write a quantized checkpoint back in 16 bits, shard by shard."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fp8calib.blocks import Block, Line
+from fp8calib.checkpoint.atomic import output_folder
+from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.commands import options as shared
+from fp8calib.commands.option import Option
+from fp8calib.commands.result import BeforeAfter, Result, list_top_level
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.machine.imports import slow_imports
+from fp8calib.overview import Overview
+
+if TYPE_CHECKING:
+    from fp8calib.formats.read import FoundScales
+    from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+
+_WITHOUT_SCALES = "without-scales"
+"""The folder in the unfinished output whose files an overlay with KV scales links."""
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeRequest:
+    """Write a quantized checkpoint back in 16 bits, shard by shard, without loading the model.
+
+    Example: fp8calib dequantize deepseek-ai/DeepSeek-V3 --out DeepSeek-V3-BF16
+    """
+
+    model: Annotated[
+        str | Path,
+        Option(
+            metavar="MODEL",
+            reads=str,
+            check=find_local_model,
+            help="The quantized model: folder or Hub id. FP8, MXFP8, NVFP4, MXFP4, or INT4 or INT8 "
+            "of compressed-tensors.",
+        ),
+    ]
+    out: Annotated[
+        str | Path,
+        Option("--out", metavar="DIR", reads=Path, help="Output folder of the checkpoint."),
+    ]
+    _: KW_ONLY
+    dtype: Annotated[
+        str,
+        Option(
+            "--dtype",
+            choices=("auto", "bfloat16", "float16", "float32"),
+            help="Data type of dequantized weights; auto is that of config.json, or bfloat16 if it "
+            "names none. Other tensors keep theirs.",
+        ),
+    ] = "auto"
+    keep_kv_scales: Annotated[
+        bool,
+        Option(
+            "--keep-kv-scales",
+            help="Keep the KV scales of MODEL: the output is a kv-overlay, or a kv-overlay-head.",
+        ),
+    ] = False
+    revision: shared.RevisionOption = None
+    force: shared.ForceOption = False
+    progress: shared.ProgressArgument = None
+
+
+class DequantizeResult(Result):
+    """A written checkpoint in 16 bits: what `--json` prints."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`, sorted."""
+    source: str
+    """How the weights of MODEL are quantized."""
+    dtype: str
+    dequantized: tuple[str, ...]
+    """The names of the tensors that were quantized."""
+    bytes: BeforeAfter
+    """Of all tensors."""
+    duration_s: float
+    has_kv_scales: bool
+    notes: tuple[str, ...]
+
+    def describe_bytes(self) -> str:
+        """Describe the size of the weights before and after."""
+        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
+
+    def overview(self) -> Overview:
+        """Summarize what was written."""
+        return Overview(
+            title=f"{self.dtype} in {self.out}: {len(self.dequantized)} tensors, "
+            f"{self.describe_bytes()}",
+            notes=list(self.notes),
+        )
+
+
+def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
+    """Dequantize a checkpoint.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the model cannot be read, is not quantized, has weights that cannot be
+            dequantized or do not fit the dtype; or its KV scales are missing or invalid.
+        ExportError: the disk cannot hold the checkpoint.
+    """
+    with slow_imports():
+        from fp8calib.formats.kv.parse_names import find_spelling
+        from fp8calib.jobs.card import CardJob, write_card
+        from fp8calib.jobs.saved import find_model
+        from fp8calib.quantization.dequantize import plan_files, write_files
+        from fp8calib.quantization.quantize import list_files
+        from fp8calib.quantization.sources.decoded import open_quantized
+    started, out = time.monotonic(), Path(request.out)
+    folder = find_model(str(request.model), request.revision)
+    dtype = "" if request.dtype == "auto" else request.dtype
+    with open_quantized(folder, dtype=dtype) as checkpoint:
+        files = plan_files(checkpoint)
+        notes = [f"{name}: not copied: {why}" for name, why in files.skipped.items()]
+        overlay, owned = None, files.names
+        if request.keep_kv_scales:
+            overlay, owned = _plan_overlay(checkpoint)
+        elif any(map(find_spelling, checkpoint.stored.tensors)):
+            notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
+        with output_folder(out, owned=owned, force=request.force, inputs=[folder]) as staging:
+            place = staging if overlay is None else staging / _WITHOUT_SCALES
+            place.mkdir(exist_ok=True)
+            reporter.stage("dequantizing", files.data_bytes, unit="bytes")
+            write_files(checkpoint, files, place, reporter.advance)
+            if overlay is not None:
+                notes += _write_overlay(overlay, place, staging, out)
+                shutil.rmtree(place)
+            job = CardJob(
+                written=staging,
+                target=out,
+                model=request.model,
+                revision=request.revision,
+                is_quantized=False,
+            )
+            write_card(job, checkpoint.dtype_name)
+            written = list_files(staging)
+        result = DequantizeResult(
+            out=out,
+            files=written,
+            source=checkpoint.form,
+            dtype=checkpoint.dtype_name,
+            dequantized=tuple(checkpoint.weights),
+            bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=files.data_bytes),
+            duration_s=time.monotonic() - started,
+            has_kv_scales=overlay is not None,
+            notes=tuple(notes),
+        )
+    for text in result.notes:
+        reporter.warn(text)
+    return result
+
+
+def _plan_overlay(checkpoint: DecodedCheckpoint) -> tuple[FoundScales, frozenset[str]]:
+    """Read the KV scales of the source, and name the entries of an overlay with them.
+
+    Raises:
+        ModelError: there are none, or they are incomplete or invalid.
+    """
+    from fp8calib.formats.read import read_scales
+    from fp8calib.formats.write import list_owned
+    from fp8calib.model.geometry_from_config import read_geometry
+
+    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
+    found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
+    return found, list_owned(_name_overlay(found), 1, geometry, checkpoint)
+
+
+def _name_overlay(found: FoundScales) -> str:
+    return "kv-overlay-head" if found.table.per_head else "kv-overlay"
+
+
+def _write_overlay(found: FoundScales, plain: Path, folder: Path, shown: Path) -> Iterator[str]:
+    """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
+    from fp8calib.calibration.calibration_origin import CalibrationOrigin
+    from fp8calib.calibration.fingerprint import fingerprint_model
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.formats.convert import convert_table, explain_fit
+    from fp8calib.formats.metadata import Provenance
+    from fp8calib.formats.write import write_table
+    from fp8calib.numerics.formats import E4M3FN
+
+    measured, provenance = found.table.origin, None
+    if measured is None or not measured.data:
+        provenance = Provenance(
+            dialect=found.dialect,
+            files=tuple(path.name for path in found.files),
+            has_fp8_weights=found.has_weights,
+        )
+        yield provenance.describe()
+    yield from found.notes
+    with Checkpoint.open(plain) as checkpoint:
+        model = fingerprint_model(checkpoint.load_config(), checkpoint)
+        # norms and embeddings are those of the source, and so are their hashes
+        origin = replace(measured, model=model) if measured else CalibrationOrigin.of_model(model)
+        table = convert_table(found.table, fmt=E4M3FN, per_head=found.table.per_head)
+        yield from explain_fit(found.table, table)
+        notes = write_table(
+            replace(table, origin=origin),
+            _name_overlay(found),
+            folder,
+            source=checkpoint,
+            shown=shown,
+            provenance=provenance,
+        )
+    yield from map(str, notes)
+
+
+def describe(
+    result: DequantizeResult,
+    request: DequantizeRequest,  # noqa: ARG001
+) -> Iterator[Block]:
+    """Describe the checkpoint."""
+    yield Line(
+        f"{result.source}: {len(result.dequantized)} tensors are {result.dtype} now, weights "
+        f"{result.describe_bytes()}, {result.duration_s:.1f} s"
+    )
+    shards = [name for name in result.files if name.endswith(".safetensors")]
+    others = [name for name in result.files if name not in shards]
+    listed = result.files if len(shards) == 1 else (f"{len(shards)} shards", *others)
+    yield Line(f"written to {result.out}: {list_top_level(listed)}")
+
+
+dequantize = as_function("dequantize", DequantizeRequest, run)

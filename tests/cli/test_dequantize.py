@@ -1,0 +1,526 @@
+"""`dequantize`: bytes against a brute force, files, messages, interruptions, KV scales."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+)
+
+import fp8calib
+from fp8calib.quantization.shard_writer import ShardWriter
+from tests import zoo
+from tests.cli.conftest import QUICK, save_tokenizer
+from tests.cli.program import fail, run, snapshot, succeed
+from tests.cli.quantized_children import (
+    FORMS,
+    save_child,
+    save_fp4,
+    save_gpt_oss,
+    save_int,
+    set_method,
+)
+from tests.formats.foreign import FOLDER, KV_SCALES
+from tests.kit.checkpoints import Tensors, change_tensors
+from tests.kit.models import build_gemma3
+from tests.quantization.decoded_by_hand import decode_folder, load_tensors
+
+BASE = FOLDER / "llama"
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+def dequantize(source: Path, out: Path, *options: object) -> dict[str, Any]:
+    report: dict[str, Any] = succeed("dequantize", source, "--out", out, *options, "--json").json
+    return report
+
+
+def require_equal(found: Tensors, expected: Tensors) -> None:
+    """Require the same names, dtypes, shapes and bytes."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (other, tensor))), name
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_codes_times_scales(tmp_path: Path, form: str) -> None:
+    child = save_child(form, tmp_path / "child")
+    report = dequantize(child, tmp_path / "out")
+    found = load_tensors(tmp_path / "out")
+    require_equal(found, decode_folder(child))
+    base = load_file(BASE / "model.safetensors")
+    assert {name: x.shape for name, x in found.items()} == {n: x.shape for n, x in base.items()}
+    assert set(report["dequantized"]) == {
+        name for name, tensor in load_tensors(child).items() if "float8" in str(tensor.dtype)
+    }
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*fp8*")))
+def test_what_other_tools_wrote_is_decoded(tmp_path: Path, name: str) -> None:
+    dequantize(FOLDER / name, tmp_path / "out")
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(FOLDER / name))
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "modelopt", "int8", "int4", "int4, groups"])
+def test_fewer_bits_and_integers(tmp_path: Path, form: str) -> None:
+    child = tmp_path / "child"
+    if form.startswith("int"):
+        save_int(child, 8 if form == "int8" else 4, group=32 if "groups" in form else None)
+    else:
+        save_fp4(child, form)
+    dequantize(child, tmp_path / "out")
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
+
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+EXPERTS = {**SIZES, "moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen3": SIZES,
+    "gemma3_text": SIZES,
+    "phi3": SIZES,
+    "mixtral": SIZES,
+    "qwen3_moe": EXPERTS,
+    "deepseek_v3": {**EXPERTS, "kv_lora_rank": 32, "q_lora_rank": 32},
+    "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "llama4_text": {**SIZES, "intermediate_size_mlp": 96},
+}
+WRITTEN = {
+    "compressed-tensors, channels": ("fp8-dynamic", "compressed-tensors"),
+    "AutoFP8, blocks": ("fp8-block", "autofp8"),
+    "ModelOpt, channels": ("fp8-dynamic", "modelopt"),
+    "compressed-tensors, MX": ("mxfp8", "compressed-tensors"),
+    "MiniMax, MX": ("mxfp8", "mxfp8"),
+}
+
+
+def test_every_family_in_every_form(tmp_path: Path) -> None:
+    """Experts too: names and shapes are those that the source has without its scales."""
+    for family, sizes in FAMILIES.items():
+        base = tmp_path / family
+        zoo.build(family, **sizes).bfloat16().save_pretrained(base)
+        children = [base / form for form in WRITTEN]
+        for child, (scheme, name) in zip(children, WRITTEN.values(), strict=True):
+            options = ("--scheme", scheme, "--format", name, "--allow-unservable", "--no-check")
+            succeed("quantize", base, *options, "--out", child)
+        children.append(save_fp4(base / "nvfp4", "nvfp4", base=_bare(base)))
+        children.append(save_int(base / "int4", 4, group=32, base=_bare(base)))
+        for child in children:
+            dequantize(child, child / "out")
+            require_equal(load_tensors(child / "out"), decode_folder(child))
+
+
+def _bare(base: Path) -> Path:
+    """Copy the files of a model, without what was made from it."""
+    bare = base / "bare"
+    if not bare.exists():
+        bare.mkdir()
+        for path in base.iterdir():
+            if path.is_file():
+                shutil.copy(path, bare)
+    return bare
+
+
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "fp8"])
+def test_forms_that_transformers_writes_are_decoded(tmp_path: Path, method: str) -> None:
+    """Fbgemm has a scale for each row, fine-grained FP8 without blocks one for a weight."""
+    child = save_child("llm-compressor, channels", tmp_path / "child")
+    is_fbgemm = method == "fbgemm_fp8"
+    options = {"activation_scale_ub": 1200.0} if is_fbgemm else {"activation_scheme": "dynamic"}
+    set_method(child, quant_method=method, **options)
+
+    def rename(tensors: Tensors) -> Tensors:
+        scales = {name: x.float() for name, x in tensors.items() if name.endswith("weight_scale")}
+        if not is_fbgemm:
+            scales = {f"{name}_inv": x.max() for name, x in scales.items()}
+        others = {name: x for name, x in tensors.items() if not name.endswith("weight_scale")}
+        return others | scales
+
+    change_tensors(child, rename)
+    dequantize(child, tmp_path / "out")
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
+
+
+def test_stacks_of_experts_are_decoded(tmp_path: Path) -> None:
+    """Blocks of 128, with smaller ones at the edges of each expert."""
+    generator = torch.Generator().manual_seed(3)
+    child = tmp_path / "child"
+    child.mkdir()
+    stack = torch.randn(5, 300, 200, generator=generator) * 100
+    tensors = {
+        "model.layers.0.mlp.experts.down_proj": stack.to(torch.float8_e4m3fn),
+        "model.layers.0.mlp.experts.down_proj_scale_inv": torch.rand(5, 3, 2, generator=generator),
+        "model.layers.0.mlp.experts.down_proj_bias": torch.randn(5, 300).half(),
+    }
+    save_file(tensors, child / "model.safetensors")
+    blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    shutil.copy(BASE / "config.json", child)
+    set_method(child, quant_method="fp8", **blocks)
+    dequantize(child, tmp_path / "out")
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
+
+
+def test_drafters_and_towers_are_carried(tmp_path: Path) -> None:
+    """A drafter that is quantized is decoded, the rest of it is copied."""
+    build_gemma3(hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "base")
+    change_tensors(
+        tmp_path / "base",
+        {"mtp.fc.weight": torch.randn(8, 6).half(), "mtp.norm.weight": torch.randn(8).bfloat16()},
+    )
+    child = tmp_path / "child"
+    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", child, "--no-check")
+    drafted = {
+        "mtp.layers.0.up_proj.weight": torch.randn(8, 4).to(torch.float8_e4m3fn),
+        "mtp.layers.0.up_proj.weight_scale": torch.rand(8, 1) + 0.5,
+    }
+    change_tensors(child, drafted)
+    report = dequantize(child, tmp_path / "out")
+    found = load_tensors(tmp_path / "out")
+    require_equal(found, decode_folder(child))
+    assert "mtp.layers.0.up_proj.weight" in report["dequantized"]
+    base = load_tensors(tmp_path / "base")
+    towers = {name for name in base if "vision" in name or name.startswith("mtp")}
+    assert len(towers) > 10
+    require_equal({n: found[n] for n in towers}, {n: base[n] for n in towers})
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "bfloat16"])
+def test_another_dtype_is_that_of_dequantized_weights(tmp_path: Path, name: str) -> None:
+    child = save_int(tmp_path / "child", 4, group=32)
+    report = dequantize(child, tmp_path / "out", "--dtype", name)
+    assert report["dtype"] == name
+    dtype = getattr(torch, name)
+    found = load_tensors(tmp_path / "out")
+    require_equal(found, decode_folder(child, dtype))
+    assert found[NAME].dtype is dtype
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config.get("dtype") or config["torch_dtype"]) == name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype is dtype
+
+
+# --- against transformers ------------------------------------------------------------------------
+
+
+def compute_logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 60).reshape(3, 19)).logits
+
+
+@pytest.mark.parametrize("form", ["fp8", "w8a16", "int4", "mxfp4", "nvfp4", "gpt_oss"])
+def test_logits_are_those_of_transformers_own_dequantization(tmp_path: Path, form: str) -> None:
+    child, base = tmp_path / "child", tmp_path / "base"
+    config: Any = CompressedTensorsConfig(run_compressed=False)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    if form == "gpt_oss":
+        zoo.save("gpt_oss", base, hidden_size=64, intermediate_size=32)
+        save_gpt_oss(base, child)
+        config = Mxfp4Config(dequantize=True)
+    else:
+        model = zoo.build("llama", **sizes).bfloat16()
+        model.save_pretrained(base)
+        if form == "fp8":
+            options = ("--scheme", "fp8-block", "--format", "autofp8", "--allow-unservable")
+            succeed("quantize", base, *options, "--out", child)
+            config = FineGrainedFP8Config(dequantize=True)
+        elif form == "w8a16":
+            succeed("quantize", base, "--scheme", "w8a16", "--out", child)
+        elif form == "int4":
+            save_int(child, 4, group=32, base=base)
+        else:
+            save_fp4(child, form, base=base)
+    dequantize(child, tmp_path / "out")
+    load = AutoModelForCausalLM.from_pretrained
+    theirs = load(child, quantization_config=config, dtype=torch.bfloat16)
+    ours = load(tmp_path / "out", dtype=torch.bfloat16)
+    expected = compute_logits(theirs)
+    assert torch.equal(compute_logits(ours), expected)
+    assert not torch.equal(compute_logits(load(base, dtype=torch.bfloat16)), expected)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_shards_index_and_other_files(tmp_path: Path) -> None:
+    base, child, out = tmp_path / "base", tmp_path / "child", tmp_path / "out"
+    zoo.save("mixtral", base, max_shard_size="50KB")
+    save_tokenizer(base)
+    (base / "README.md").write_text("---\nlicense: mit\ntags: [fp8]\n---\n# its own\n")
+    options = ("--format", "modelopt", "--allow-unservable", "--no-check")
+    succeed("quantize", base, "--scheme", "fp8-dynamic", *options, "--out", child)
+    (child / "README.md").write_text((base / "README.md").read_text())
+    assert (child / "hf_quant_config.json").is_file()
+    report = dequantize(child, out)
+    assert report["files"] == sorted(path.name for path in out.iterdir())
+    assert {path.name for path in child.iterdir()} - {path.name for path in out.iterdir()} == {
+        "hf_quant_config.json"
+    }
+    source = json.loads((child / "model.safetensors.index.json").read_text())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 3
+    for shard in shards:
+        for name in load_file(shard):
+            assert index["weight_map"].pop(name) == source["weight_map"][name] == shard.name
+    assert index["weight_map"] == {}
+    total = sum(x.numel() * x.element_size() for x in load_tensors(out).values())
+    assert index["metadata"]["total_size"] == total == report["bytes"]["after"]
+    assert (out / "tokenizer.json").read_bytes() == (child / "tokenizer.json").read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (child, out)]
+    del configs[0]["quantization_config"]
+    assert configs[0] == configs[1]
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nbase_model: child\nlicense: mit\nscheme: float32\n---")
+    assert "quantized" not in card.partition("fp8calib dequantize")[0]
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_a_file_of_scales_alone_leaves_no_shard(tmp_path: Path, model: Path, data: Path) -> None:
+    child, served = tmp_path / "child", tmp_path / "served"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
+    command = ("calibrate", model, "--data", data, *QUICK, "--format", "kv-scales")
+    succeed(*command, "--out", tmp_path / "stats")
+    export = ("export", tmp_path / "stats", "--format", "kv-overlay", "--model", child)
+    succeed(*export, "--out", served)
+    outcome = run("dequantize", served / "kv-overlay", "--out", tmp_path / "out")
+    assert "the KV scales of MODEL are left out; --keep-kv-scales keeps them" in outcome.err
+    shards = [path.name for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    assert shards == ["model-00001-of-00002.safetensors"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(load_file(tmp_path / "out" / shards[0]))
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
+
+
+def test_the_result_is_a_model_to_calibrate(tmp_path: Path, model: Path, data: Path) -> None:
+    """Its statistics are those of the source."""
+    child = tmp_path / "child"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
+    dequantize(child, tmp_path / "out")
+    for name in ("child", "out"):
+        command = ("calibrate", tmp_path / name, "--data", data, *QUICK, "--format", "kv-scales")
+        succeed(*command, "--out", tmp_path / f"{name}-stats")
+    stats = [tmp_path / f"{name}-stats" for name in ("child", "out")]
+    require_equal(*(load_file(each / "stats.safetensors") for each in stats))
+
+
+def test_the_function_does_what_the_command_does(tmp_path: Path) -> None:
+    child = save_fp4(tmp_path / "child", "nvfp4")
+    printed = dequantize(child, tmp_path / "one")
+    steps: list[int] = []
+    result = fp8calib.dequantize(
+        child, tmp_path / "two", progress=lambda _, done, total: steps.append(done - (total or 0))
+    )
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+    assert steps[-1] == 0
+    assert isinstance(result, fp8calib.DequantizeResult)
+    found = json.loads(result.model_dump_json())
+    for key in ("source", "dtype", "dequantized", "files", "bytes", "has_kv_scales", "notes"):
+        assert found[key] == printed[key]
+    assert result.source == "NVFP4 weights (compressed-tensors)"
+
+
+# --- KV scales -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (model, *_) in KV_SCALES.items() if "-fp8-" in name or "auto" in name],
+)
+def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) -> None:
+    """The scales are those that extract-kv-scales writes beside the model without them."""
+    source, out, plain = FOLDER / name, tmp_path / "out", tmp_path / "plain"
+    report = dequantize(source, out, "--keep-kv-scales")
+    assert report["has_kv_scales"]
+    assert report["files"] == sorted(path.name for path in out.iterdir())
+    dequantize(source, plain)
+    extract = ("extract-kv-scales", "--quantized-model", source, "--model", plain)
+    succeed(*extract, "--out", tmp_path / "overlay")
+    require_equal(load_tensors(out), load_tensors(tmp_path / "overlay"))
+    configs = [out / "config.json", tmp_path / "overlay" / "config.json"]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
+    indices = [each.with_name("model.safetensors.index.json") for each in configs]
+    assert json.loads(indices[0].read_text()) == json.loads(indices[1].read_text())
+    first, second = (run("check", each.parent, "--json").json["engines"] for each in configs)
+    assert first == second
+    assert first["vllm"]["ok"] or "mixtral" in name  # the experts of a fixture have odd names
+
+
+def test_scales_per_head_and_their_text_are_kept(tmp_path: Path, model: Path, data: Path) -> None:
+    child = tmp_path / "child"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
+    command = ("calibrate", model, "--data", data, *QUICK, "--format", "kv-scales")
+    succeed(*command, "--out", tmp_path / "stats")
+    export = ("export", tmp_path / "stats", "--format", "kv-overlay-head", "--model", child)
+    succeed(*export, "--out", tmp_path / "served")
+    source, out = tmp_path / "served" / "kv-overlay-head", tmp_path / "out"
+    dequantize(source, out, "--keep-kv-scales")
+    expected = {name: x for name, x in load_tensors(source).items() if name.endswith("k_scale")}
+    found = load_tensors(out)
+    assert expected
+    require_equal({name: found[name] for name in expected}, expected)
+    dequantize(source, tmp_path / "plain")
+    outcome = succeed("verify", tmp_path / "plain", "--data", data, *QUICK, "--scales", out)
+    assert "used for calibration" in outcome.err
+
+
+def test_a_model_without_kv_scales_has_none_to_keep(tmp_path: Path) -> None:
+    child = save_child("llm-compressor, channels", tmp_path / "child")
+    text = fail(4, "dequantize", child, "--out", tmp_path / "out", "--keep-kv-scales")
+    assert "no KV scales" in text
+    assert not (tmp_path / "out").exists()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """Dequantize, require the exit code, and that nothing was written."""
+
+    def refuse(code: int, source: Path, *options: object) -> str:
+        before = snapshot(tmp_path)
+        text = fail(code, "dequantize", source, "--out", tmp_path / "out", *options)
+        assert snapshot(tmp_path) == before
+        return text
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "(quant_method awq), with 4-bit"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "(quant_method gptq), with 4-bit"),
+        ({"quant_method": "bitsandbytes"}, "(quant_method bitsandbytes)"),
+    ],
+)
+def test_other_methods_are_refused_by_name(
+    tmp_path: Path, refused: Callable[..., str], section: dict[str, object], says: str
+) -> None:
+    child = Path(shutil.copytree(BASE, tmp_path / "child"))
+    set_method(child, **section)
+    change_tensors(child, {NAME: None, "q.qweight": torch.zeros(4, 4, dtype=torch.int32)})
+    text = refused(4, child)
+    assert f"its weights cannot be dequantized {says}" in text
+    assert "NVFP4 of compressed-tensors and ModelOpt" in text
+
+
+def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -> None:
+    assert "its weights are not quantized" in refused(4, BASE)
+    assert "none of its weights is quantized" in refused(4, FOLDER / "llmcompressor-kv")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        ({"weight_g_idx": torch.zeros(160, dtype=torch.int32)}, "weight_g_idx: groups of reor"),
+        ({"weight_scale": torch.full((32, 5), torch.inf)}, "weight_scale holds what is not a scal"),
+        ({"weight_scale": None}, "weight_scale is missing"),
+    ],
+)
+def test_a_damaged_weight_is_named(
+    tmp_path: Path, refused: Callable[..., str], tensor: dict[str, torch.Tensor], says: str
+) -> None:
+    child = save_int(tmp_path / "child", 4, group=32)
+    module = NAME.removesuffix(".weight")
+    change_tensors(child, {f"{module}.{leaf}": value for leaf, value in tensor.items()})
+    text = refused(4, child)
+    assert module in text
+    assert says in text
+
+
+def test_a_code_that_is_no_number_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    child = save_child("llm-compressor, channels", tmp_path / "child")
+
+    def damage(tensors: Tensors) -> None:
+        tensors[NAME].view(torch.uint8)[7, 11] = 127
+
+    change_tensors(child, damage)
+    assert f"{NAME} holds NaN or infinity at [7, 11]" in refused(4, child)
+
+
+def test_values_beyond_float16_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    child = save_int(tmp_path / "child", 4, group=32)
+    module = NAME.removesuffix(".weight")
+    change_tensors(child, {f"{module}.weight_scale": torch.full((32, 5), 2.0**15).bfloat16()})
+    text = refused(4, child, "--dtype", "float16")
+    assert f"{NAME} holds values beyond 65504" in text
+    assert "--dtype bfloat16" in text
+    dequantize(child, tmp_path / "wide", "--dtype", "bfloat16")
+
+
+def test_folders_that_are_in_use_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    child = save_int(tmp_path / "child", 8)
+    dequantize(child, tmp_path / "out")
+    assert "not empty" in refused(2, child)
+    before = snapshot(tmp_path / "out")
+    dequantize(child, tmp_path / "out", "--force")
+    assert snapshot(tmp_path / "out") == before
+    assert "which is an input" in fail(2, "dequantize", child, "--out", tmp_path, "--force")
+    assert "--dtype int8: must be" in refused(2, child, "--dtype", "int8")
+
+
+# --- interruptions -------------------------------------------------------------------------------
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = save_child("llm-compressor, channels", tmp_path / "child")
+    before = snapshot(tmp_path)
+    write = ShardWriter.write
+
+    def interrupted(self: ShardWriter, *arguments: Any) -> None:
+        write(self, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", interrupted)
+        assert run("dequantize", child, "--out", tmp_path / "out").code == 130
+    assert snapshot(tmp_path) == before
+    dequantize(child, tmp_path / "out")
+
+
+def test_a_killed_run_leaves_no_output(tmp_path: Path) -> None:
+    """What it leaves is hidden, and the next run removes it."""
+    child = tmp_path / "child"
+    child.mkdir()
+    weights = {}
+    for number in range(12):
+        name = f"model.layers.{number}.mlp.up_proj.weight"
+        weights[name] = torch.ones(2048, 2048).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale"] = torch.ones(2048, 1)
+    save_file(weights, child / "model.safetensors")
+    shutil.copy(FOLDER / "llmcompressor-fp8-dynamic" / "config.json", child)
+    command = [sys.executable, "-m", "fp8calib", "dequantize", child, "--out", tmp_path / "out"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    staging = tmp_path / ".out.fp8calib-tmp"
+    while not list(staging.glob("*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    dequantize(child, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"child", "out"}
+    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
