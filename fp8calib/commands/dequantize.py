@@ -16,6 +16,7 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import BeforeAfter, Result, list_top_level
+from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.imports import slow_imports
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fp8calib.formats.read import FoundScales
     from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _WITHOUT_SCALES = "without-scales"
 """The folder in the unfinished output whose files an overlay with KV scales links."""
 
@@ -55,7 +57,7 @@ class DequantizeRequest:
         str,
         Option(
             "--dtype",
-            choices=("auto", "bfloat16", "float16", "float32"),
+            choices=_DTYPES,
             help="Data type of dequantized weights; auto is that of config.json, or bfloat16 if it "
             "names none. Other tensors keep theirs.",
         ),
@@ -118,6 +120,8 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.quantization.dequantize import plan_files, write_files
         from fp8calib.quantization.quantize import list_files
         from fp8calib.quantization.sources.decoded import open_quantized
+    if request.dtype not in _DTYPES:
+        raise UsageError(f"--dtype {request.dtype}: not one of {', '.join(_DTYPES)}")
     started, out = time.monotonic(), Path(request.out)
     folder = find_model(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype

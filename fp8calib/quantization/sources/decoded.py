@@ -108,9 +108,10 @@ def open_dequantized(folder: Path) -> DecodedCheckpoint:
     if not any(entry.dtype.startswith("F8_") for entry in checkpoint.tensors.values()):
         raise ModelError(
             f"--dequantize: {folder} has no FP8 weights",
-            hint="an unquantized model needs no --dequantize; other formats are not supported",
+            hint="an unquantized model needs no --dequantize; `fp8calib dequantize` writes other "
+            "formats in 16 bits",
         )
-    only = "only FP8 checkpoints can be dequantized"
+    only = "only FP8 weights are read here: `fp8calib dequantize` writes others in 16 bits"
     try:
         decoded = DecodedCheckpoint(checkpoint)
     except ModelError as error:
