@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.overlay import CARD_NAME
-from fp8calib.commands._verify import VerifyResult
 from fp8calib.commands.options import Model
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.result import WrittenCheck
@@ -21,6 +20,9 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.hashes import hash_files
 from fp8calib.machine.command_line import cut_path, publish_command, spell_command
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
+
+if TYPE_CHECKING:
+    from fp8calib.commands._verify import VerifyResult
 
 ResultT = TypeVar("ResultT", bound=QuantizeResult)
 _QUANTIZED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
@@ -126,7 +128,12 @@ def _read_front_matter(job: CardJob) -> Iterator[tuple[str, Any]]:
 
 def _list_figures(reports: Path, folder: Path) -> Iterator[str]:
     """Describe a checkpoint as those of the reports do that measured the same bytes."""
-    for path in sorted(filter(is_result, reports.glob("*.json"))):
+    paths = sorted(filter(is_result, reports.glob("*.json")))
+    if not paths:
+        return
+    from fp8calib.commands._verify import VerifyResult  # noqa: PLC0415 -- imports transformers
+
+    for path in paths:
         try:
             report = VerifyResult.from_json(load_json_object(path))
         except ValidationError:  # of another command
