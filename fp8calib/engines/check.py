@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
 _NO_OVERLAY_FIX = (
     "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
 )
+_NEWER_FIX = "serve it with a release of the engine that demands a newer transformers"
 _UNKNOWN_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
 
 
@@ -78,8 +79,8 @@ def check_folder(
     for engine in asked:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
-        if misfit is not None and engine.splits_heads:
-            reports[engine.key] = report_refusal(geometry, misfit)
+        if refusal := _find_refusal(engine, folder.config, misfit):
+            reports[engine.key] = report_refusal(geometry, refusal)
             continue
         if folder.unread:
             why = f"{folder.unread}{engine.run_hint}"
@@ -186,8 +187,8 @@ def check_file(
     asked = [find_replayed(name) for name in engines]
     reports = {}
     for engine in asked:
-        if misfit is not None and engine.splits_heads:
-            reports[engine.key] = report_refusal(geometry, misfit)
+        if refusal := _find_refusal(engine, model.config, misfit):
+            reports[engine.key] = report_refusal(geometry, refusal)
             continue
         report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
         report = _correct_fixes(engine, report, geometry, tp, model)
@@ -303,6 +304,16 @@ def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
     except UsageError as error:
         return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
     return None
+
+
+def _find_refusal(
+    engine: Engine, config: Mapping[str, object], misfit: Refusal | None
+) -> Refusal | None:
+    """Say why an engine does not start, whatever its files hold; None where it may."""
+    if misfit is not None and engine.splits_heads:
+        return misfit
+    why = "" if "auto_map" in config else engine.explain_type(config.get("model_type"))
+    return Refusal(why, fix=_NEWER_FIX) if why else None
 
 
 def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:

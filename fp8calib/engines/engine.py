@@ -131,6 +131,8 @@ class Engine:
     """How it reads the config; None where it does so as compressed-tensors and ModelOpt do."""
     judges_weights: bool = False
     """Its own loader is run: `replay_folder` reports on the weights too."""
+    explain_type: Callable[[object], str] = field(default=lambda _: "")
+    """Says why it does not know a model_type; empty where it does, or where that is not known."""
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()

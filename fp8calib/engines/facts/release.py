@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from fp8calib.engines.evidence import Evidence
 
@@ -115,6 +118,41 @@ def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
         )
         for release, name, values in zip(written["releases"], names, true, strict=True)
     )
+
+
+DEMANDED = "versions of transformers that it demands"
+OWN_TYPES = "newer types of models whose configs it has itself"
+
+
+@cache
+def list_newer_types() -> dict[str, str]:
+    """Map types of models to the minor release of transformers that was the first to know them.
+
+    Those that all releases of the engines know are left out.
+    """
+    minors: dict[str, list[str]] = json.loads((FOLDER / "transformers_types.json").read_text())
+    return {name: minor for minor, names in minors.items() for name in names}
+
+
+def explain_type(release: Release, model_type: object) -> str:
+    """Say why a release does not know a type of model; empty where it does, as far as is known."""
+    since = list_newer_types().get(str(model_type))
+    if since is None or model_type in release.list_values(OWN_TYPES):
+        return ""
+    demanded = ", ".join(release.list_values(DEMANDED))
+    later = [each for each in _list_minors() if parse_version(each) >= parse_version(since)]
+    if any(
+        SpecifierSet(demanded).contains(f"{minor}.{patch}") for minor in later for patch in (0, 1)
+    ):
+        return ""
+    return (
+        f"{release.title} demands transformers {demanded}, which does not know model_type "
+        f"{model_type}: transformers {since} is the first that does"
+    )
+
+
+def _list_minors() -> Iterable[str]:
+    return dict.fromkeys(list_newer_types().values())
 
 
 VLLM_FACTS = FOLDER / "vllm.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch
-from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.facts.release import SGLANG_RELEASES, Release, explain_type
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
@@ -189,6 +189,7 @@ def _make_engine(release: Release) -> Engine:
         scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
         replay_folder=partial(_replay_folder, release),
         replay_json=partial(_replay_json, release),
+        explain_type=partial(explain_type, release),
         splits_heads=True,
         make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES,

@@ -1,0 +1,58 @@
+"""A release does not know a type of model that the transformers it demands does not know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+import fp8calib
+from fp8calib.engines.facts.release import list_newer_types
+from fp8calib.engines.registry import find_replayed
+from tests import zoo
+
+CASES = [  # of transformers' and the engines' own files, read
+    ("vllm", "inkling2_text", "<5.21.0,>=5.16.1"),
+    ("vllm==0.32", "inkling2_text", "<5.20.0,>=5.16.1"),
+    ("sglang", "inkling2_text", "==5.19.0"),
+    ("vllm==0.30", "inkling2_text", ""),  # any transformers from 5.10.4 on
+    ("vllm", "granitemoe_swa", ""),
+    ("sglang==0.5.21", "granitemoe_swa", "==5.12.1"),
+    ("sglang", "granitemoe_swa", ""),
+    ("vllm==0.31", "hy_v4", ""),
+    ("vllm==0.31", "gte", "<5.18.0,>=5.10.4"),
+    ("sglang==0.5.20", "hy_v4", ""),  # it has the config itself
+    ("sglang==0.5.19", "hy_v4", "==5.12.1"),
+    ("sglang==0.5.16", "llama", ""),
+    ("sglang==0.5.16", "of_nobody", ""),
+]
+
+
+@pytest.mark.parametrize(("engine", "model_type", "demanded"), CASES)
+def test_what_a_release_demands_decides(engine: str, model_type: str, demanded: str) -> None:
+    why = find_replayed(engine).explain_type(model_type)
+    assert (f" demands transformers {demanded}, " in why) == bool(demanded)
+    assert bool(why) == bool(demanded)
+
+
+def test_check_refuses_a_type_that_is_too_new(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "internlm3"}))
+    reports = fp8calib.check(tmp_path / "model", engine=["vllm==0.32", "vllm==0.30"]).engines
+    assert {each.status for each in reports["vllm==0.32"].verdicts} == {"refused"}
+    assert reports["vllm==0.32"].verdicts[0].why == (
+        "vLLM 0.32 demands transformers <5.20.0,>=5.16.1, which does not know model_type "
+        "internlm3: transformers 5.23 is the first that does"
+    )
+    assert "refused" not in {each.status for each in reports["vllm==0.30"].verdicts}
+
+
+def test_the_installed_transformers_knows_the_types_that_it_should() -> None:
+    installed = [int(each) for each in transformers.__version__.split(".")[:2]]
+    for name, minor in list_newer_types().items():
+        is_known = [int(each) for each in minor.split(".")] <= installed
+        assert (name in CONFIG_MAPPING_NAMES) == is_known, name
