@@ -34,7 +34,8 @@ def spell_commands() -> dict[str, str]:
     That is a name of `list_commands`, or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in list_commands()}
-    return plugin.list_commands() | own  # none of ours is replaced
+    plugins = plugin.list_commands()
+    return own | {typed: plugins[typed] for typed in plugins if typed not in own}
 
 
 def _find_module(command: str, kind: str, needed: str) -> ModuleType | None:
