@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import computed_field
+from pydantic import Field, computed_field
 
 from fp8calib.blocks import Block, Line, Table
 from fp8calib.checkpoint.locations import find_local_model
@@ -163,9 +163,11 @@ class CheckResult(Result):
 
     first_keys: ClassVar = ("ok",)
     engines: Mapping[str, EngineResult]
+    has_read_weights: bool = Field(default=False, exclude=True)
+    """Whether all tensors were read."""
 
     @classmethod
-    def of(cls, report: CheckReport) -> CheckResult:
+    def of(cls, report: CheckReport, *, has_read_weights: bool = False) -> CheckResult:
         """Name the engine and the release in each report."""
         return cls(
             engines={
@@ -173,7 +175,8 @@ class CheckResult(Result):
                     engine=key.partition("==")[0], version=report.versions[key], **dict(found)
                 )
                 for key, found in report.engines.items()
-            }
+            },
+            has_read_weights=has_read_weights,
         )
 
     @computed_field  # type: ignore[prop-decorator]
@@ -258,7 +261,8 @@ def check_path(
     """
     with slow_imports():
         from fp8calib.commands._check import replay
-    return CheckResult.of(replay(request, progress or CallbackProgress(None), amend, compare))
+    report = replay(request, progress or CallbackProgress(None), amend, compare)
+    return CheckResult.of(report, has_read_weights=request.read_weights)
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
@@ -281,7 +285,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         yield from (Line(f"  unknown: {reason}") for reason in engine.unknown)
         yield from (Line(f"  suspicious: {reason}") for reason in engine.suspicious)
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
-    if not (request.read_weights or Path(request.path).is_file()):
+    if not (result.has_read_weights or Path(request.path).is_file()):
         yield Line(_UNREAD)
     yield Line(verdict)
 

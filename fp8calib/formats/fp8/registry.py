@@ -52,17 +52,22 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
     return dialect
 
 
-@cache
 def list_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of weights."""
-    pairs = ((each.scale_name, each.block_scale_name) for each in FP8_DIALECTS.values())
-    return tuple(dict.fromkeys(name for pair in pairs for name in pair))
+    return _list_names(tuple(FP8_DIALECTS))[0]
 
 
-@cache
 def list_input_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of inputs."""
-    return tuple(dict.fromkeys(each.input_scale_name for each in FP8_DIALECTS.values()))
+    return _list_names(tuple(FP8_DIALECTS))[1]
+
+
+@cache  # by names, because a dialect may be registered after the first call
+def _list_names(dialects: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    chosen = [FP8_DIALECTS[name] for name in dialects]
+    pairs = ((each.scale_name, each.block_scale_name) for each in chosen)
+    scales = dict.fromkeys(name for pair in pairs for name in pair)
+    return tuple(scales), tuple(dict.fromkeys(each.input_scale_name for each in chosen))
 
 
 def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
