@@ -263,11 +263,9 @@ class _Stage:
 class _StageColumn(ProgressColumn):
     """What is said of a stage, cut at the end of the terminal's line."""
 
-    def __init__(self) -> None:
-        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
-
     def render(self, task: Task) -> Text:
-        return Text(task.fields["stage"].describe(time.monotonic()))
+        said = task.fields["stage"].describe(time.monotonic())
+        return Text(said, no_wrap=True, overflow="ellipsis")
 
 
 _BAR_WIDTH = 8
@@ -282,8 +280,8 @@ class ConsoleReporter:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            SpinnerColumn(),
-            BarColumn(bar_width=_BAR_WIDTH),
+            SpinnerColumn(table_column=Column(no_wrap=True)),  # so that the text alone is cut
+            BarColumn(bar_width=_BAR_WIDTH, table_column=Column(no_wrap=True)),
             _StageColumn(),
             console=_err,
             disable=_err.quiet or not _err.is_terminal,

@@ -103,6 +103,7 @@ def test_the_bar_of_a_terminal_is_one_line(
         narrow.print(bar._progress.make_tasks_table(bar._progress.tasks))
         (shown,) = narrow.file.getvalue().splitlines()
         said = shown[shown.index(line[:5]) :].rstrip().removesuffix("\u2026")
+        assert "\u2501" in shown
         assert line.startswith(said)
         assert len(said) > min(len(line) - 1, width - 18)
         assert (said == line) is (width == 200)

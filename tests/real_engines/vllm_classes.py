@@ -63,7 +63,7 @@ _FIELDS: dict[str, Any] = {
 """What vLLM reads in configs, real ones have, and the classes' defaults lack."""
 _ALWAYS = {"mla_use_nope": True}
 _LACKS = re.compile(r"no attribute '(\w+)'|(\w+) not exist")
-_FOLDER_NAME = re.compile(r"/\S*/tmp\w+|/tmp/tmp\w+")
+_FOLDER_NAME = re.compile(r"/\S*/tmp\w+")
 _POSITIONS = "max_position_embeddings"
 _MOST_POSITIONS = 32768
 _NESTED_ONLY = ("_name_or_path", "output_attentions")
