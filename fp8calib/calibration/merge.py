@@ -115,9 +115,6 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
     return "; ".join(differences)
 
 
-_NONE = "none", "none"
-
-
 def _list_settings(header: StatsHeader) -> dict[str, tuple[object, str]]:
     """List what two runs must have in common, with its text in messages."""
     data = (
