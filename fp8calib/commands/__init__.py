@@ -40,10 +40,8 @@ def spell_commands() -> dict[str, str]:
 
 def _find_module(command: str, kind: str, needed: str) -> ModuleType | None:
     """Import the module of a command that has a function; of a plug-in the one called `kind`."""
-    package, _, name = (command if "." in command else f"{__name__}.{command}").rpartition(".")
-    places = (
-        [f"{command}.{kind}"] if "." in command else [f"{package}.{name}", f"{package}._{name}"]
-    )
+    own = [f"{__name__}.{command}", f"{__name__}._{command}"]
+    places = [f"{command}.{kind}", f"{command}.request"] if "." in command else own
     modules = (import_module(place) for place in places if find_spec(place))
     return next((module for module in modules if hasattr(module, needed)), None)
 
