@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from packaging.specifiers import SpecifierSet
 
 from fp8calib.engines.evidence import Evidence
 
@@ -139,20 +137,20 @@ def explain_type(release: Release, model_type: object) -> str:
     since = list_newer_types().get(str(model_type))
     if since is None or model_type in release.list_values(OWN_TYPES):
         return ""
+    from packaging.specifiers import SpecifierSet  # noqa: PLC0415 -- `--help` needs it not
+
     demanded = ", ".join(release.list_values(DEMANDED))
-    later = [each for each in _list_minors() if parse_version(each) >= parse_version(since)]
-    if any(
-        SpecifierSet(demanded).contains(f"{minor}.{patch}") for minor in later for patch in (0, 1)
-    ):
+    allowed = SpecifierSet(demanded)
+    # what it allows begins at a minor release, or at a version that it names
+    minors = (f"{minor}.0" for minor in list_newer_types().values())
+    versions = [*minors, *(each.version for each in allowed)]
+    later = [each for each in versions if parse_version(each) >= parse_version(since)]
+    if any(map(allowed.contains, later)):
         return ""
     return (
         f"{release.title} demands transformers {demanded}, which does not know model_type "
         f"{model_type}: transformers {since} is the first that does"
     )
-
-
-def _list_minors() -> Iterable[str]:
-    return dict.fromkeys(list_newer_types().values())
 
 
 VLLM_FACTS = FOLDER / "vllm.json"
