@@ -24,7 +24,7 @@ _LEAST_SLOTS = 4
 """Of fewer scales nothing can be said."""
 _SAME = math.log(1.01)
 """How far scales of the same statistics may differ, when they are rounded to bfloat16."""
-_LEAST_FACTOR = 1.5
+_LEAST_FACTOR = math.log(1.5)
 """How much smaller all scales have to be than amax asks for; a little clipping may be meant."""
 
 
@@ -81,35 +81,39 @@ def _find_order(
     slots = [slot for slot in scales if slot[1] is role and slot in amax]
     if len(slots) < _LEAST_SLOTS:
         return {}
-    own = {slot: math.log(scales[slot] * E4M3FN.max / amax[slot]) for slot in slots}
     by_scale = sorted(slots, key=lambda slot: scales[slot])
-    by_amax = sorted(slots, key=lambda slot: amax[slot])
-    ratios = [
-        math.log(scales[slot] * E4M3FN.max / amax[other])
-        for slot, other in zip(by_scale, by_amax, strict=True)
-    ]
-    shared = median(ratios)
-    misfit = max(abs(each - shared) for each in ratios)
-    if misfit > _SAME or abs(shared) > _MOST_SHARED:
+    order = dict(zip(by_scale, sorted(slots, key=lambda slot: amax[slot]), strict=True))
+    shared = _find_shared([_compare(scales[slot], amax[order[slot]]) for slot in slots])
+    if shared is None or abs(shared) > _MOST_SHARED:
         return {}
-    if max(abs(each - shared) for each in own.values()) < _LEAST_MISFIT:
+    own = {slot: abs(_compare(scales[slot], amax[slot]) - shared) for slot in slots}
+    if max(own.values()) < _LEAST_MISFIT:
         return {}
-    order = dict(zip(by_scale, by_amax, strict=True))
-    return {slot: order[slot] for slot in slots if abs(own[slot] - shared) > _SAME}
+    return {slot: order[slot] for slot in slots if own[slot] > _SAME}
 
 
 def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
     """Say by which factor all scales are too small; empty where none is common to them."""
-    ratios = {slot: scales[slot] * E4M3FN.max / amax[slot] for slot in scales if slot in amax}
-    if len(ratios) < _LEAST_SLOTS:
+    slots = [slot for slot in scales if slot in amax]
+    if len(slots) < _LEAST_SLOTS:
         return {}
-    factor = 1 / median(ratios.values())
-    if not math.log(_LEAST_FACTOR) <= math.log(factor) <= _MOST_SHARED or any(
-        abs(math.log(ratio * factor)) > _SAME for ratio in ratios.values()
-    ):
+    shared = _find_shared([_compare(scales[slot], amax[slot]) for slot in slots])
+    if shared is None or not _LEAST_FACTOR <= -shared <= _MOST_SHARED:
         return {}
+    factor = math.exp(-shared)
     text = f"all scales of K and V are {factor:,.3g} times smaller than amax / {E4M3FN.max:g}"
-    return dict.fromkeys(ratios, f"{text} of the statistics: the largest values clip")
+    return dict.fromkeys(slots, f"{text} of the statistics: the largest values clip")
+
+
+def _compare(scale: float, amax: float) -> float:
+    """Give the logarithm of what a scale covers, divided by what a place holds."""
+    return math.log(scale * E4M3FN.max / amax)
+
+
+def _find_shared(logs: Sequence[float]) -> float | None:
+    """Find the logarithm of the factor that all share; None where they differ."""
+    middle = median(logs)
+    return middle if all(abs(each - middle) <= _SAME for each in logs) else None
 
 
 _SWAPPED = "the k and v scales are swapped"
@@ -149,11 +153,7 @@ def _fits(
     if len(known) < _LEAST_SLOTS:
         return False
     factors = [
-        [
-            [math.log(scales[slot] * E4M3FN.max / amax[place(slot)]) for slot in group]
-            for group in groups
-            if group
-        ]
+        [[_compare(scales[slot], amax[place(slot)]) for slot in group] for group in groups if group]
         for place in (lambda slot: slot, known.__getitem__)
     ]
     own, other = map(_measure_misfit, factors)
