@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import CheckReport, LoadVerdict
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.machine.progress import Progress
@@ -32,14 +32,19 @@ class WeightValues:
 
     def amend(self, report: CheckReport) -> CheckReport:
         """Add it to the report of every engine: all of them compute with these values."""
-        engines = dict(report.engines)
-        for key, engine in engines.items():
-            if self.faults and engine.weights is None:
-                fix = "download the file again; if it is the same, quantize or train again"
-                verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=fix)
-                engine = engine.model_copy(update={"weights": verdict})  # noqa: PLW2901
-            engines[key] = engine.add_problems(_join(self.notes)) if self.notes else engine
+        engines = {key: self._amend(engine) for key, engine in report.engines.items()}
         return report.model_copy(update={"engines": engines})
+
+    def _amend(self, engine: EngineReport) -> EngineReport:
+        if self.notes:
+            engine = engine.add_problems(_join(self.notes))
+        if not self.faults:
+            return engine
+        if engine.weights is not None:  # a fault of its own stands there
+            return engine.add_problems(_join(self.faults))
+        fix = "download the file again; if it is the same, quantize or train again"
+        verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=fix)
+        return engine.model_copy(update={"weights": verdict})
 
 
 def _join(texts: Sequence[str]) -> str:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.engines import weight_values
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
+from fp8calib.engines.status import Status
 from fp8calib.engines.weight_values import WeightValues, read_weight_values
 from fp8calib.jobs.reporter import CallbackProgress
 from tests import zoo
@@ -86,3 +88,11 @@ def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     assert "weights bad: model.embed_tokens.weight holds infinity at [7, 2]: 1 of its" in found
     assert f"note: {NAME}: 2 of its rows are zeros" in found
     succeed("check", llama)
+
+
+def test_a_fault_beside_another_one_is_told() -> None:
+    other = LoadVerdict(status=Status.MISREAD, why="another fault")
+    report = CheckReport(engines={"x": EngineReport(layers=(), weights=other)}, versions={"x": "1"})
+    amended = WeightValues(faults=("a holds NaN",), notes=()).amend(report).engines["x"]
+    assert amended.weights == other
+    assert amended.problems == ("a holds NaN",)
