@@ -39,7 +39,6 @@ from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
     check_replaced,
-    write_formats,
 )
 from fp8calib.jobs.calibration import IF_QUANTIZED, choose_mode, run_job
 from fp8calib.jobs.calibration_result import (
@@ -63,6 +62,7 @@ from fp8calib.jobs.recipe_options import (
     list_ignored,
     open_recipe,
     resolve_text,
+    write_recipe,
 )
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
@@ -359,17 +359,12 @@ def _write_all(
 ) -> CalibrateResult:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
-    written = write_formats(
+    written = write_recipe(
+        recipe,
         stats,
-        recipe.formats,
         folder,
-        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
-        tps=recipe.tp,
         source=job.checkpoint.stored,
         query=decide_query(recipe, stats).is_written,
-        fallback=recipe.scales.fallback,
-        rule=recipe.scales.rule,
-        rules=recipe.scales.rules,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])

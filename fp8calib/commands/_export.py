@@ -19,7 +19,7 @@ from fp8calib.formats.kv.json import RFC, name_rank_files
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
 from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.formats.registry import find_dialect, list_format_names
-from fp8calib.formats.write import check_export, check_replaced, list_outputs, write_formats
+from fp8calib.formats.write import check_export, check_replaced, list_outputs
 from fp8calib.jobs.attachment import (
     describe_attachment,
     refuse_options,
@@ -33,6 +33,7 @@ from fp8calib.jobs.recipe_options import (
     decide_query,
     list_ignored,
     open_recipe,
+    write_recipe,
 )
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import GivenStats, join_stats, list_stats
@@ -187,17 +188,12 @@ def _write(
             from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
 
             weights = prepare_weights(stats, source, recipe)
-        written = write_formats(
+        written = write_recipe(
+            recipe,
             stats,
-            recipe.formats,
             folder,
-            fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
-            tps=recipe.tp,
             source=source,
             query=query.is_written,
-            fallback=recipe.scales.fallback,
-            rule=recipe.scales.rule,
-            rules=recipe.scales.rules,
             quantized=None if weights is None else weights.tables,
             attachment=target.attachment,
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.observe import Observe
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.option import Declared, list_options
 from fp8calib.commands.options import (
     BATCH_SIZE,
@@ -29,12 +31,16 @@ from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.formats.compute import list_unfit_queries
+from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
     list_query_format_names,
 )
+from fp8calib.formats.table import ScaleTable
+from fp8calib.formats.write import WrittenFormats, write_formats
 from fp8calib.model.tensor_parallel import check_degree
+from fp8calib.numerics.formats import FP8_FORMATS
 
 M = TypeVar("M", bound=BaseModel)
 Request = TypeVar("Request", bound=QuantizeRequest)
@@ -198,6 +204,33 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
             False, (f"{why}, and no format that stores q_scale is written: add kv-overlay",)
         )
     return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
+
+
+def write_recipe(
+    recipe: Recipe,
+    stats: CalibrationStats,
+    folder: Path,
+    *,
+    source: Checkpoint | None,
+    query: bool,
+    attachment: Attachment,
+    quantized: Mapping[int, ScaleTable] | None = None,
+) -> WrittenFormats:
+    """Write the formats of a recipe with its scales; the arguments are those of `write_formats`."""
+    return write_formats(
+        stats,
+        recipe.formats,
+        folder,
+        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
+        tps=recipe.tp,
+        source=source,
+        query=query,
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
+        rules=recipe.scales.rules,
+        quantized=quantized,
+        attachment=attachment,
+    )
 
 
 def list_ignored(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
