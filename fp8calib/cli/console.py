@@ -162,7 +162,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*map(_clean, row))
     with _to_stdout():
-        console.print(_clean(title, "bold"))
+        if title:
+            console.print(_clean(title, "bold"))
         console.print(table)
 
 
@@ -171,7 +172,8 @@ def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
         return
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     with _to_stdout():
-        sys.stdout.write(f"{escape_controls(title)}\n")
+        if title:
+            sys.stdout.write(f"{escape_controls(title)}\n")
         for row in (columns, *rows):
             cells = (
                 escape_controls(cell).ljust(width) for cell, width in zip(row, widths, strict=True)

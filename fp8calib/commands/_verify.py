@@ -10,7 +10,6 @@ from platform import python_version
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.calibration.fingerprint import versions
@@ -43,11 +42,13 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.figures import format_db, format_share
+from fp8calib.verification.judge.decide import is_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.page import is_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
+    Remedy,
     RunProvenance,
     Verdict,
     VerifyReport,
@@ -73,8 +74,6 @@ class VerifyResult(VerifyReport, Result):
     """The thresholds of the candidates' gates."""
     hashes: RunHashes | None = None
     """None where only a server and an unquantized one or a dump are compared."""
-    has_gate: bool = Field(default=False, exclude=True)
-    """Whether a failure is one of the command."""
 
     @property
     def passed(self) -> bool:
@@ -270,7 +269,6 @@ def finish(
         gates=tuple(gates[name] for name in used),
         hashes=hashes,
         next=suggest_command(report, request, gates),
-        has_gate=request.gate is not None,
     )
     try:
         if request.dump is not None:
@@ -338,55 +336,62 @@ def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
             yield Path(each)
 
 
-_SHOWN_SITES = 8
+_SHOWN_ROWS = 8
 
 
 def describe(
     result: VerifyResult, request: VerifyRequest, more: Iterable[Block] = ()
 ) -> Iterator[Block]:
-    """Describe the report, with `more` after its candidates."""
-    answer = [result.exit_why, result.next and f"next: {result.next}", result.decision.headline]
-    yield Line(result.decision.headline)
-    if result.decision.details:
-        yield Line(result.decision.details)
-    yield Line()
-    yield from _describe_candidates(result)
+    """Describe the report, with `more` after its candidates: tables only of what is lost."""
+    decision, kv = result.decision, result.kv
+    yield Answer(decision.headline)
+    for line in decision.details.splitlines():
+        yield Line(line)
+    yield Line(
+        f"Emulated {result.engine_version or result.engine}: {result.tokens:,} tokens in "
+        f"{result.sequences} sequences, {result.dtype}."
+    )
+    yield from _describe_candidates(result, is_full=request.everything)
     yield from more
-    yield from _list_sites(result)
-    if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
+    for candidate in result.candidates:
+        rows = [row for row in result.layers if row.candidate == candidate.name]
+        if rows and (request.everything or is_unfit(candidate.name, result)):
+            yield Line()
+            title = f"{candidate.name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
+            yield sites_table(rows[:_SHOWN_ROWS], title=title)
+    is_needed = kv is not None and kv.answer != "no"
+    if result.diagnosis and (request.everything or (is_needed and result.diagnosis_of)):
         yield Line()
         yield _tabulate_diagnosis(result)
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
-    yield Line()
-    yield Answer("\n".join(filter(None, answer)))
+    last = (result.exit_why, result.next and f"next: {result.next}")
+    if any(last):
+        yield Line()
+        yield Answer("\n".join(filter(None, last)))
 
 
-def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
-    title = (
-        f"{report.engine_version}, emulated: {report.tokens:,} tokens in "
-        f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
-        f"{report.reference.ppl:.4f}"
-    )
-    yield candidates_table(report.candidates, report.refused, title=title)
+def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Block]:
+    """Show a line for each of several candidates; the gate's reasons where it decides."""
+    if is_full or len(report.candidates) + len(report.refused) > 1:
+        yield Line()
+        is_choice = report.decision.remedy is Remedy.USE and len(report.candidates) > 2
+        best = report.decision.candidate if is_choice else ""
+        table = candidates_table(report.candidates, report.refused, best=best)
+        yield table if is_full else table.without("KLD p99")
     for candidate in report.candidates:
-        yield Line(f"  {candidate.name}: {candidate.description}")
-        yield Line(f"    {candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}")
-        for pair in list_shown_pairs(report):
-            if pair.candidate == candidate.name:
-                yield Line(f"    against {pair.base}: {describe_pair(pair)}")
+        name = candidate.name
+        if is_full:
+            yield Line(f"  {name}: {candidate.description}")
+        if is_full or report.has_gate or candidate.verdict is Verdict.CANNOT_TELL:
+            why = f"{candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}"
+            yield Line(f"  {name}: {why}")
+        for pair in list_shown_pairs(report) if is_full else ():
+            if pair.candidate == name:
+                yield Line(f"  {name} against {pair.base}: {describe_pair(pair)}")
     for refused in report.refused:
         yield Line(f"  {refused}")
-
-
-def _list_sites(report: VerifyReport) -> Iterator[Block]:
-    for candidate in report.candidates:
-        rows = [row for row in report.layers if row.candidate == candidate.name]
-        if rows:
-            yield Line()
-            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
-            yield sites_table(rows[:_SHOWN_SITES], title=title)
 
 
 def _tabulate_diagnosis(report: VerifyReport) -> Table:
@@ -394,9 +399,9 @@ def _tabulate_diagnosis(report: VerifyReport) -> Table:
     ranked = sorted(
         report.diagnosis, key=lambda row: (-row.unscaled_clipped, -row.unscaled_loss_db)
     )
-    rows = ranked[:_SHOWN_SITES]
+    rows = ranked[:_SHOWN_ROWS]
     columns = {
-        "site": [row.site for row in rows],
+        "tensor": [row.site for row in rows],
         "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
         "per tensor": [format_db(row.scaled_db) for row in rows],
         "per head": [format_db(row.per_head_db) for row in rows],

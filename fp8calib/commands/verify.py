@@ -132,6 +132,9 @@ class VerifyRequest:
     force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
         False
     )
+    everything: Annotated[
+        bool, Option("--all", help="Print every table, not only what is lost.", is_layout=True)
+    ] = False
     device: shared.DeviceOption = "auto"
     dtype: shared.DtypeOption = "auto"
     device_map: shared.DeviceMapOption = None

@@ -278,8 +278,9 @@ class Decision(_Model):
     """What a verification concludes: the headline, the next command and the exit code follow it."""
 
     headline: str
+    """The answer, in some 20 words."""
     details: str = ""
-    """What else the report says in words: scales that do not fit, for example."""
+    """The figures that it rests on, and scales that do not fit: a sentence or two a line."""
     remedy: Remedy = Remedy.NONE
     candidate: str = ""
     """The candidate that the remedy is for."""
@@ -336,6 +337,8 @@ class VerifyReport(WithOverview, _Model):
     """By candidate: how well its scales fit."""
     unusable: tuple[str, ...] = Field(default=(), exclude=True)
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
+    has_gate: bool = Field(default=False, exclude=True)
+    """Whether a gate was asked for, by which the command fails."""
     is_strict: bool = Field(default=False, exclude=True)
     """Whether a warning is a failure."""
     broken: str = Field(default="", exclude=True)
@@ -349,8 +352,8 @@ class VerifyReport(WithOverview, _Model):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def advice(self) -> str:
-        """The decision in words, the details first."""
-        return f"{self.decision.details} {self.decision.headline}".strip()
+        """The decision in words, the answer first."""
+        return "\n".join(filter(None, (self.decision.headline, self.decision.details)))
 
     def overview(self) -> Overview:
         """Give the figures of each candidate, the conclusion and the warnings."""
@@ -360,17 +363,20 @@ class VerifyReport(WithOverview, _Model):
             f"{self.engine_version}",
             table.columns,
             table.texts,
-            [self.advice, *(f"warning: {text}" for text in self.warnings)],
+            [*self.advice.splitlines(), *(f"warning: {text}" for text in self.warnings)],
         )
 
 
 def candidates_table(
-    candidates: Iterable[CandidateResult], refused: Iterable[RefusedCandidate], title: str = ""
+    candidates: Iterable[CandidateResult],
+    refused: Iterable[RefusedCandidate],
+    *,
+    best: str = "",
 ) -> Table:
-    """Make the table of candidates that every report shows."""
+    """Make the table of candidates; `best` is marked."""
     rows: list[list[str | Cell]] = [
         [
-            Cell(each.name, aside=each.description, kind="name"),
+            Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
             Cell(
                 each.verdict.value,
                 aside=f"{each.verdict_why} ({each.gate} gate)",
@@ -392,6 +398,7 @@ def candidates_table(
         for each in refused
     ]
     columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
+    title = "* the one to use" if best else ""
     return Table(title=title, columns=columns, rows=rows, words=(0, 1))
 
 
@@ -422,4 +429,4 @@ def tell_more(paired: PairedResult) -> str:
     """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
     if paired.tokens_to_tell is None:
         return ""
-    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
+    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would tell"

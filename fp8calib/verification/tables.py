@@ -70,7 +70,7 @@ def sites_table(
             format_scale(each),
         ]
         rows.append(row)
-    columns = ["site", *named, "SQNR dB", "clipped", "flushed", "amax", "scale"]
+    columns = ["tensor", *named, "SQNR dB", "clipped", "zeroed", "amax", "scale"]
     return Table(title=title, columns=columns, rows=rows, words=range(1 + len(named)))
 
 

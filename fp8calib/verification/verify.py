@@ -344,6 +344,7 @@ class _ReportMaker:
             warnings=(*asked.warnings, *self._list_unmet_sites()),
             fits=self._fits,
             unusable=tuple(asked.unusable),
+            has_gate=asked.gate is not None,
             is_strict=asked.is_strict,
             broken=broken,
             **more,

@@ -142,8 +142,9 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     report = ask(subject, {"good": make_table(subject, good), "bad": make_table(subject, bad)})
     results = {candidate.name: candidate for candidate in report.candidates}
     assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
-    assert report.advice.startswith(f"bad: {broken} (layer {layer}, amax ")
-    assert verb in report.advice.partition(";")[0]
+    named = next(line for line in report.decision.details.splitlines() if line.startswith("bad: "))
+    assert named.startswith(f"bad: {broken} (layer {layer}, amax ")
+    assert verb in named.partition(";")[0]
     rows = [row for row in report.layers if row.candidate == "bad"]
     assert rows[0].site == str(broken)
     assert "good: " not in report.decision.details
@@ -177,8 +178,9 @@ def test_a_scale_that_underflows_is_named_in_a_model_of_few_layers(
     with opened(model, tmp_path / "m") as subject:
         table = make_table(subject, {**values, broken: values[broken] * 2.0**14})
         report = ask(subject, {"bad": table})
-    assert report.advice.startswith(f"bad: {broken} (layer {num_layers - 1}, amax ")
-    assert "underflows" in report.advice.partition(";")[0]
+    named = report.decision.details.splitlines()[-1]
+    assert named.startswith(f"bad: {broken} (layer {num_layers - 1}, amax ")
+    assert "underflows" in named.partition(";")[0]
     assert report.candidates[0].verdict is Verdict.FAIL
     assert f"{broken} (layer {num_layers - 1}) is destroyed" in report.candidates[0].verdict_why
 
@@ -205,12 +207,11 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
         added = found.kv.added_by_one
         assert added is not None
         assert added.answer is PairedAnswer.WORSE
-        assert "needs KV scales: v of layers 1 and 2 clips at scale 1.0, which adds KLD +" in (
-            found.decision.headline
-        )
+        assert "\nAt scale 1.0 v of layers 1 and 2 clips, which adds KLD +" in found.advice
     assert (report.decision.remedy, report.decision.candidate) == (Remedy.USE, "good")
     assert alone.decision.remedy is Remedy.CALIBRATE
-    assert alone.decision.headline.endswith("with scales that fit: calibrate.")
+    assert report.decision.headline == "This model needs KV scales: use good."
+    assert alone.decision.headline == "This model needs KV scales: calibrate."
     one = next(c for c in report.candidates if c.name == SCALE_ONE)
     good_one = next(c for c in report.candidates if c.name == "good")
     assert one.kld_mean > 5 * good_one.kld_mean
@@ -373,20 +374,22 @@ def conclude(
 def test_scale_one_that_loses_nothing_is_served() -> None:
     found = conclude(need(None), candidate("mine", 0.004))
     assert (found.remedy, found.candidate) == (Remedy.SERVE, SCALE_ONE)
-    assert found.headline == (
-        "this model does not need KV scales: no K, V or q loses anything at scale 1.0 that another "
-        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); against scale 1.0, mine "
-        "is better (KLD -0.0020 ± 0.0005) by another rounding alone."
-    )
+    assert found.headline == "This model does not need KV scales."
+    assert found.details.splitlines() == [
+        "FP8 costs KLD 0.0060 ± 0.0001 with any scale (perplexity ratio 1.0000 ± 0.0000 at scale "
+        "1.0).",
+        "At scale 1.0 no K, V or q loses anything that another scale would keep.",
+        "Against scale 1.0, mine is better (KLD -0.0020 ± 0.0005) by another rounding alone.",
+    ]
 
 
 @pytest.mark.parametrize(
     ("verdict", "refused", "remedy", "end"),
     [
-        (Verdict.WARN, (), Remedy.SERVE, "(why)."),
-        (Verdict.FAIL, (), Remedy.FIND_LAYERS, "unquantized, or of all."),
-        (Verdict.CANNOT_TELL, (), Remedy.NONE, "(why)."),
-        (Verdict.PASS, (SCALE_ONE,), Remedy.NONE, "use another engine or format."),
+        (Verdict.WARN, (), Remedy.SERVE, "."),
+        (Verdict.FAIL, (), Remedy.FIND_LAYERS, ", but an FP8 cache fails the kv gate."),
+        (Verdict.CANNOT_TELL, (), Remedy.NONE, ", but whether an FP8 cache passes cannot be told."),
+        (Verdict.PASS, (SCALE_ONE,), Remedy.NONE, ", but the engine cannot load it."),
     ],
 )
 def test_what_fails_or_cannot_be_judged_is_not_served(
@@ -394,18 +397,22 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
 ) -> None:
     found = conclude(need(None), one=candidate(SCALE_ONE, 0.006, verdict), refused=refused)
     assert found.remedy is remedy
-    assert found.headline.endswith(end)
-    assert found.headline.startswith("on this text ") is (verdict is Verdict.CANNOT_TELL)
+    assert found.headline == f"This model does not need KV scales{end}"
 
 
 @pytest.mark.parametrize(
     ("verdict", "refused", "remedy", "end"),
     [
-        (Verdict.PASS, (), Remedy.USE, "use mine: KLD -0.0020 ± 0.0005 against scale 1.0"),
-        (Verdict.WARN, (), Remedy.USE, "use mine: "),
-        (Verdict.FAIL, (), Remedy.FIND_LAYERS, "With mine it still fails"),
-        (Verdict.CANNOT_TELL, (), Remedy.NONE, "whether it passes cannot be told"),
-        (Verdict.PASS, ("mine",), Remedy.NONE, "the engine cannot use it"),
+        (Verdict.PASS, (), Remedy.USE, ": use mine."),
+        (Verdict.WARN, (), Remedy.USE, ": use mine."),
+        (Verdict.FAIL, (), Remedy.FIND_LAYERS, ", and with mine it still fails the kv gate."),
+        (
+            Verdict.CANNOT_TELL,
+            (),
+            Remedy.NONE,
+            ". mine fits, but whether it passes cannot be told.",
+        ),
+        (Verdict.PASS, ("mine",), Remedy.NONE, "; mine would fit, but the engine cannot use it."),
     ],
 )
 def test_scales_that_fit_are_used_only_if_they_pass(
@@ -415,9 +422,11 @@ def test_scales_that_fit_are_used_only_if_they_pass(
         need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004, verdict), refused=refused
     )
     assert found.remedy is remedy
-    assert end in found.headline
-    start = "this model needs KV scales: v of layer 3 clips at scale 1.0, which adds KLD +0.0020"
-    assert found.headline.startswith(start)
+    assert found.headline == f"This model needs KV scales{end}"
+    start = (
+        "At scale 1.0 v of layer 3 clips, which adds KLD +0.0020 ± 0.0005 to the 0.0040 ± 0.0002"
+    )
+    assert found.details.startswith(start)
 
 
 def test_a_warning_is_a_failure_where_the_gate_is_strict() -> None:
@@ -437,7 +446,8 @@ def test_of_scales_that_fit_those_that_pass_come_first() -> None:
         candidate("other", 0.004),
     )
     assert (found.remedy, found.candidate) == (Remedy.USE, "other")
-    assert "use other: KLD -0.0020 ± 0.0005 against scale 1.0" in found.headline
+    cost = "other costs KLD 0.0040 ± 0.0001: -0.0020 ± 0.0005 against scale 1.0."
+    assert found.details.splitlines()[1] == cost
 
 
 def test_scales_that_do_not_fit_are_not_recommended() -> None:
@@ -445,8 +455,12 @@ def test_scales_that_do_not_fit_are_not_recommended() -> None:
         need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [CLIPS]}
     )
     assert found.remedy is Remedy.CALIBRATE
-    assert "mine does not fit either: v of layer 3 clips: calibrate." in found.headline
-    assert found.details.startswith("mine: layers.3.attn.v (layer 3, amax 3, scale 0.01) clips")
+    assert found.headline == (
+        "This model needs KV scales, and those of the candidates do not fit: calibrate."
+    )
+    misfit, described = found.details.splitlines()[1:]
+    assert misfit == "In mine v of layer 3 clips."
+    assert described.startswith("mine: layers.3.attn.v (layer 3, amax 3, scale 0.01) clips")
 
 
 def test_q_is_told_from_k_and_v() -> None:
@@ -462,17 +476,17 @@ def test_q_is_told_from_k_and_v() -> None:
         kv=need(PairedAnswer.WORSE, CLIPS, QUERY),
     )
     assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
-    assert "v of layer 3 clips and q of layer 7 underflows at scale 1.0" in found.headline
-    assert found.headline.endswith("mine has no scale for q of layer 7.")
+    assert "At scale 1.0 v of layer 3 clips and q of layer 7 underflows, " in found.details
+    assert found.headline == "This model needs KV scales, and mine has no scale for q of layer 7."
 
 
 def test_a_loss_below_the_noise_says_how_much_text_would_tell() -> None:
     found = conclude(need(PairedAnswer.CANNOT_TELL, UNDERFLOWS), candidate("mine", 0.004))
     assert found.remedy is Remedy.NONE
-    assert found.headline == (
-        "whether this model needs KV scales cannot be told: k of layer 5 underflows at scale 1.0, "
-        "but on this text that changes the KLD by +0.0020 ± 0.0005 (too few tokens to tell; about "
-        "120,000 tokens would)."
+    assert found.headline == "This text cannot tell whether the model needs KV scales."
+    assert found.details == (
+        "At scale 1.0 k of layer 5 underflows, which changes the KLD by +0.0020 ± 0.0005; about "
+        "120,000 tokens would tell."
     )
 
 
@@ -481,15 +495,17 @@ def test_what_makes_the_figures_meaningless_is_said_first() -> None:
     found = conclude(need(None), one=lost, broken=explain_broken(51_443.0, 49_152))
     assert found.remedy is Remedy.NONE
     assert found.headline == (
-        "The unquantized model predicts no better than chance (perplexity 51,443, vocabulary "
-        "49,152), so nothing can be told: is the model, its tokenizer or the text the right one? "
-        "Scale 1.0 predicts another token than the unquantized model 50% of the time."
+        "Nothing can be told: the unquantized model predicts no better than chance."
     )
-    assert conclude(need(None), broken=explain_broken(900.0, 49_152)).headline.startswith("this")
+    collapse = "Scale 1.0 predicts another token than the unquantized model 50% of the time."
+    assert found.details.splitlines() == [
+        collapse,
+        "Its perplexity is 51,443, its vocabulary 49,152: is the model, its tokenizer or the text "
+        "the right one?",
+    ]
+    assert conclude(need(None), broken=explain_broken(900.0, 49_152)).headline.startswith("This")
     lost = candidate(SCALE_ONE, 3.0, Verdict.FAIL, top1_agreement=0.5)
-    assert conclude(need(None), one=lost).headline.startswith(
-        "Scale 1.0 predicts another token than the unquantized model 50% of the time."
-    )
+    assert conclude(need(None), one=lost).details.startswith(collapse)
 
 
 def weights(
@@ -518,13 +534,16 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
     a, b = candidate("a", 0.03), candidate("b", 0.02)
     failed, unknown = candidate("c", 0.01, Verdict.FAIL), candidate("c", 0.01, Verdict.CANNOT_TELL)
     found = weights(a, b, a=PairedAnswer.WORSE)
-    assert found.headline.endswith("; use b; against it, a is worse (KLD +0.0010 ± 0.0005).")
+    assert found.headline == "Use b: KLD 0.0200 ± 0.0001, perplexity ratio 1.0000 ± 0.0000."
+    assert found.details == "Against b, a is worse (KLD +0.0010 ± 0.0005)."
     assert (found.remedy, found.candidate) == (Remedy.USE, "b")
     found = weights(a, b, a=PairedAnswer.CANNOT_TELL)
-    assert found.headline.endswith(
-        "; use b; against it, a differs by less than this text can tell (KLD +0.0010 ± 0.0005)."
+    assert found.details == (
+        "Against b, a differs by less than this text can tell (KLD +0.0010 ± 0.0005)."
     )
-    assert weights(a, b, refused=("b",)).candidate == "a"
+    found = weights(a, b, refused=("b",))
+    assert (found.candidate, found.details) == ("a", "The engine cannot use b.")
+    assert weights(a).headline.startswith("a passes: KLD 0.0300 ± 0.0001, ")
     assert weights(failed).remedy is Remedy.FIND_LAYERS
     for other in (failed, unknown):
         assert weights(a, b, other, a=PairedAnswer.WORSE).candidate == "b"
@@ -580,7 +599,7 @@ def test_a_site_that_clips_and_underflows_clips() -> None:
     found = conclude(
         need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [both]}
     )
-    assert "mine does not fit either: v of layer 3 clips: calibrate." in found.headline
+    assert "In mine v of layer 3 clips." in found.details
     assert found.details.endswith(
         "clips: its scale is too small, 0.01% of the values of one head clip."
     )

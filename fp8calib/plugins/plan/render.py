@@ -114,7 +114,7 @@ def write_plan_page(result: PlanResult, path: Path) -> None:
         title="FP8 plan of ",
         subject=result.model,
         headline=f"{result.budget}: {result.why}",
-        details=describe_sum(result),
+        details=[describe_sum(result)],
         warnings=result.warnings,
         command="\n".join(filter(None, (result.write, result.serve))),
         first=replace(frontier_table(result), title=""),

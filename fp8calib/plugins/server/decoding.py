@@ -115,13 +115,13 @@ def _describe(pair: PairedResult, rms: float, noise: float) -> str:
     match pair.answer:
         case PairedAnswer.WORSE:
             return (
-                f"decoding and prompts do not agree: the same tokens differ by {size}, so one of "
+                f"Decoding and prompts do not agree: the same tokens differ by {size}, so one of "
                 "the two is computed wrongly, and scores of prompts do not show it."
             )
         case PairedAnswer.CANNOT_TELL:
-            return f"whether decoding and prompts agree cannot be told: {size}{tell_more(pair)}."
+            return f"Whether decoding and prompts agree cannot be told: {size}{tell_more(pair)}."
         case _:
-            return f"decoding and prompts agree: the same tokens differ by {size}."
+            return f"Decoding and prompts agree: the same tokens differ by {size}."
 
 
 def count_written(length: int) -> int:

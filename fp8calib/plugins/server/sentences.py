@@ -38,17 +38,17 @@ def describe_diagnosis(
     and_kld = f", {kld}" if kld else ""
     match found.finding:
         case ServerFinding.CANDIDATE if found.name in faults:
-            text = f"the server behaves like {found.name} {how}: {faults[found.name].effect}."
+            text = f"The server behaves like {found.name} {how}: {faults[found.name].effect}."
         case ServerFinding.CANDIDATE if found.name == SCALE_ONE:
             end = "your k/v scales are not in use" if has_scales else "FP8 without scales"
-            text = f"the server behaves like {SCALE_ONE} {how}: {end}."
+            text = f"The server behaves like {SCALE_ONE} {how}: {end}."
         case ServerFinding.CANDIDATE:
             rest = "; the rest is the engine's arithmetic, or scales close to these"
             rest = "" if found.correlation >= _CLOSE else rest
-            text = f"the server is explained by {found.name} {how}{rest}."
+            text = f"The server is explained by {found.name} {how}{rest}."
         case ServerFinding.UNQUANTIZED if has_reference and not found.size:
             text = (
-                "the server and --reference-server give the same log-probabilities, bit for bit: "
+                "The server and --reference-server give the same log-probabilities, bit for bit: "
                 "neither has an FP8 KV cache, or both are one server."
             )
         case ServerFinding.UNQUANTIZED:
@@ -57,13 +57,13 @@ def describe_diagnosis(
             is_sure = has_scales or found.size < _NOTHING
             other = "" if is_sure else ", or has scales that fit it: name them with --scales"
             text = (
-                f"the server behaves like the unquantized model: its KV cache is not FP8{other} "
+                f"The server behaves like the unquantized model: its KV cache is not FP8{other} "
                 f"(its changes are {found.size:.2g} nats, those of {least.name} "
                 f"{least.energy**0.5:.2g})."
             )
         case ServerFinding.OTHER_SCALES:
             text = (
-                f"the server differs from {found.name} in {_list_layers(found)}, at least: it has "
+                f"The server differs from {found.name} in {_list_layers(found)}, at least: it has "
                 "other scales there, or it serves another checkpoint."
             )
         case ServerFinding.EQUAL:
@@ -77,7 +77,7 @@ def describe_diagnosis(
         case ServerFinding.UNLIKE:
             more = "" if has_reference else "; is it the engine? use --reference-server"
             text = (
-                f"what the server does cannot be told: it differs as much as {found.name} does, "
+                f"What the server does cannot be told: it differs as much as {found.name} does, "
                 f"but on other tokens {how}{more}."
             )
         case ServerFinding.NOTHING_EMULATED:
@@ -87,7 +87,7 @@ def describe_diagnosis(
             )
         case ServerFinding.UNKNOWN:
             text = (
-                f"the server differs from every candidate: perplexity ratio {ppl_ratio:.4g}"
+                f"The server differs from every candidate: perplexity ratio {ppl_ratio:.4g}"
                 f"{and_kld}; look at the backend, and at the model it serves."
             )
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8calib.errors import format_ranges
-from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import list_losing, list_unfit_rows
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -52,18 +52,22 @@ def conclude(report: VerifyReport) -> VerifyReport:
         decided.append(_decide_kv(report, need, scaled))
         update = {"why": decided[-1].headline}
         if report.broken:
-            update = {"answer": "cannot-tell", "why": report.broken}
+            update = {"answer": "cannot-tell", "why": _BROKEN}
         need = need.model_copy(update=update)
-    verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
-    decided = decided or [Decision(headline=f"{verdicts or 'nothing was compared'}.")]
     if report.broken:
-        decided = [Decision(headline=report.broken)]
-    found, said = decided[-1], [each.headline for each in decided]
-    collapses = _list_collapses(report)
-    said = [*said, *collapses] if report.broken else [*collapses, *said]
-    unfit = filter(None, (_describe_unfit(one.name, report) for one in others))
-    update = {"headline": " ".join(said), "details": " ".join(unfit)}
-    return report.model_copy(update={"decision": found.model_copy(update=update), "kv": need})
+        decided = [Decision(headline=_BROKEN, details=report.broken)]
+    elif not decided:
+        verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
+        decided = [Decision(headline=f"{verdicts or 'nothing was compared'}.")]
+    unfit = (_describe_unfit(one.name, report) for one in others)
+    details = [*_list_collapses(report), *(each.details for each in decided), *unfit]
+    decision = decided[-1].model_copy(
+        update={
+            "headline": " ".join(each.headline for each in decided),
+            "details": "\n".join(filter(None, details)),
+        }
+    )
+    return report.model_copy(update={"decision": decision, "kv": need})
 
 
 def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
@@ -72,14 +76,16 @@ def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
     return bool(roles) and roles <= {"k", "v", "q", "p"}
 
 
+_BROKEN = "Nothing can be told: the unquantized model predicts no better than chance."
+
+
 def explain_broken(ppl: float, vocabulary: int) -> str:
-    """Say that nothing can be told, because the unquantized model knows next to nothing."""
+    """Say why the unquantized model knows next to nothing; empty where it knows something."""
     if vocabulary < _SMALLEST_VOCABULARY or ppl <= vocabulary**_CHANCE:
         return ""
     return (
-        f"The unquantized model predicts no better than chance (perplexity {ppl:,.0f}, vocabulary "
-        f"{vocabulary:,}), so nothing can be told: is the model, its tokenizer or the text the "
-        "right one?"
+        f"Its perplexity is {ppl:,.0f}, its vocabulary {vocabulary:,}: is the model, its tokenizer "
+        "or the text the right one?"
     )
 
 
@@ -94,6 +100,13 @@ def _list_collapses(report: VerifyReport) -> Iterator[str]:
 
 
 # --- scales that do not fit -----------------------------------------------------------------------
+
+
+def is_unfit(candidate: str, report: VerifyReport) -> bool:
+    """Whether a scale of a candidate loses what another one would keep."""
+    fits = report.fits
+    rows = list_unfit_rows(candidate, report.layers, fits)
+    return bool(rows or list_losing(fits.get(candidate, ())))
 
 
 def _describe_unfit(candidate: str, report: VerifyReport) -> str:
@@ -162,85 +175,92 @@ def _format_percent(share: float) -> str:
 
 # --- the KV cache ---------------------------------------------------------------------------------
 
+_NEEDED = "This model needs KV scales"
+_NOT_NEEDED = "This model does not need KV scales"
+_LEAVE_LAYERS = "Leave the KV cache of some layers in 16 bits, or of all."
+_OTHER_ENGINE = "Use another engine or format."
+
 
 def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateResult]) -> Decision:
     """Decide on the scales of the KV cache alone."""
-    unscaled = next(one for one in report.candidates if one.name == SCALE_ONE)
     losing = list_losing(report.fits.get(SCALE_ONE, ()))
     if need.answer == "no":
-        return _decide_without(report, need, losing, unscaled, scaled)
-    where, paired = f"{describe_losing(losing)} at scale 1.0", need.added_by_one
+        return _decide_without(report, need, losing, scaled)
+    where, paired = f"At scale 1.0 {describe_losing(losing)}", need.added_by_one
     changed = "" if paired is None else format_difference(paired)
     if need.answer == "cannot-tell":
-        text = f"whether this model needs KV scales cannot be told: {where}"
         if paired is not None:
-            more = tell_more(paired)
-            text += (
-                f", but on this text that changes the KLD by {changed} "
-                f"({'too few tokens to tell' if more else 'too few sequences'}{more})"
-            )
-        return Decision(headline=f"{text}.")
-    needed = f"this model needs KV scales: {where}"
+            where += f", which changes the KLD by {changed}{tell_more(paired)}"
+        headline = "This text cannot tell whether the model needs KV scales."
+        return Decision(headline=headline, details=f"{where}.")
     if paired is None:
-        needed += f" (KLD {format_mean_kld(unscaled.kld_mean, unscaled.kld_se)})"
+        one = _find(report, SCALE_ONE)
+        where += f" (KLD {format_mean_kld(one.kld_mean, one.kld_se)})"
     elif paired.answer is PairedAnswer.WORSE:
         fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
-        needed += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit"
+        where += f", which adds KLD {changed} to the {fp8} that FP8 costs with scales that fit"
     else:
-        needed += f", which destroys them, though the KLD of this text does not show it ({changed})"
+        where += f": these are destroyed, though the KLD of this text does not show it ({changed})"
+    where += "."
     unfit = {one.name: list_losing(report.fits.get(one.name, ())) for one in scaled}
     if fitting := [one for one in scaled if not unfit[one.name]]:
-        return _choose_scaled(report, needed, fitting)
+        return _choose_scaled(report, where, fitting)
     queries = [fit for fit in losing if fit.role == "q"]
     repaired = [one for one in scaled if _needs_query_only(one.name, unfit[one.name], report)]
     if repaired and queries:
         best = min(repaired, key=get_kld)
         layers = _join_layers(sorted({fit.layer for fit in queries}))
-        headline = f"{needed}; {best.name} has no scale for q of {layers}."
-        return Decision(headline=headline, remedy=Remedy.SCALE_QUERY, candidate=best.name)
-    if scaled:
-        worst = "; ".join(
-            f"{name} does not fit either: {describe_losing(fits)}" for name, fits in unfit.items()
+        headline = f"{_NEEDED}, and {best.name} has no scale for q of {layers}."
+        return Decision(
+            headline=headline, details=where, remedy=Remedy.SCALE_QUERY, candidate=best.name
         )
-        return Decision(headline=f"{needed}. {worst}: calibrate.", remedy=Remedy.CALIBRATE)
-    of_query = " with --query-scale yes" if len(queries) == len(losing) else ""
-    return Decision(headline=f"{needed}: calibrate{of_query}.", remedy=Remedy.CALIBRATE)
+    misfits = (f"In {name} {describe_losing(fits)}." for name, fits in unfit.items())
+    of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""
+    others = ", and those of the candidates do not fit" if scaled else ""
+    return Decision(
+        headline=f"{_NEEDED}{others}: calibrate{of_query}.",
+        details="\n".join([where, *misfits]),
+        remedy=Remedy.CALIBRATE,
+    )
 
 
 def _decide_without(
     report: VerifyReport,
     need: KvNeed,
     losing: Sequence[SiteFit],
-    unscaled: CandidateResult,
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
-    why = "no K, V or q loses anything at scale 1.0 that another scale would keep"
+    one, kept = _find(report, SCALE_ONE), "any scale"
+    why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
     if need.sites:
         assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
-        changed = format_difference(need.added_by_one)
-        why = f"{describe_losing(losing)} at scale 1.0, but the KLD changes by {changed}"
-    cost = f"FP8 itself costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)}"
-    text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
-    others = []
-    for one in scaled:
-        paired = _find_pair(report, one.name, SCALE_ONE)
+        kept, changed = "scales that fit", format_difference(need.added_by_one)
+        why = f"At scale 1.0 {describe_losing(losing)}, but the KLD changes by {changed}."
+    details = [
+        f"FP8 costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)} with {kept} "
+        f"(perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)} at scale 1.0).",
+        why,
+    ]
+    for each in scaled:
+        paired = _find_pair(report, each.name, SCALE_ONE)
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
-        others.append(f"{one.name} {describe_pair(paired)}{by_chance}")
-    if others:
-        text = f"{text}; against scale 1.0, {'; '.join(others)}"
-    if _fails(unscaled, report):
-        text += f". That fails the {unscaled.gate} gate: {_LEAVE_LAYERS}"
-        return Decision(headline=text, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
-    if unscaled.verdict is Verdict.CANNOT_TELL:
-        return Decision(headline=f"on this text {text}.")
-    if SCALE_ONE in report.unusable:
-        return Decision(headline=f"{text}. But the engine cannot load the model: {_OTHER_ENGINE}")
-    return Decision(headline=f"{text}.", remedy=Remedy.SERVE, candidate=SCALE_ONE)
-
-
-_LEAVE_LAYERS = "leave the KV cache of some layers unquantized, or of all."
-_OTHER_ENGINE = "use another engine or format."
+        details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
+    headline, remedy, candidate = f"{_NOT_NEEDED}.", Remedy.SERVE, SCALE_ONE
+    if _fails(one, report):
+        headline = f"{_NOT_NEEDED}, but an FP8 cache fails the {one.gate} gate."
+        details.append(_LEAVE_LAYERS)
+        remedy = Remedy.FIND_LAYERS
+    elif one.verdict is Verdict.CANNOT_TELL:
+        headline = f"{_NOT_NEEDED}, but whether an FP8 cache passes cannot be told."
+        remedy, candidate = Remedy.NONE, ""
+    elif SCALE_ONE in report.unusable:
+        headline = f"{_NOT_NEEDED}, but the engine cannot load it."
+        details.append(_OTHER_ENGINE)
+        remedy, candidate = Remedy.NONE, ""
+    return Decision(
+        headline=headline, details="\n".join(details), remedy=remedy, candidate=candidate
+    )
 
 
 def _needs_query_only(name: str, losing: Sequence[SiteFit], report: VerifyReport) -> bool:
@@ -250,27 +270,35 @@ def _needs_query_only(name: str, losing: Sequence[SiteFit], report: VerifyReport
 
 
 def _choose_scaled(
-    report: VerifyReport, needed: str, fitting: Sequence[CandidateResult]
+    report: VerifyReport, where: str, fitting: Sequence[CandidateResult]
 ) -> Decision:
-    """Choose between candidates whose scales fit."""
+    """Choose between candidates whose scales fit; `where` they are needed is the first detail."""
     loadable = [one for one in fitting if one.name not in report.unusable]
     if not loadable:
         named = ", ".join(one.name for one in fitting)
-        text = f"{needed}. {named} would fit, but the engine cannot use it: {_OTHER_ENGINE}"
-        return Decision(headline=text)
+        headline = f"{_NEEDED}; {named} would fit, but the engine cannot use it."
+        return Decision(headline=headline, details=f"{where}\n{_OTHER_ENGINE}")
     passing = [one for one in loadable if not _is_unusable(one, report)]
     best = min(passing or loadable, key=get_kld)
-    klds = f"KLD {format_mean_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
+    cost = f"{best.name} costs KLD {format_mean_kld(best.kld_mean, best.kld_se)}"
     if _fails(best, report):
-        text = f"{needed}. With {best.name} it still fails ({klds}): {_LEAVE_LAYERS}"
-        return Decision(headline=text, remedy=Remedy.FIND_LAYERS, candidate=best.name)
+        return Decision(
+            headline=f"{_NEEDED}, and with {best.name} it still fails the {best.gate} gate.",
+            details=f"{where}\n{cost}. {_LEAVE_LAYERS}",
+            remedy=Remedy.FIND_LAYERS,
+            candidate=best.name,
+        )
     if best.verdict is Verdict.CANNOT_TELL:
-        text = f"{needed}. {best.name} fits, but whether it passes cannot be told ({klds})."
-        return Decision(headline=text)
+        headline = f"{_NEEDED}. {best.name} fits, but whether it passes cannot be told."
+        return Decision(headline=headline, details=f"{where}\n{cost}.")
     removed = format_difference(_find_pair(report, best.name, SCALE_ONE))
-    text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
-    text = f"{text}{_compare_with_best(best, passing, report)}."
-    return Decision(headline=text, remedy=Remedy.USE, candidate=best.name)
+    others = _compare_with_best(best, passing, report)
+    return Decision(
+        headline=f"{_NEEDED}: use {best.name}.",
+        details="\n".join([where, f"{cost}: {removed} against scale 1.0.", *others]),
+        remedy=Remedy.USE,
+        candidate=best.name,
+    )
 
 
 def describe_losing(fits: Sequence[SiteFit]) -> str:
@@ -302,34 +330,56 @@ def _join_layers(layers: Sequence[int]) -> str:
 
 def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
-    listed = "; ".join(
-        f"{one.name}: {one.verdict} (KLD {format_mean_kld(one.kld_mean, one.kld_se)}, "
-        f"{one.verdict_why}{'; the engine cannot use it' if one.name in report.unusable else ''})"
-        for one in found
-    )
     loadable = [one for one in found if one.name not in report.unusable]
+    unusable = [
+        f"The engine cannot use {one.name}." for one in found if one.name in report.unusable
+    ]
     if passing := [one for one in loadable if not _is_unusable(one, report)]:
         best = min(passing, key=get_kld)
-        choice = f"; use {best.name}{_compare_with_best(best, passing, report)}"
-        choice = choice if len(found) > 1 else ""
-        return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
-    if failed := [one for one in loadable if _fails(one, report)]:
-        advice = "leave the most sensitive layers unquantized, or use another scheme."
-        worst = min(failed, key=get_kld).name
-        return Decision(headline=f"{listed}; {advice}", remedy=Remedy.FIND_LAYERS, candidate=worst)
-    return Decision(headline=f"{listed}.")
+        others = _compare_with_best(best, passing, report)
+        headline = _judge(best) if len(found) == 1 else f"Use {best.name}: {_cost(best)}."
+        remedy, candidate, advice = Remedy.USE, best.name, [*unusable, *others]
+    elif failed := [one for one in loadable if _fails(one, report)]:
+        worst = min(failed, key=get_kld)
+        headline = _judge(worst) if len(found) == 1 else "No candidate passes."
+        advice = ["Leave the most sensitive layers in 16 bits, or use another scheme.", *unusable]
+        remedy, candidate = Remedy.FIND_LAYERS, worst.name
+    else:
+        headline = _judge(found[0]) if len(found) == 1 else "No candidate is known to pass."
+        remedy, candidate, advice = Remedy.NONE, "", unusable
+    return Decision(
+        headline=headline, details="\n".join(advice), remedy=remedy, candidate=candidate
+    )
+
+
+_VERDICTS = {
+    Verdict.PASS: "passes",
+    Verdict.NO_DIFFERENCE: "makes no difference",
+    Verdict.WARN: "gets a warning",
+    Verdict.FAIL: "fails",
+    Verdict.CANNOT_TELL: "cannot be judged by this text",
+}
+
+
+def _judge(one: CandidateResult) -> str:
+    return f"{one.name} {_VERDICTS[one.verdict]}: {_cost(one)}."
+
+
+def _cost(one: CandidateResult) -> str:
+    kld = format_mean_kld(one.kld_mean, one.kld_se)
+    return f"KLD {kld}, perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)}"
 
 
 def _compare_with_best(
     best: CandidateResult, passing: Sequence[CandidateResult], report: VerifyReport
-) -> str:
-    """Say how the others that pass compare with the one to use; empty without others."""
-    others = [
-        f"{one.name} {describe_pair(_find_pair(report, one.name, best.name))}"
-        for one in passing
-        if one is not best
-    ]
-    return f"; against it, {'; '.join(others)}" if others else ""
+) -> list[str]:
+    """Say how the others that pass compare with the one to use."""
+    pairs = ((one.name, _find_pair(report, one.name, best.name)) for one in passing if one != best)
+    return [f"Against {best.name}, {name} {describe_pair(pair)}." for name, pair in pairs]
+
+
+def _find(report: VerifyReport, name: str) -> CandidateResult:
+    return next(one for one in report.candidates if one.name == name)
 
 
 def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:

@@ -83,7 +83,7 @@ def describe_damage(candidate: str, layers: Sequence[LayerResult], fits: Fits) -
             return ""
         found, sqnr_db = row, row.sqnr_db
     sqnr = "" if sqnr_db is None else f"an SQNR of {sqnr_db:.1f} dB, "
-    lost = f"{found.clipped:.1%} clipped, {found.flushed:.1%} flushed to zero"
+    lost = f"{found.clipped:.1%} clipped, {found.flushed:.1%} zeroed"
     return f"{found.site} (layer {found.layer}) is destroyed: {sqnr}{lost}"
 
 

@@ -110,7 +110,7 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
         title=_TITLE,
         subject=report.model,
         headline=report.decision.headline,
-        details=report.decision.details,
+        details=report.decision.details.splitlines(),
         warnings=report.warnings,
         command=command,
         first=candidates_table(report.candidates, report.refused),
@@ -239,5 +239,5 @@ def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -
 def _describe(row: LayerResult) -> str:
     return (
         f"{format_db(row.sqnr_db)} dB, amax {row.amax:.4g}, scale {tables.format_scale(row)}, "
-        f"{row.clipped:.3%} clipped, {row.flushed:.3%} flushed"
+        f"{row.clipped:.3%} clipped, {row.flushed:.3%} zeroed"
     )

@@ -64,7 +64,7 @@ def test_a_fault_in_decoding_alone_is_found(
     assert (decoding["answer"], decoding["tokens"]) == ("worse", ROWS * (LENGTH // 2 - 1))
     assert decoding["prompt_tokens"] == ROWS * LENGTH // 2
     assert decoding["noise_rms"] < 1e-6
-    assert report["decision"]["headline"].startswith("decoding and prompts do not agree: ")
+    assert report["decision"]["headline"].startswith("Decoding and prompts do not agree: ")
     row = report["candidates"][0]
     assert (row["name"], row["verdict"]) == ("server", "warn")
     assert row["verdict_why"].endswith("decoding and prompts do not agree")
@@ -76,8 +76,8 @@ def test_decoding_that_agrees_is_said_to(
     _, unscaled = paths
     with FakeServer(unscaled, tokenize=tokenize) as server:
         found = verify(model, data, server.url)
-    assert found.out.splitlines()[0].startswith("decoding and prompts agree: the same tokens")
-    assert "the server behaves like scale-1.0" in found.out
+    assert found.out.splitlines()[0].startswith("Decoding and prompts agree: the same tokens")
+    assert "The server behaves like scale-1.0" in found.out
 
 
 def answer(
@@ -129,7 +129,7 @@ def test_noise_is_no_fault_and_little_text_cannot_tell() -> None:
     assert unclear.answer == "cannot-tell"
     assert unclear.tokens_to_tell is not None
     assert unclear.tokens_to_tell > unclear.tokens
-    assert unclear.sentence.endswith(" tokens would.")
+    assert unclear.sentence.endswith(" tokens would tell.")
 
 
 def test_what_is_written_otherwise_is_no_noise() -> None:

@@ -104,9 +104,9 @@ def mix(values: Values, order: Callable[[list[float]], list[float]]) -> Values:
     return dict(zip(SITES, order([values[site] for site in SITES]), strict=True))
 
 
-BEHAVES = "the server behaves like "
+BEHAVES = "The server behaves like "
 SERVED: dict[str, tuple[Callable[[Values], Values | None], str]] = {
-    "the right ones": (lambda v: v, "the server is explained by {} (correlation 1.00)."),
+    "the right ones": (lambda v: v, "The server is explained by {} (correlation 1.00)."),
     "none": (
         lambda _: None,
         f"{BEHAVES}scale-1.0 (correlation 1.00): your k/v scales are not in use.",
@@ -175,7 +175,7 @@ def test_the_scales_of_another_model(
     planted.save_model(folder / "model", seed=3, large=2)
     _, values = calibrate(folder / "model", folder / "out")
     report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
-    assert report["advice"].startswith(f"the server differs from {served.scales} in layer")
+    assert report["advice"].startswith(f"The server differs from {served.scales} in layer")
     assert report["advice"].endswith(
         ", at least: it has other scales there, or it serves another checkpoint."
     )
@@ -233,7 +233,7 @@ def test_a_cache_that_is_not_fp8(
     nothing = keep_modules(runner.emulate(None), frozenset())
     report = ask(runner.predict(nothing), "--scales", served.scales)
     assert report["advice"].startswith(
-        "the server behaves like the unquantized model: its KV cache is not FP8 (its changes are "
+        "The server behaves like the unquantized model: its KV cache is not FP8 (its changes are "
     )
 
 
@@ -243,6 +243,6 @@ def test_scales_that_were_not_named_are_not_taken_for_no_fp8(
     """They change far less than scale 1.0, which clips, and are not related to it."""
     report = ask(runner.predict(runner.emulate(served.values)))
     assert report["advice"].startswith(
-        "the server behaves like the unquantized model: its KV cache is not FP8, or has scales "
+        "The server behaves like the unquantized model: its KV cache is not FP8, or has scales "
         "that fit it: name them with --scales (its changes are "
     )
