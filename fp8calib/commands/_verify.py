@@ -353,14 +353,17 @@ def describe(
     )
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more
-    for candidate in result.candidates:
-        rows = [row for row in result.layers if row.candidate == candidate.name]
-        if rows and (request.everything or is_unfit(candidate.name, result)):
-            yield Line()
-            title = f"{candidate.name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
-            yield sites_table(rows[:_SHOWN_ROWS], title=title)
     is_needed = kv is not None and kv.answer != "no"
-    if result.diagnosis and (request.everything or (is_needed and result.diagnosis_of)):
+    is_diagnosed = bool(result.diagnosis) and (request.everything or is_needed)
+    for candidate in result.candidates:
+        name = candidate.name
+        rows = [row for row in result.layers if row.candidate == name]
+        is_told = name == SCALE_ONE and is_diagnosed  # by the table that follows
+        if rows and (request.everything or (is_unfit(name, result) and not is_told)):
+            yield Line()
+            title = f"{name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
+            yield sites_table(rows[:_SHOWN_ROWS], title=title)
+    if is_diagnosed:
         yield Line()
         yield _tabulate_diagnosis(result)
     if result.rules:
