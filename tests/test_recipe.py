@@ -22,7 +22,7 @@ def test_a_name_is_enough() -> None:
     recipe = parse_recipe("name: mine", where="mine.yaml")
     assert recipe == Recipe(name="mine")
     assert recipe.observe == Observe(kv=True, query=True, inputs=True, weights=True, ignore=())
-    assert (recipe.data.samples, recipe.data.seq_len, recipe.data.batch_size) == (512, None, 1)
+    assert (recipe.data.samples, recipe.data.seq_len, recipe.data.batch_size) == (512, None, None)
     assert (recipe.data.pack, recipe.data.seed) == (True, 0)
     assert (recipe.formats, recipe.tp) == (("kv-overlay",), (1,))
     assert recipe.scales.fallback is None

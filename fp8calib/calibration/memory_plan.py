@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fp8calib.calibration.observed_batches import cut_into
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.calibration.streamed_weights import PartLoader, PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -188,6 +190,27 @@ def plan_memory(
         limits,
         why=work.always_streams or f"streaming layer by layer: the model needs {numbers}",
     )
+
+
+def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
+    """Plan for batches of `size`, or for smaller ones where only these fit or need no streaming.
+
+    The run halves its batches when memory runs out. `size` 1 is planned as it is.
+
+    Raises:
+        UsageError: it fits with no batch.
+    """
+    if size == 1:
+        return plan_memory(work, limits)
+    mode = None
+    with suppress(UsageError):
+        mode = plan_memory(work, limits)
+        if mode.streaming is None:
+            return mode
+    size //= 2
+    halves = [half for batch in work.batches for half in cut_into(batch, size)]
+    smaller = plan_halved(replace(work, batches=halves), limits, size)
+    return mode if mode is not None and smaller.streaming is not None else smaller
 
 
 def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:

@@ -24,8 +24,15 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 
+_GPU_BATCH_TOKENS = 8192
+"""About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
 _GPU_BATCHES_PER_CHECK = 16
 """How many batches on a GPU share one check for NaN, because each check waits for the device."""
+
+
+def choose_batch_size(device: str, seq_len: int) -> int:
+    """Choose how many sequences a batch has where the user does not."""
+    return 1 if device == "cpu" else max(1, _GPU_BATCH_TOKENS // seq_len)
 
 
 class BatchObserver:

@@ -97,8 +97,7 @@ BATCH_SIZE = Option(
     metavar="B",
     least=1,
     key="data.batch_size",
-    default=1,
-    help="Sequences per batch; default 1.",
+    help="Sequences per batch; default 1, or where a GPU calibrates so many as have 8,192 tokens.",
 )
 PACK = Option(
     "--no-pack",

@@ -79,7 +79,7 @@ class Data(Frozen):
     text_column: str | None = _key(keys.TEXT_COLUMN, min_length=1)
     samples: int = _key(keys.SAMPLES, strict=True)
     seq_len: int | None = _key(keys.SEQ_LEN, strict=True)
-    batch_size: int = _key(keys.BATCH_SIZE, strict=True)
+    batch_size: int | None = _key(keys.BATCH_SIZE, strict=True)
     pack: bool = _key(keys.PACK, strict=True)
     seed: int = _key(keys.SEED, strict=True)
 

@@ -102,7 +102,7 @@ class VerifyRequest:
     ] = E4M3FN.name
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
+    batch_size: Annotated[int, BATCH_SIZE] = 1
     pack: Annotated[bool, PACK] = True
     gate: Annotated[
         str | None,

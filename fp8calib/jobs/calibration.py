@@ -13,7 +13,12 @@ from fp8calib.calibration.calibrate import WorkShare, calibrate
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
+from fp8calib.calibration.memory_plan import (
+    MemoryPlan,
+    Workload,
+    find_limits,
+    plan_halved,
+)
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES
@@ -44,21 +49,20 @@ def choose_mode(job: ResumableJob) -> MemoryPlan:
     if job.layer_job is not None:
         extra["work on layers"] = job.layer_job.estimate_bytes(job)
     sharers = job.group.process_rank.local_size
-    return plan_memory(
-        Workload(
-            prepared=job.prepared,
-            checkpoint=job.checkpoint,
-            dtype=DTYPES[job.dtype],
-            device=job.device,
-            batches=job.group.share_of(job.list_batches()),
-            scratch=scratch,
-            sharers=sharers,
-            extra=extra,
-            least_read_bytes=job.checkpoint.total_size_bytes if weights else 0,
-            always_streams="" if job.layer_job is None else job.layer_job.why_streamed,
-        ),
-        find_limits(job.device, job.memory, sharers=sharers),
+    work = Workload(
+        prepared=job.prepared,
+        checkpoint=job.checkpoint,
+        dtype=DTYPES[job.dtype],
+        device=job.device,
+        batches=job.group.share_of(job.list_batches()),
+        scratch=scratch,
+        sharers=sharers,
+        extra=extra,
+        least_read_bytes=job.checkpoint.total_size_bytes if weights else 0,
+        always_streams="" if job.layer_job is None else job.layer_job.why_streamed,
     )
+    limits = find_limits(job.device, job.memory, sharers=sharers)
+    return plan_halved(work, limits, job.batch_size if job.recipe.data.batch_size is None else 1)
 
 
 def run_job(
@@ -89,7 +93,7 @@ def run_job(
             job.checkpoint,
             header,
             observe=job.recipe.observe,
-            batch_size=job.recipe.data.batch_size,
+            batch_size=job.batch_size,
             progress=progress,
             streaming=mode.streaming,
             share=share,

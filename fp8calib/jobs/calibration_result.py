@@ -52,7 +52,7 @@ def make_calibrate_result(
         dtype_why=job.dtype_why,
         device=job.device,
         engine=stats.header.engine,
-        batch_size=job.recipe.data.batch_size,
+        batch_size=job.batch_size,
         rule=str(job.recipe.scales.rule),
         rules={pattern: str(rule) for pattern, rule in job.recipe.scales.rules.items()} or None,
         coverage=Coverage(observed=len(stats.sites), skipped=stats.header.skipped),

@@ -22,6 +22,7 @@ from fp8calib.calibration.memory_plan import (
     find_limits,
     loading_bytes,
     peak_of_layers,
+    plan_halved,
     plan_memory,
 )
 from fp8calib.calibration.observed_batches import BatchObserver
@@ -122,6 +123,22 @@ def test_on_a_gpu_the_memory_of_the_gpu_decides(work: Workload) -> None:
     assert plan.streaming is None
     assert plan_memory(work, limits(2**30, device=needed - 1)).streaming is not None
     assert "weights" not in plan.peak
+
+
+def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -> None:
+    ids = torch.arange(8 * 20).view(8, 20) % 60
+    large = replace(work, batches=[Batch(input_ids=ids, lengths=(20,) * 8, first=0)])
+    of_two = sum(plan_memory(work, limits(2**30)).peak.values())  # those of BATCHES
+    with pytest.raises(UsageError, match="even layer by layer"):
+        plan_memory(large, limits(of_two))
+    planned = plan_halved(large, limits(of_two), 8)
+    assert planned.streaming is None
+    assert sum(planned.peak.values()) == of_two
+    assert plan_halved(large, limits(2**30), 8) == plan_memory(large, limits(2**30))
+    streamed = replace(large, always_streams="asked for by a test")
+    assert plan_halved(streamed, limits(2**30), 8) == plan_memory(streamed, limits(2**30))
+    with pytest.raises(UsageError, match="even layer by layer"):
+        plan_halved(large, limits(100), 8)
 
 
 def test_a_streamed_model_needs_two_layers(work: Workload) -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.calibration import memory_plan
+from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
+from fp8calib.data.sequences import Batch
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.quantization.shard_writer import ShardWriter
@@ -160,6 +162,37 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu(
     assert done.json["memory"]["streamed"] is (mode == "streamed")
     assert done.json["memory"]["device_peak_bytes"] > 0
     require_same_statistics(calibrated / "cpu", tmp_path / "out")
+
+
+def test_batches_of_a_gpu_are_chosen_unless_they_are_given(tmp_path: Path) -> None:
+    """They are halved where memory runs out, which the report names."""
+    ids = [{"input_ids": [3 + (i * j + j) % 90 for j in range(32)]} for i in range(8)]
+    rows = write_rows(tmp_path / "rows.jsonl", ids)
+    zoo.save("llama", tmp_path / "model")
+    command = ("calibrate", tmp_path / "model", "--data", rows, "--samples", 8, "--seq-len", 32)
+    sizes = [0]
+    run = Decoder.run
+
+    def spy(self: Decoder, batch: Batch, cache: object) -> torch.Tensor:
+        sizes.append(len(batch.lengths))
+        if len(batch.lengths) > 2:
+            error = OutOfMemoryInForward("no room for more")
+            raise error
+        return run(self, batch, cache)
+
+    with gpus(), mock.patch.object(Decoder, "run", spy):
+        done = succeed(*command, "--device", "cuda", "--out", tmp_path / "chosen", "--json")
+    assert sizes == [0, 8, 4, 2, 2, 2, 2]
+    assert done.json["batch_size"] == 8192 // 32
+    assert done.json["batch_back_off"] == [
+        {"first": 0, "batch_size": 4},
+        {"first": 0, "batch_size": 2},
+    ]
+    with gpus():
+        given = (*command, "--device", "cuda", "--batch-size", 2, "--out", tmp_path / "two")
+        assert succeed(*given, "--json").json["batch_back_off"] == []
+    one, two = (tmp_path / name / "stats.safetensors" for name in ("chosen", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 @pair("case", FIGURES)

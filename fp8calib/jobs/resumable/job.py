@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME
+from fp8calib.calibration.observed_batches import choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.commands.recipe import Recipe
@@ -65,6 +66,15 @@ class ResumableJob(RunModel):
     layer_job: LayerJob | None = None
     """What also works on each layer while its inputs are there; None if nothing does."""
 
+    @property
+    def batch_size(self) -> int:
+        """The sequences of a batch; an engine runs them one by one."""
+        if self.recipe.data.batch_size is not None:
+            return self.recipe.data.batch_size
+        if self.plan is None or self.engine is not None:
+            return 1
+        return choose_batch_size(self.device, self.plan.seq_len)
+
     def list_batches(self) -> list[Batch]:
         """List the batches of its shard, those that an interrupted run has done among them.
 
@@ -73,7 +83,7 @@ class ResumableJob(RunModel):
         """
         if self.plan is None:
             return []
-        return select_batches(self.plan, self.recipe.data.batch_size, self.shard)
+        return select_batches(self.plan, self.batch_size, self.shard)
 
     def count(self) -> dict[str, Any]:
         """Count its sequences and tokens, and name its shard."""

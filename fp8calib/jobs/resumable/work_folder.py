@@ -112,7 +112,7 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[Journal | Ca
             header,
             text_hashes_of(job.plan),
             shard=job.shard,
-            batch_size=job.recipe.data.batch_size,
+            batch_size=job.batch_size,
             warn=job.reporter.warn,
             rank=group.rank,
             **done,

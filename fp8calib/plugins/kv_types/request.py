@@ -58,7 +58,7 @@ class KvTypesRequest:
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
+    batch_size: Annotated[int, BATCH_SIZE] = 1
     pack: Annotated[bool, PACK] = True
     device: shared.DeviceOption = "auto"
     dtype: shared.DtypeOption = "auto"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.observed_batches import choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.plan import build_plan
@@ -74,7 +75,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             calibrate,
             *(ready, plan, checkpoint, header),
             observe=recipe.observe,
-            batch_size=recipe.data.batch_size,
+            batch_size=recipe.data.batch_size or choose_batch_size(device, plan.seq_len),
         )
         yield Setup(
             model=model,
