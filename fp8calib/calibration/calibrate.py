@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from fp8calib.calibration.header import BackOff, Skipped, StatsHeader, StatsShar
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_observer import LayerObserver
 from fp8calib.calibration.observe import Observe
-from fp8calib.calibration.observed_batches import open_observer
+from fp8calib.calibration.observed_batches import BatchObserver, open_observer
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.recorder import LayerWork, Recorder
 from fp8calib.calibration.statistic import (
@@ -30,7 +31,11 @@ from fp8calib.calibration.statistic import (
 )
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
-from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
+from fp8calib.calibration.weight_stats import (
+    check_other_weights,
+    observe_weights,
+    settle_weights,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
@@ -120,31 +125,37 @@ def calibrate(
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     with ExitStack() as stack:
-        if streaming is not None:
-            tokens = find_distinct_tokens(todo)
-            opened = open_streamed(prepared, checkpoint, tokens, streaming)
-            layers = LayerObserver(
-                stack.enter_context(opened), linears, progress, work=work, journal=journal
-            )
-        elif linears is not None:
-            sites |= _read_weights(prepared, linears, checkpoint, progress, share)
-        if todo and engine is None:
-            observer = stack.enter_context(open_observer(prepared, recorder, observe))
-            if streaming is not None:
-                sites |= layers.observe(observer, todo, share.back_offs)
+        passes: WholeModel | LayerObserver
+        if streaming is None:
+            passes = WholeModel(prepared, linears or (), progress, journal)
+        else:
+            opened = open_streamed(prepared, checkpoint, find_distinct_tokens(todo), streaming)
+            streamed = stack.enter_context(opened)
+            passes = LayerObserver(streamed, linears, progress, work=work, journal=journal)
+        has_rest = linears is not None and group.is_first and (shard is None or shard.index == 1)
+        names = [name for name in checkpoint.tensors if has_rest and name not in passes.tensors]
+        find_hashes = stack.enter_context(
+            _reading_files(checkpoint, names, passes.device, is_hashed=group.is_first)
+        )
+        try:
+            if todo and engine is None:
+                observer = stack.enter_context(open_observer(prepared, recorder, observe))
+                sites = passes.observe(observer, todo, share.back_offs)
             else:
-                observer.run_whole(todo, progress, journal, share.back_offs)
-                sites |= recorder.stats()
-        elif streaming is not None:
-            sites |= layers.observe_weights()
-        elif todo and engine is not None:
-            seen, unseen = engine.observe(
-                *(prepared, checkpoint, todo, observe),
-                num_sequences=header.num_sequences,
-                progress=progress,
-                journal=journal,
-            )
-            sites |= seen
+                passes.observe_weights()
+            if todo and engine is not None:
+                sites, unseen = engine.observe(
+                    *(prepared, checkpoint, todo, observe),
+                    num_sequences=header.num_sequences,
+                    progress=progress,
+                    journal=journal,
+                )
+        except CalibrationError:
+            passes.finish_weights()  # NaN in a weight is the cause of that in an activation
+            find_hashes()
+            raise
+        sites |= passes.finish_weights()
+        unquantized = find_hashes()
     sites = _join_processes(group, sites)
     if journal is not None:
         sites = merge_sites([sites, journal.sites])
@@ -153,7 +164,7 @@ def calibrate(
     skipped = list_skipped(prepared, sites, unseen, query=observe.query, inputs=observe.inputs)
     added = {
         "skipped": tuple(Skipped(site=site, why=why) for site, why in skipped),
-        "unquantized": hash_unquantized(checkpoint.stored) if group.is_first else {},
+        "unquantized": unquantized,
     }
     part = None
     if shard is not None and plan is not None:
@@ -212,26 +223,78 @@ def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
-def _read_weights(
-    prepared: PreparedModel,
-    linears: Sequence[Linear],
-    checkpoint: Checkpoint,
-    progress: Progress,
-    share: WorkShare,
-) -> dict[Site, SiteStats]:
-    progress.stage("reading weights", len(linears))
-    started = time.monotonic()
-    found: dict[Site, SiteStats] = {}
-    for site, stats in observe_weights(linears, prepared.weights, ignored=prepared.ignored):
-        found[site] = stats
-        progress.advance(1)
-    if share.group.is_first and (share.shard is None or share.shard.index == 1):
+class WholeModel:
+    """Gathers the statistics of a model that is in memory whole, as `LayerObserver` does.
+
+    Attributes:
+        device: the device of its embeddings.
+        tensors: those that its linears are made from.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        linears: Sequence[Linear],
+        progress: Progress,
+        journal: Journal | None,
+    ) -> None:
+        self.device = prepared.model.device
         names = {linear.weight_name for _, linear in prepared.geometry.linears()}
-        read = prepared.weights.tensor_names(names)
-        check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
-    if share.journal is not None:
-        share.journal.save_weights(found, duration_s=time.monotonic() - started)
-    return found
+        self.tensors = prepared.weights.tensor_names(names)
+        self._prepared = prepared
+        self._linears = linears
+        self._progress = progress
+        self._journal = journal
+        self._weights: dict[Site, SiteStats] = {}
+
+    def observe_weights(self) -> None:
+        """Begin to reduce the weights on their GPU, or reduce them on the CPU."""
+        if not self._linears:
+            return
+        self._progress.stage("reading weights", len(self._linears))
+        started = time.monotonic()
+        source, ignored = self._prepared.weights.reading_loaded(), self._prepared.ignored
+        for site, stats in observe_weights(self._linears, source, ignored=ignored):
+            self._weights[site] = stats
+            self._progress.advance(1)
+        if self._journal is not None:
+            duration_s = time.monotonic() - started
+            self._journal.save_weights(self._weights, duration_s=duration_s)
+
+    def observe(
+        self, observer: BatchObserver, batches: Sequence[Batch], back_offs: list[BackOff]
+    ) -> dict[Site, SiteStats]:
+        """Run batches behind the weights; `BatchObserver.run_whole` says what it raises."""
+        self.observe_weights()
+        observer.run_whole(batches, self._progress, self._journal, back_offs)
+        return observer.recorder.stats()
+
+    def finish_weights(self) -> dict[Site, SiteStats]:
+        """Give the statistics of weights; ModelError if one is NaN or inf."""
+        return settle_weights(self._weights, self._linears, self._prepared.weights)
+
+
+@contextmanager
+def _reading_files(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device, *, is_hashed: bool
+) -> Iterator[Callable[[], dict[str, str]]]:
+    """Look for NaN in tensors, and give what waits for the hashes of the header.
+
+    It happens in a thread while the context is open; at once where the passes need the same cores,
+    or the tensors are not in files.
+    """
+
+    def read() -> dict[str, str]:
+        check_other_weights(checkpoint, names)
+        return hash_unquantized(checkpoint.stored) if is_hashed else {}
+
+    if device.type != "cuda" or not checkpoint.weight_files:
+        hashes = read()
+        yield lambda: hashes
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="read-files") as pool:
+        reading = pool.submit(read)
+        yield reading.result
 
 
 def _join_processes(group: ProcessGroup, sites: dict[Site, SiteStats]) -> dict[Site, SiteStats]:

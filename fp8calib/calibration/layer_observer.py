@@ -17,15 +17,26 @@ from fp8calib.calibration.observed_batches import BatchObserver, cut_into
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
-from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
+from fp8calib.calibration.weight_stats import (
+    check_other_weights,
+    observe_weights,
+    settle_weights,
+)
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.data.sequences import Batch
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import Linear, Site
+from fp8calib.model.weight_source import WeightSource
 
 
 class LayerObserver:
-    """Gathers the statistics of a streamed model; its lm_head never runs."""
+    """Gathers the statistics of a streamed model; its lm_head never runs.
+
+    Attributes:
+        device: the device that the layers run on.
+        tensors: those that the layers are made from.
+    """
 
     def __init__(
         self,
@@ -36,7 +47,9 @@ class LayerObserver:
         work: LayerWork | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """Observe the weights of `linears`, and look for NaN in other weights; None: in none."""
+        """Observe the weights of `linears`, and look for NaN in others of layers; None: in none."""
+        self.device = streamed.device
+        self.tensors = frozenset(name for part in streamed.parts for name in part.tensors)
         self._streamed = streamed
         self._num_layers = len(streamed.geometry.layers)
         self._linears = None if linears is None else {linear.module for linear in linears}
@@ -44,19 +57,15 @@ class LayerObserver:
         self._work = work
         self._journal = journal
         self._weights: dict[Site, SiteStats] = {}
-        self._read: set[str] = set()
-        """The tensors of layers whose weights are observed."""
         self._counted = 0
 
-    def observe_weights(self) -> dict[Site, SiteStats]:
+    def observe_weights(self) -> None:
         """Read and observe the weights alone."""
         self._progress.stage("reading weights", self._num_layers, unit="layers")
         with self._streamed.layers() as layers:
             for layer in layers:
-                self._observe_weights(layer)
+                self._observe_weights(layer, will_be_placed=False)
                 self._progress.advance(1)
-        self._check_others()
-        return self._weights
 
     def observe(
         self, observer: BatchObserver, batches: Sequence[Batch], back_offs: list[BackOff]
@@ -80,7 +89,7 @@ class LayerObserver:
                 size //= 2
                 if not size:
                     raise
-            return_memory_of(self._streamed.device)
+            return_memory_of(self.device)
             self._count(-self._counted)
             observer.recorder.forget()
             if self._work is not None:
@@ -99,11 +108,12 @@ class LayerObserver:
             steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
             self._count(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(streamed.layers()):
-                self._observe_weights(layer)
                 index = layer.layer.index
+                left = self._observe_weights(layer, will_be_placed=index >= first)
                 if index < first:
                     continue
                 with streamed.placed(layer):
+                    self._observe(left, layer.weights.reading_loaded())
                     for number, batch in enumerate(batches):
                         before = store.get(number, observer.decoder.device) if index else None
                         with observer.observed(batch) as cache:
@@ -117,27 +127,35 @@ class LayerObserver:
                         self._work.finish_layer(layer.layer)
                 if journal is not None and index < last:
                     journal.save_layer(index, batches, store, observer.recorder)
-        self._check_others()
         earlier = {} if journal is None else journal.layer_sites
-        return merge_sites([self._weights, earlier, observer.recorder.stats()])
+        return merge_sites([earlier, observer.recorder.stats()])
 
     def _count(self, steps: int) -> None:
         self._counted += steps
         self._progress.advance(steps)
 
-    def _observe_weights(self, layer: StreamedLayer) -> None:
+    def _observe_weights(self, layer: StreamedLayer, *, will_be_placed: bool) -> Sequence[Linear]:
+        """Observe weights on the CPU, and give those that are left for the GPU."""
         if self._linears is None:
-            return
-        ignored = self._streamed.prepared.ignored
+            return ()
         linears = [each for each in layer.layer.linears if each.module in self._linears]
-        self._weights |= observe_weights(linears, layer.weights, ignored=ignored)
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
-        self._read.update(layer.part.tensors)
+        stored = {TORCH_DTYPES[layer.held.tensors[name].dtype] for name in read}
+        is_gpu = self.device.type == "cuda"
+        if will_be_placed and is_gpu and stored == {self._streamed.model.dtype}:
+            return linears
+        self._observe(linears, layer.weights)
+        return ()
 
-    def _check_others(self) -> None:
-        """Look for NaN in the tensors outside the layers."""
-        if self._linears is not None:
-            checkpoint = self._streamed.checkpoint
-            others = [name for name in checkpoint.tensors if name not in self._read]
-            check_other_weights(checkpoint, others)
+    def _observe(self, linears: Sequence[Linear], weights: WeightSource) -> None:
+        self._weights |= observe_weights(linears, weights, ignored=self._streamed.prepared.ignored)
+
+    def finish_weights(self) -> dict[Site, SiteStats]:
+        """Give the statistics of the weights of all layers that have run.
+
+        Raises:
+            ModelError: one is NaN or inf; the message names tensor and index.
+        """
+        linears = [each for layer in self._streamed.geometry.layers for each in layer.linears]
+        return settle_weights(self._weights, linears, self._streamed.prepared.weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hooks import HookedCache, open_hooks
-from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch, cut_batch
@@ -26,8 +27,6 @@ from fp8calib.model.shapes import Role
 
 _GPU_BATCH_TOKENS = 8192
 """About as many keep a GPU busy; the same on every GPU, so that shards and resumed runs agree."""
-_GPU_BATCHES_PER_CHECK = 16
-"""How many batches on a GPU share one check for NaN, because each check waits for the device."""
 
 
 def choose_batch_size(device: str, seq_len: int) -> int:
@@ -44,6 +43,7 @@ class BatchObserver:
         self.decoder = Decoder(model)
         self.recorder = recorder
         self._new_cache = new_cache
+        self._checked_at = time.monotonic()
 
     @contextmanager
     def observed(self, batch: Batch) -> Iterator[HookedCache]:
@@ -55,14 +55,17 @@ class BatchObserver:
         self.recorder.end_batch()
 
     def check(self, *, at_end: bool = False) -> bool:
-        """Check the batches since the last check if they are enough; tell whether it did.
+        """Check the batches since the last check, on a GPU if it was long ago; tell whether it did.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names site and sample.
         """
-        is_due = at_end or self.decoder.device.type == "cpu"
-        if not is_due and len(self.recorder.unchecked) < _GPU_BATCHES_PER_CHECK:
+        now = time.monotonic()
+        is_gpu = self.decoder.device.type != "cpu"
+        # each look waits for the device, and none is needed before the next checkpoint is due
+        if is_gpu and not at_end and now < self._checked_at + INTERVAL_S:
             return False
+        self._checked_at = now
         if (found := self.recorder.find_nonfinite()) is None:
             return True
         site, sample = found

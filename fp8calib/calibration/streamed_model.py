@@ -62,6 +62,7 @@ class StreamedModel:
         checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
+        parts: the parameters of each layer.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StreamedModel:
         self._begin_next: Callable[[], None] = lambda: None
         self._streaming = streaming
         self._loader = loader
-        self._parts = loader.layers()
+        self.parts = loader.layers()
 
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
@@ -90,7 +91,7 @@ class StreamedModel:
     @contextmanager
     def layers(self) -> Iterator[Iterator[StreamedLayer]]:
         """Iterate over the layers; one is read, in a thread, while the one before is placed."""
-        unread = zip(self.geometry.layers, self._parts, strict=True)
+        unread = zip(self.geometry.layers, self.parts, strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
 
         def read(layer: Layer, part: ModelPart) -> StreamedLayer:
@@ -103,7 +104,7 @@ class StreamedModel:
                 reading.append(pool.submit(read, *following))
 
         def finished() -> Iterator[StreamedLayer]:
-            for _ in self._parts:
+            for _ in self.parts:
                 begin_next()
                 yield reading.popleft().result()
 

@@ -1,9 +1,9 @@
-"""Compute the amax of weights from the shards, without a forward pass."""
+"""Compute the amax of weights, without a forward pass: from the shards or on the model's GPU."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -23,10 +23,12 @@ def observe_weights(
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
 
-    Of experts also the axis that tensor parallelism cuts, to the amax of blocks.
+    Of experts also the axis that tensor parallelism cuts, to the amax of blocks. Nothing waits for
+    a GPU: `settle_weights` does, and looks for NaN.
 
     Raises:
-        ModelError: a weight holds NaN or inf; the message names tensor and index.
+        ModelError: a weight that was read on the CPU holds NaN or inf; the message names tensor and
+            index.
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
@@ -44,6 +46,26 @@ def observe_weights(
             stacked = {name: torch.stack([part[name] for part in parts]) for name in found}
             joined = {name: x if name == "experts" else x.amax(0) for name, x in stacked.items()}
             yield site, SiteStats(count=0, **joined)
+
+
+def settle_weights(
+    found: Mapping[Site, SiteStats], linears: Iterable[Linear], source: WeightSource
+) -> dict[Site, SiteStats]:
+    """Give statistics on the CPU; `source` reads the weights of `linears` there.
+
+    Raises:
+        ModelError: a weight holds NaN or inf; the message names tensor and index.
+    """
+    settled = {
+        site: SiteStats(count=0, **{name: x.cpu() for name, x in stats.tensors.items()})
+        for site, stats in found.items()
+    }
+    for linear in linears:
+        stats = settled.get(Site(linear.module, Role.WEIGHT))
+        if stats is not None and not bool(stats.amax.isfinite().all()):
+            for _ in observe_weights([linear], source, ignored=()):
+                pass  # it raises
+    return settled
 
 
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
@@ -85,7 +107,7 @@ def _reduce(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
             hint="calibrate the unquantized model it was made from",
         )
     amax_out = row_amax(weight)
-    if not bool(amax_out.isfinite().all()):
+    if weight.device.type == "cpu" and not bool(amax_out.isfinite().all()):
         index = (~weight.float().isfinite()).nonzero()[0].tolist()
         raise nonfinite_tensor_error(name, float(weight[tuple(index)]), index)
     return {"amax": amax_out, "amax_in": channel_amax(weight)}

@@ -51,7 +51,7 @@ from fp8calib.jobs.fp8_checkpoint import (
     check_checkpoint,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.hashes import hash_run
+from fp8calib.jobs.hashes import Known, hash_run, hashing
 from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.quantization.planned import resolve_recipe
 from fp8calib.jobs.recipe_options import (
@@ -149,13 +149,14 @@ def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunP
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header) as journal:
+    model = None if job.is_live or not job.group.is_first else job.source.folder
+    with work_folder(job, header) as journal, hashing(model, job.device) as find_known:
         if isinstance(journal, CalibrateResult):
             return _tell_finished(job, journal)
         stats, cost = run_job(job, mode, header, journal)
         if not job.group.is_first:
             return None
-        return _write(job, stats, cost, journal.folder, request)
+        return _write(job, stats, cost, journal.folder, request, find_known)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -321,10 +322,11 @@ def _write(
     cost: Mapping[str, Any],
     folder: Path,
     request: CalibrateRequest,
+    find_known: Callable[[], Known],
 ) -> CalibrateResult:
     """Write all output; where a format cannot be written, save at least the statistics."""
     try:
-        return _write_all(job, stats, cost, folder, request)
+        return _write_all(job, stats, cost, folder, request, find_known)
     except OSError as error:
         failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
     except ExportError as error:
@@ -356,6 +358,7 @@ def _write_all(
     cost: Mapping[str, Any],
     folder: Path,
     request: CalibrateRequest,
+    find_known: Callable[[], Known],
 ) -> CalibrateResult:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
@@ -373,7 +376,8 @@ def _write_all(
     if request.check:
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})
     result = _add_cards(job, folder, result, request)
-    result = result.model_copy(update={"hashes": _hash_files(job, folder, result.files)})
+    hashes = _hash_files(job, folder, result.files, find_known())
+    result = result.model_copy(update={"hashes": hashes})
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)
     (folder / REPORT_NAME).write_text(report + "\n", encoding="utf-8")
     return result
@@ -399,13 +403,14 @@ def _add_cards(
     return result.model_copy(update={"files": files, "quantize": quantized})
 
 
-def _hash_files(job: ResumableJob, folder: Path, files: Sequence[str]) -> RunHashes:
+def _hash_files(job: ResumableJob, folder: Path, files: Sequence[str], known: Known) -> RunHashes:
     """Hash the files of the model, of the text and of what was written."""
     written = dict.fromkeys(name.partition("/")[0] for name in files if name != REPORT_NAME)
     return hash_run(
         None if job.is_live else job.source.folder,
         job.specs,
         {name: folder / name for name in written},
+        known,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,21 +17,54 @@ from fp8calib.data.specs import FileSource, parse_spec
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
+_NUM_THREADS = 4
+"""One hashes some 2 GB a second."""
 
 
-def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
-    """Hash the files of a run, each once.
+Known = dict[tuple[int, int], FileHash]
+"""The hashes of files by device and inode."""
+
+
+@contextmanager
+def hashing(model: Path | None, device: str) -> Iterator[Callable[[], Known]]:
+    """Hash the files of a model in threads beside passes on a GPU; give what waits for them.
+
+    On a CPU, whose cores the passes need, nothing is hashed here.
+    """
+    known: Known = {}
+    paths = [] if model is None or device == "cpu" else _list_files(model)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
+        running = [pool.submit(hash_files, [path], known) for path in paths]
+
+        def finish() -> Known:
+            for each in running:
+                each.result()
+            return known
+
+        try:
+            yield finish
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def hash_run(
+    model: Path | None,
+    specs: Iterable[str],
+    scales: Mapping[str, Path],
+    known: Known | None = None,
+) -> RunHashes:
+    """Hash the files of a run, each once, but for those that are `known`.
 
     Args:
         model: the folder of the unquantized model; None for one in memory.
         specs: values of `--data`.
         scales: files and folders of scales by the names they are known by.
+        known: the hashes of some files, and then of all.
     """
-    known: dict[tuple[int, int], FileHash] = {}
+    known = {} if known is None else known
 
     def hash_place(place: Path) -> tuple[FileHash, ...]:
-        paths = [place] if place.is_file() else sorted(filter(_counts, place.iterdir()))
-        return hash_files(paths, known)
+        return hash_files(_list_files(place), known)
 
     sources = [parse_spec(spec).source for spec in specs]
     texts = [path for each in sources if isinstance(each, FileSource) for path in each.paths]
@@ -40,10 +75,12 @@ def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path
     )
 
 
-def hash_files(
-    paths: Iterable[Path], known: dict[tuple[int, int], FileHash]
-) -> tuple[FileHash, ...]:
-    """Hash files but for those in `known`, by device and inode, and add them to it."""
+def _list_files(place: Path) -> list[Path]:
+    return [place] if place.is_file() else sorted(filter(_counts, place.iterdir()))
+
+
+def hash_files(paths: Iterable[Path], known: Known) -> tuple[FileHash, ...]:
+    """Hash files but for those in `known`, and add them to it."""
     hashes = []
     for path in paths:
         status = path.stat()

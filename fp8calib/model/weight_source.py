@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -31,6 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
 from fp8calib.model.module_paths import list_paths
@@ -69,6 +71,7 @@ class WeightSource:
         """The model, with or without weights."""
         self.source = checkpoint
         """The checkpoint that tensors are read from."""
+        self._loaded: Mapping[str, torch.Tensor] = {}
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
             conversions = get_model_conversion_mapping(model)
@@ -154,6 +157,18 @@ class WeightSource:
         other.source = source
         return other
 
+    def reading_loaded(self) -> WeightSource:
+        """Copy this object to read what a GPU holds of the model as it is stored from there."""
+        loaded = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            stored = {self.source.tensors[each].dtype for each in self.tensor_names([name])}
+            is_held = parameter.device.type == "cuda" and not isinstance(parameter, DTensor)
+            if is_held and {TORCH_DTYPES[dtype] for dtype in stored} == {parameter.dtype}:
+                loaded[name] = parameter.detach()
+        other = copy(self)
+        other._loaded = loaded
+        return other
+
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
         """Parameter or buffer -> all parameters that are made from the same tensors."""
@@ -182,6 +197,8 @@ class WeightSource:
         Raises:
             ModelError: the checkpoint holds no tensor for it.
         """
+        if parameter in self._loaded:
+            return self._loaded[parameter]
         return self.read_all(parameter)[parameter]
 
     def read_rows(self, parameter: str, start: int, stop: int) -> torch.Tensor:
@@ -191,7 +208,9 @@ class WeightSource:
     def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
         """Read a 3-D parameter of experts, one expert at a time: [rows, columns]."""
         parts = self._find(parameter)
-        if (name := self.single_tensors.get(parameter)) is not None:
+        if parameter in self._loaded:
+            yield from self._loaded[parameter]
+        elif (name := self.single_tensors.get(parameter)) is not None:
             for expert in range(self.source.tensors[name].shape[0]):
                 yield self.source.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):

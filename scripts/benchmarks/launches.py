@@ -7,7 +7,7 @@ path. An operation that returns a view, or memory without values, launches no ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,18 +40,23 @@ _TENSORS_OF_A_KERNEL = 64
 """Pairs of tensors in one kernel of a `_foreach` operation (ATen's MultiTensorApply.cuh)."""
 _REDUCTIONS = {"_foreach_norm", "_foreach_max"}
 """These take two kernels more, before and after (ATen's ForeachReduceOp.cu)."""
+_WAITING = {"_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero", "_unique2"}
+"""The host waits for what these compute; so it does for copies from the GPU that block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Kernels that were launched, and the bytes that they read."""
+    """Kernels that were launched, the bytes that they read, and how often the host waited."""
 
     launches: int
     bytes_read: int
+    waits: int
 
     def __sub__(self, other: Work) -> Work:
         return Work(
-            launches=self.launches - other.launches, bytes_read=self.bytes_read - other.bytes_read
+            launches=self.launches - other.launches,
+            bytes_read=self.bytes_read - other.bytes_read,
+            waits=self.waits - other.waits,
         )
 
 
@@ -81,11 +86,12 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._device = device
         self._launches = 0
         self._bytes_read = 0
+        self._waits = 0
 
     @property
     def work(self) -> Work:
         """What was counted so far."""
-        return Work(launches=self._launches, bytes_read=self._bytes_read)
+        return Work(launches=self._launches, bytes_read=self._bytes_read, waits=self._waits)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -100,7 +106,20 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             self._launches += 2 * (name in _REDUCTIONS)
             read = self._tensors(found) if name == "index" else given
             self._bytes_read += sum(map(_num_bytes, read))
+        self._waits += self._makes_wait(func, args, kwargs or {}, found)
         return found
+
+    def _makes_wait(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any
+    ) -> bool:
+        name = func.overloadpacket.__name__
+        if name.startswith("index"):  # a mask of places is counted first
+            return any(x.dtype is torch.bool for x in self._tensors(args[1]))
+        if name in {"copy_", "_to_copy"}:
+            blocks = not (kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
+            source = args[1] if name == "copy_" else args[0]
+            return blocks and bool(self._tensors(source)) and not self._tensors(found)
+        return name in _WAITING and bool(self._tensors(args))
 
     def _tensors(self, tree: Any) -> list[torch.Tensor]:
         leaves = torch.utils._pytree.tree_leaves(tree)

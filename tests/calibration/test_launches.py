@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.benchmarks.launches import WorkCounter, count_all
+from scripts.benchmarks.launches import Work, WorkCounter, count_all
+from tests import zoo
+from tests.calibration.running import LENGTHS, opened, rows_of
+from tests.simulated_gpus import simulated_gpus
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="simulated GPUs are compiled by g++"
@@ -32,12 +36,49 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder() ->
     assert observed["llama"] == 4 * 6 + 5
 
 
+def test_the_host_waits_for_a_gpu_behind_the_passes_alone(tmp_path: Path) -> None:
+    """Statistics stay on the GPU, those of weights too; a longer text takes no more waits."""
+    zoo.save("mixtral", tmp_path / "model")
+    waits = []
+    for lengths in (LENGTHS[:4], LENGTHS * 2):
+        with (
+            simulated_gpus(1),
+            opened(tmp_path / "model", device="cuda:0") as subject,
+            WorkCounter(torch.device("cuda")) as counter,
+        ):
+            stats = subject.calibrate(plan=rows_of(lengths), batch_size=1)
+        waits.append(counter.work.waits)
+    copied = sum(len(each.tensors) for each in stats.sites.values())
+    assert waits == [copied + 1] * 2  # one look for NaN
+
+
+def test_waiting_is_counted() -> None:
+    with simulated_gpus(1):
+        x = torch.arange(6.0).view(2, 3).to("cuda")
+        mask = x > 1
+        with WorkCounter(x.device) as counter:
+            x.to("cpu", non_blocking=True)
+            x[torch.tensor([0, 1]).to("cuda")]
+            (x + 1).sum(1)
+        assert counter.work.waits == 0
+        for wait in (
+            x.cpu,
+            lambda: x[mask],
+            x.nonzero,
+            x[0, 0].item,
+            lambda: bool(x.any()),
+        ):
+            with WorkCounter(x.device) as counter:
+                wait()
+            assert counter.work.waits == 1, wait
+
+
 def test_work_counts_kernels_not_views() -> None:
     x = torch.ones(4, 6)
     with WorkCounter(x.device) as counter:
         x.t().reshape(6, 4)[:, :2].expand(2, 6, 2)  # one copy: 24 values in fp32
         torch.empty(3)
-    assert (counter.work.launches, counter.work.bytes_read) == (0, 0)
+    assert counter.work == Work(launches=0, bytes_read=0, waits=0)
     with WorkCounter(x.device) as counter:
         (x.t() + 1).sum()
         torch._foreach_add_([torch.zeros(1) for _ in range(65)], 1.0)

@@ -13,12 +13,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.calibration import memory_plan
+from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.data.sequences import Batch
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.quantization.shard_writer import ShardWriter
@@ -162,6 +164,31 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu(
     assert done.json["memory"]["streamed"] is (mode == "streamed")
     assert done.json["memory"]["device_peak_bytes"] > 0
     require_same_statistics(calibrated / "cpu", tmp_path / "out")
+    folders = (calibrated / "cpu", tmp_path / "out")
+    reports = [json.loads((folder / "report.json").read_text()) for folder in folders]
+    assert reports[0]["hashes"]["model"] == reports[1]["hashes"]["model"]
+    stored = [load_stats(folder / "stats.safetensors") for folder in folders]
+    assert stored[0].header.unquantized == stored[1].header.unquantized
+    for site, here in stored[0].sites.items():
+        if site.role is Role.WEIGHT:
+            there = stored[1].sites[site].tensors
+            assert all(torch.equal(x, there[name]) for name, x in here.tensors.items()), site
+
+
+@pytest.mark.parametrize("mode", ["streamed", "whole"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_nan_in_a_weight_is_named_by_a_gpu_too(
+    name: str, mode: str, rows: Path, tmp_path: Path
+) -> None:
+    """It is not blamed on the activations that it spoils."""
+    zoo.save("llama", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    with gpus(), streamed() if mode == "streamed" else nullcontext():
+        told = fail(4, *calibration(tmp_path, rows), "--device", "cuda", "--out", tmp_path / "out")
+    assert f"{name} holds nan at [3, 5]" in told
 
 
 def test_batches_of_a_gpu_are_chosen_unless_they_are_given(tmp_path: Path) -> None:
