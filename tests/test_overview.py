@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fp8calib.overview import Overview
+from fp8calib.commands.result import Overview
 
 
 def test_a_table_is_aligned_between_title_and_notes() -> None:

@@ -21,6 +21,7 @@ from fp8calib.calibration.layer_observer import LayerObserver
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.observed_batches import BatchObserver, open_observer
 from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import LayerWork, Recorder
 from fp8calib.calibration.statistic import (
     COUNTS,
@@ -40,7 +41,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
 from fp8calib.model.shapes import Linear, Role, Site

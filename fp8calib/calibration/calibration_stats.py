@@ -19,8 +19,7 @@ from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, n
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.model.shapes import Frozen, ModelGeometry, Role, Site
-from fp8calib.overview import Overview, WithOverview
+from fp8calib.model.shapes import Frozen, ModelGeometry, Site
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -33,7 +32,7 @@ _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CalibrationStats(WithOverview):
+class CalibrationStats:
     """The statistics of all sites of one run, or of one shard of it."""
 
     header: StatsHeader
@@ -68,31 +67,6 @@ class CalibrationStats(WithOverview):
             for site, found in self.sites.items()
             if found.expert_counts is not None and site.module.endswith(".up_proj")
         }
-
-    def overview(self) -> Overview:
-        """Count the sites of each role, and give the range of their amax."""
-        header, rows = self.header, []
-        of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
-        for role in Role:
-            found = {
-                site.module: float(stats.amax.max())
-                for site, stats in self.sites.items()
-                if site.role is role and stats.amax.numel()
-            }
-            ends = [choose(found, key=found.__getitem__) for choose in (min, max) if found]
-            if ends:
-                values = (text for end in ends for text in (f"{found[end]:.4g}", end))
-                rows.append([role, f"{len(found):,}", *values])
-        return Overview(
-            f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
-            f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
-            ("role", "sites", "smallest amax", "at", "largest amax", "at"),
-            rows,
-            [
-                *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
-                "sites[Site].amax has the figures, kv_scales() the scales of K and V",
-            ],
-        )
 
 
 class _Envelope(Frozen):

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.units import format_gib
+from fp8calib.text import format_gib
 
 _ALIGNMENT = 64
 _SEGMENT_BYTES = 64 * 2**20  # a process may have some 65,000 mappings

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from fp8calib.calibration.allocator import return_memory_of
 from fp8calib.calibration.decoder import OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observed_batches import BatchObserver, cut_into
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
@@ -24,8 +26,6 @@ from fp8calib.calibration.weight_stats import (
 )
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.data.sequences import Batch
-from fp8calib.machine.allocator import return_memory_of
-from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import Linear, Site
 from fp8calib.model.weight_source import WeightSource
 

@@ -22,11 +22,11 @@ from fp8calib.calibration.streamed_weights import PartLoader, PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, find_distinct_tokens
 from fp8calib.errors import UsageError
-from fp8calib.machine.memory import anonymous_bytes, available_bytes
-from fp8calib.machine.units import GIB, check_gib, count_decimals, format_gib
+from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.text import GIB, count_decimals, format_gib
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
 _ROUNDED_BYTES = 2**25  # two runs of one command differ by less: --memory by its own error works

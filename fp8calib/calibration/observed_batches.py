@@ -11,17 +11,17 @@ from contextlib import contextmanager, nullcontext
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.allocator import return_freed_memory, return_memory_of
 from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.data.sequences import Batch, cut_batch
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.allocator import return_freed_memory, return_memory_of
-from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 

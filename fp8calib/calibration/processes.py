@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError, first_line
-from fp8calib.machine.process_rank import ALONE, ProcessRank
+from fp8calib.machine import ALONE, ProcessRank
 
 RENDEZVOUS_S = 40.0
 SILENT_S = 60.0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from fp8calib.calibration.allocator import keep_freed_memory
 from fp8calib.calibration.decoder import Decoder, DecoderCall, replaced_forward
 from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
 from fp8calib.calibration.hidden_states import HiddenStateStore
@@ -22,7 +23,6 @@ from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLo
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
-from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer
 from fp8calib.model.topology.find import find_text_decoder

@@ -15,7 +15,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from fp8calib import __version__
-from fp8calib.blocks import Block, Line
 from fp8calib.cli.console import (
     ConsoleReporter,
     print_json,
@@ -33,10 +32,11 @@ from fp8calib.commands import (
     spell_commands,
     summarize,
 )
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Declared, list_options
-from fp8calib.machine.imports import slow_imports
-from fp8calib.machine.process_rank import ProcessRank, find_process_rank
+from fp8calib.machine import ProcessRank, find_process_rank
 from fp8calib.plugin import find_plugins
+from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
     from fp8calib.commands.result import Result

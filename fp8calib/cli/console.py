@@ -30,7 +30,7 @@ from fp8calib import blocks
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import ExportError, escape_controls
-from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine import PeakMemory
 
 
 class _Console(Console):

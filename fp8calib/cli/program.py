@@ -22,10 +22,10 @@ from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_er
 from fp8calib.cli.removed import explain_removed
 from fp8calib.cli.signals import handle_signals
 from fp8calib.commands import find_request, spell_commands
+from fp8calib.commands.command_line import remember_arguments
 from fp8calib.commands.option import list_options
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
-from fp8calib.machine.command_line import remember_arguments
-from fp8calib.machine.process_rank import ProcessRank, find_process_rank
+from fp8calib.machine import ProcessRank, find_process_rank
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130

@@ -16,7 +16,17 @@ from typing import Any
 from fp8calib import plugin
 
 _SHARED = frozenset(
-    ("magnitudes", "option", "options", "recipe", "result", "run_plan", "saturation", "written")
+    (
+        "command_line",
+        "magnitudes",
+        "option",
+        "options",
+        "recipe",
+        "result",
+        "run_plan",
+        "saturation",
+        "written",
+    )
 )
 SCHEMA_VERSION = 1
 """Version of the objects that --json prints; a key that goes or changes its meaning raises it."""

@@ -76,8 +76,8 @@ from fp8calib.jobs.resumable.work_folder import (
 )
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.text import plan_text
-from fp8calib.machine.devices import choose_rank_device
-from fp8calib.machine.process_rank import ALONE, ProcessRank
+from fp8calib.machine import ALONE, ProcessRank
+from fp8calib.model.device import choose_rank_device
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import FP8_FORMATS
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import require_path
@@ -28,7 +29,6 @@ from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
-from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import ModelGeometry
 
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")

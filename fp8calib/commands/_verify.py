@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import torch
 
-from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.calibration.fingerprint import versions
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.commands.result import Result, RunHashes
+from fp8calib.commands.command_line import spell_command
+from fp8calib.commands.result import Overview, Result, RunHashes
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
@@ -37,8 +37,8 @@ from fp8calib.jobs.verification.opened import (
     plan_verified,
 )
 from fp8calib.jobs.verification.suggest import suggest_command
-from fp8calib.machine.command_line import spell_command
-from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine import PeakMemory
+from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.figures import format_db, format_share
@@ -116,6 +116,17 @@ class VerifyResult(VerifyReport, Result):
         failing = (Verdict.FAIL, *([Verdict.WARN] if self.is_strict else []), Verdict.CANNOT_TELL)
         verdicts = {each.verdict for each in self._judged}
         return next((verdict for verdict in failing if verdict in verdicts), None)
+
+    def overview(self) -> Overview:
+        """Give the figures of each candidate, the conclusion and the warnings."""
+        table = candidates_table(self.candidates, self.refused).without("KLD p99")
+        return Overview(
+            f"{type(self).__name__} of {self.model}: {self.tokens:,} tokens, emulating "
+            f"{self.engine_version}",
+            table.columns,
+            table.texts,
+            [*self.advice.splitlines(), *(f"warning: {text}" for text in self.warnings)],
+        )
 
 
 _SETTINGS = (

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field, SkipValidation
 
-from fp8calib.blocks import Answer, Block
 from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.magnitudes import summarize_briefly
@@ -20,6 +19,7 @@ from fp8calib.commands.options import RecipeOptions, describe_recipes
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.result import (
     BeforeAfter,
+    Overview,
     Record,
     Result,
     RunHashes,
@@ -33,7 +33,7 @@ from fp8calib.commands.saturation import NUM_QUARTERS, PositionSaturation, Satur
 from fp8calib.commands.show import describe_skipped, show_stats
 from fp8calib.errors import ExportError
 from fp8calib.formats.registry import list_written
-from fp8calib.overview import Overview
+from fp8calib.text import Answer, Block
 
 if TYPE_CHECKING:
     from fp8calib.jobs.stats import CalibrationStats

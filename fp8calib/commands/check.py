@@ -10,21 +10,20 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, computed_field
 
-from fp8calib.blocks import Block, Line, Table
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Option
-from fp8calib.commands.result import Result
+from fp8calib.commands.result import Overview, Result
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import CANNOT_TELL, VerificationError, format_ranges
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import CallbackProgress, Reporter
-from fp8calib.machine.imports import slow_imports
-from fp8calib.machine.progress import Progress
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.overview import Overview
+from fp8calib.text import Block, Line, Table
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""

@@ -9,18 +9,17 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Option
-from fp8calib.commands.result import BeforeAfter, Result, list_top_level
+from fp8calib.commands.result import BeforeAfter, Overview, Result, list_top_level
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.imports import slow_imports
-from fp8calib.overview import Overview
+from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
     from fp8calib.formats.read import FoundScales

@@ -7,17 +7,16 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Option
 from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
-from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
+from fp8calib.commands.result import Overview, Result, WrittenCheck, describe_checks, list_top_level
 from fp8calib.errors import format_count
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.imports import slow_imports
-from fp8calib.overview import Overview
+from fp8calib.text import Block, Line
 
 
 @dataclass(frozen=True, slots=True)

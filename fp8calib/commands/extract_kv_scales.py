@@ -7,13 +7,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Option
 from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.result import (
     BeforeAfter,
+    Overview,
     Record,
     Result,
     WrittenCheck,
@@ -22,9 +23,8 @@ from fp8calib.commands.result import (
 )
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.imports import slow_imports
 from fp8calib.numerics.formats import KV_FORMATS
-from fp8calib.overview import Overview
+from fp8calib.text import Block, Line
 
 Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""

@@ -19,7 +19,7 @@ from fp8calib.formats.registry import (
     list_format_names,
     list_query_format_names,
 )
-from fp8calib.machine.units import check_gib
+from fp8calib.machine import check_gib
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 

@@ -9,13 +9,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.blocks import Block, Line
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import (
     BeforeAfter,
     LayerScheme,
+    Overview,
     Record,
     Result,
     WrittenCheck,
@@ -27,10 +28,9 @@ from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.imports import slow_imports
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
-from fp8calib.overview import Overview
 from fp8calib.quantization.all_zero import AllZeroWeight
+from fp8calib.text import Block, Line
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "

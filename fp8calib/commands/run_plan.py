@@ -8,10 +8,8 @@ from typing import Any, NotRequired
 from pydantic import Field, SkipValidation
 from typing_extensions import TypedDict
 
-from fp8calib.blocks import Block, Line, Table
-from fp8calib.commands.result import LayerScheme, Result, ShardIndex
-from fp8calib.machine.units import format_gib
-from fp8calib.overview import Overview
+from fp8calib.commands.result import LayerScheme, Overview, Result, ShardIndex
+from fp8calib.text import Block, Line, Table, format_gib
 
 
 class ResourcePlan(TypedDict):

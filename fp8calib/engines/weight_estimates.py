@@ -16,7 +16,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
-from fp8calib.machine.threads import one_thread
+from fp8calib.model.device import one_thread
 from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
 from fp8calib.numerics.encode import decode_scale
 

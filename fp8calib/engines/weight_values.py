@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
-from fp8calib.machine.progress import Progress
 
 _AT_ONCE_BYTES = 2**26
 _SHOWN = 3

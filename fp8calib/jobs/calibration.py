@@ -20,7 +20,7 @@ from fp8calib.calibration.memory_plan import (
     plan_halved,
 )
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine import PeakMemory
 from fp8calib.model.dtype import DTYPES
 
 IF_QUANTIZED = (

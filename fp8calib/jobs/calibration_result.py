@@ -11,6 +11,7 @@ from typing import Any
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.commands.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
+from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.result import BeforeAfter
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
@@ -18,7 +19,6 @@ from fp8calib.formats.write import Note
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.machine.command_line import spell_command
 from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.numerics.rules import Fallback
 

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.overlay import CARD_NAME
+from fp8calib.commands.command_line import cut_path, publish_command, spell_command
 from fp8calib.commands.options import Model
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.result import WrittenCheck
 from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.hashes import hash_files
-from fp8calib.machine.command_line import cut_path, publish_command, spell_command
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.memory_plan import MemoryPlan
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.options import Model
 from fp8calib.commands.recipe import Recipe
 from fp8calib.errors import UsageError
-from fp8calib.machine.devices import choose_device
-from fp8calib.machine.progress import Progress
+from fp8calib.model.device import choose_device
 from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.live_model import (
     ConfigCheckpoint,

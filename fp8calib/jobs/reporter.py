@@ -6,9 +6,9 @@ import sys
 import warnings
 from typing import Protocol
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.commands.options import ProgressCallback
 from fp8calib.errors import Fp8CalibWarning
-from fp8calib.machine.progress import Progress
 
 
 class Reporter(Progress, Protocol):

@@ -14,11 +14,12 @@ from fp8calib.calibration.calibration_stats import STATS_NAME
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.options import Stats
+from fp8calib.commands.result import Overview, WithOverview
 from fp8calib.errors import UsageError
 from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.jobs.recipe_options import make_scale_options
-from fp8calib.model.shapes import KV_ROLES
+from fp8calib.model.shapes import KV_ROLES, Role
 from fp8calib.numerics.formats import FP8_FORMATS
 
 
@@ -39,7 +40,7 @@ class GivenStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CalibrationStats(calibration_stats.CalibrationStats):
+class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
     """The statistics of one calibration: `amax` and histograms of every site, and its origin."""
 
     @classmethod
@@ -96,6 +97,31 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             rule=options.rule,
         )
         return make_scale_tensors(table, all_ranks=tp != 1)
+
+    def overview(self) -> Overview:
+        """Count the sites of each role, and give the range of their amax."""
+        header, rows = self.header, []
+        of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
+        for role in Role:
+            found = {
+                site.module: float(stats.amax.max())
+                for site, stats in self.sites.items()
+                if site.role is role and stats.amax.numel()
+            }
+            ends = [choose(found, key=found.__getitem__) for choose in (min, max) if found]
+            if ends:
+                values = (text for end in ends for text in (f"{found[end]:.4g}", end))
+                rows.append([role, f"{len(found):,}", *values])
+        return Overview(
+            f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
+            f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
+            ("role", "sites", "smallest amax", "at", "largest amax", "at"),
+            rows,
+            [
+                *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
+                "sites[Site].amax has the figures, kv_scales() the scales of K and V",
+            ],
+        )
 
 
 def drop_kv(stats: calibration_stats.CalibrationStats) -> calibration_stats.CalibrationStats:

@@ -10,8 +10,8 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
-from fp8calib.machine.memory import available_bytes
-from fp8calib.machine.units import GIB
+from fp8calib.machine import available_bytes
+from fp8calib.text import GIB
 
 DTYPES = {
     "float32": torch.float32,

@@ -23,7 +23,7 @@ from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
-from fp8calib.machine.threads import one_thread
+from fp8calib.model.device import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout

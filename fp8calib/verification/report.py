@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from fp8calib.blocks import Cell, Table
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.overview import Overview, WithOverview
+from fp8calib.text import Cell, Table
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 
@@ -301,7 +300,7 @@ class RunProvenance(_Model):
     """How the engine computes, where that is not the plain rule."""
 
 
-class VerifyReport(WithOverview, _Model):
+class VerifyReport(_Model):
     """All results."""
 
     model: str
@@ -354,17 +353,6 @@ class VerifyReport(WithOverview, _Model):
     def advice(self) -> str:
         """The decision in words, the answer first."""
         return "\n".join(filter(None, (self.decision.headline, self.decision.details)))
-
-    def overview(self) -> Overview:
-        """Give the figures of each candidate, the conclusion and the warnings."""
-        table = candidates_table(self.candidates, self.refused).without("KLD p99")
-        return Overview(
-            f"{type(self).__name__} of {self.model}: {self.tokens:,} tokens, emulating "
-            f"{self.engine_version}",
-            table.columns,
-            table.texts,
-            [*self.advice.splitlines(), *(f"warning: {text}" for text in self.warnings)],
-        )
 
 
 def candidates_table(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.calibration.allocator import keep_freed_memory, return_freed_memory
 from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
-from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Site

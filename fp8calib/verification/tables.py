@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp8calib.blocks import Cell, Table
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
+from fp8calib.text import Cell, Table
 from fp8calib.verification.figures import (
     format_db,
     format_kld,

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
-from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, Fp8Format

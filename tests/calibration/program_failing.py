@@ -7,7 +7,7 @@ import signal
 
 from fp8calib.calibration.processes import open_process_group
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.process_rank import find_process_rank
+from fp8calib.machine import find_process_rank
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.errors import Fp8CalibError
-from fp8calib.machine.process_rank import find_process_rank
+from fp8calib.machine import find_process_rank
 
 
 class _LateStore:

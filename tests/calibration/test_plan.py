@@ -31,11 +31,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.processor import MediaRow
 from fp8calib.data.sequences import Batch, batches
 from fp8calib.errors import UsageError
-from fp8calib.machine.units import format_gib
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.text import format_gib
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.allocations import peak_allocated

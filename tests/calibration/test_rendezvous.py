@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from fp8calib.calibration import processes
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.machine import ProcessRank
 
 
 def process(rank: int, size: int) -> ProcessRank:

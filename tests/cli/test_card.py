@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 import fp8calib
-from fp8calib.machine.command_line import publish_command, remember_arguments
+from fp8calib.commands.command_line import publish_command, remember_arguments
 from fp8calib.verification.figures import format_mean_kld
 from tests.cli.conftest import QUICK
 from tests.cli.program import fail, succeed

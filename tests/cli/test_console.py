@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import fp8calib.machine as memory
 from fp8calib.cli import console, signals
 from fp8calib.cli.console import print_table, print_text, say, warn
-from fp8calib.machine import memory
 
 
 def test_a_pipe_gets_a_line_a_minute(

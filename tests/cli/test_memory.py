@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from transformers.integrations import accelerate as placing
 
-from fp8calib.machine.memory import anonymous_bytes
+from fp8calib.machine import anonymous_bytes
 from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer, write_rows
 from tests.cli.program import fail, snapshot, succeed

@@ -28,7 +28,7 @@ from fp8calib.formats.kv.parse_names import find_spelling
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import find_model
-from fp8calib.machine.devices import choose_device
+from fp8calib.model.device import choose_device
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.numerics.encode import decode_rows, encode_rows
 from fp8calib.numerics.formats import SMALLEST_SCALE

@@ -16,7 +16,7 @@ from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import read_stats
-from fp8calib.machine.process_rank import ALONE, ProcessRank
+from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.plugins.gptq.job import open_gptq, plan_gptq, run_gptq
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult

@@ -37,7 +37,7 @@ from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.jobs.text import plan_text
-from fp8calib.machine.devices import choose_device, choose_rank_device
+from fp8calib.model.device import choose_device, choose_rank_device
 from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
 from fp8calib.numerics.schemes import list_without_calibration

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from fp8calib.blocks import Block, Line
 from fp8calib.commands.quantize import describe as describe_checkpoint
 from fp8calib.errors import cut_list
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult
+from fp8calib.text import Block, Line
 
 _SHOWN = 5
 

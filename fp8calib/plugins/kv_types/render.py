@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8calib.blocks import Answer, Block, Line
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.plugins.kv_types.result import KvTypesResult
+from fp8calib.text import Answer, Block, Line
 
 
 def describe(result: KvTypesResult, _: KvTypesRequest) -> Iterator[Block]:

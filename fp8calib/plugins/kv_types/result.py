@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fp8calib.blocks import Table
-from fp8calib.commands.result import Result
+from fp8calib.commands.result import Overview, Result
 from fp8calib.engines.facts.gpus import join_generations
-from fp8calib.overview import Overview
+from fp8calib.text import Table
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 from fp8calib.verification.judge.decide import get_kld
 from fp8calib.verification.judge.gates import GATES

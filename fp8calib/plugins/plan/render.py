@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.plugins.plan.request import PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
+from fp8calib.text import Answer, Block, Cell, Line, Table
 from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_chart
 from fp8calib.verification.page.page import Section, render

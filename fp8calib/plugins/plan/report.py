@@ -9,10 +9,10 @@ from typing import Literal
 
 from fp8calib.calibration.fingerprint import versions
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.result import BeforeAfter
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
-from fp8calib.machine.command_line import spell_command
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_uniform
 from fp8calib.plugins.plan.measure import Measure

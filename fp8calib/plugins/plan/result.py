@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from fp8calib.commands.result import BeforeAfter, Record, Result
+from fp8calib.commands.result import BeforeAfter, Overview, Record, Result
 from fp8calib.errors import CANNOT_TELL, VerificationError
-from fp8calib.overview import Overview
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import PairedResult, RunProvenance
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.commands.options import SKIP_LAYERS
 from fp8calib.data.sequences import DataPlan, replace_sequences
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
-from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.plugins.server.assess import ServerAnswers, ServerEvidence
 from fp8calib.plugins.server.client import Endpoint, find_endpoint

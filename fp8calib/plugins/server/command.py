@@ -32,7 +32,7 @@ from fp8calib.jobs.verification.opened import (
     open_verification,
     plan_verified,
 )
-from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine import PeakMemory
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.plugins.server.ask import (
     Servers,

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch, DataPlan, batches
-from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.plugins.server.hypotheses import (
     Fault,

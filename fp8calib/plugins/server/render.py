@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fp8calib.blocks import Block, Line, Table
 from fp8calib.commands._verify import describe as describe_verification
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.result import ServedResult, ServerVerifyResult
+from fp8calib.text import Block, Line, Table
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import describe_pair
 

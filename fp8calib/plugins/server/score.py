@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
-from fp8calib.machine.progress import Progress
 from fp8calib.plugins.server.client import (
     Endpoint,
     RequestCount,

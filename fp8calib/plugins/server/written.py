@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8calib.calibration.progress import Progress
 from fp8calib.errors import VerificationError
-from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.find import name_cache_argument
 

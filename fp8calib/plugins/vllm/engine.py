@@ -28,12 +28,12 @@ from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.observed_batches import cut_into
 from fp8calib.calibration.processes import RankLostError
+from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.statistic import SiteStats, group_tensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
-from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role, Site
 from fp8calib.plugins.vllm.lost_process import ProcessWatch

@@ -11,9 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fp8calib.blocks import Table
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.errors import format_ranges
+from fp8calib.text import Table
 from fp8calib.verification import tables
 from fp8calib.verification.figures import format_db
 from fp8calib.verification.judge.fits import LEAST_DB

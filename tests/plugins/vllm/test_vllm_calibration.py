@@ -18,7 +18,7 @@ from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.statistic import COUNTS, SiteStats
 from fp8calib.errors import CalibrationError, UsageError
-from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.machine import ProcessRank
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.plugins import vllm as plugin
 from fp8calib.plugins.vllm.commands.calibrate.command import check_engine

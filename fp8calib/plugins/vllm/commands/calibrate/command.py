@@ -12,7 +12,7 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.machine.process_rank import ALONE, ProcessRank
+from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.plugins.vllm.commands.calibrate.request import VllmCalibrateRequest
 from fp8calib.plugins.vllm.engine import EngineSettings, check_options
 

@@ -1,15 +1,20 @@
-"""How much memory this process may still allocate, and how much it holds.
+"""The process and its machine: the memory it may allocate, and its rank among those of a run.
 
-Anonymous memory is what counts: it is backed by no file, so only RAM or swap can hold it.
+Every command reads the rank, so nothing heavy is imported.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
+
+from fp8calib.errors import UsageError
+from fp8calib.text import GIB
 
 _ROOT = Path("/")
 _SAMPLE_EVERY_S = 0.02
@@ -37,6 +42,16 @@ def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
     """Read the process's anonymous memory, swap included; None where the system has no count."""
     found = _read_sizes(root / "proc/self/status")
     return None if "RssAnon" not in found else found["RssAnon"] + found.get("VmSwap", 0)
+
+
+def check_gib(memory: float) -> None:
+    """Refuse a --memory that is no size.
+
+    Raises:
+        UsageError: it is not a number above 0.
+    """
+    if not 0 < memory * GIB < math.inf:
+        raise UsageError(f"--memory {memory}: must be a number of GiB above 0")
 
 
 class PeakMemory:
@@ -141,3 +156,65 @@ def _read_lines(path: Path) -> list[str]:
         return path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return []  # no such file: another system, or no such controller
+
+
+# --- the rank among the processes of a run, from the environment that torchrun sets -------------
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRank:
+    """The rank of this process among those of a run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """The rank among the processes on this machine."""
+    local_size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the output and prints messages."""
+        return self.rank == 0
+
+
+ALONE = ProcessRank(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
+    """Read the rank from the environment; `ALONE` where a variable is missing.
+
+    Raises:
+        UsageError: a variable is not a number, or the numbers contradict each other.
+    """
+    if not all(environment.get(name) for name in _NEEDED):
+        return ALONE
+    rank, size, port = (
+        _read(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
+    if port >= _PORTS:
+        raise UsageError(
+            f"MASTER_PORT={port}: not a port", hint="start all processes with torchrun"
+        )
+    found = ProcessRank(
+        rank=rank,
+        size=size,
+        local_rank=_read(environment, "LOCAL_RANK", rank),
+        local_size=_read(environment, "LOCAL_WORLD_SIZE", size),
+    )
+    if not (0 <= rank < size and 0 <= found.local_rank < found.local_size <= size):
+        raise UsageError(
+            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {found.local_rank} and LOCAL_WORLD_SIZE "
+            f"{found.local_size} contradict each other",
+            hint="start all processes with torchrun, or unset these variables",
+        )
+    return found
+
+
+def _read(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text}: not a number", hint="start all processes with torchrun")
+    return int(text)

@@ -1,13 +1,15 @@
-"""The device that `--device` names."""
+"""The device that `--device` names, and the threads of the CPU."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.machine import ProcessRank
 
 
 def choose_device(name: str) -> str:
@@ -57,3 +59,14 @@ def choose_rank_device(
         )
     torch.cuda.set_device(process_rank.local_rank)
     return f"cuda:{process_rank.local_rank}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch start no threads of its own, which cost more than they save on small tensors."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)

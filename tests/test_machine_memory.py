@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.machine.memory import PeakMemory, anonymous_bytes, available_bytes
+from fp8calib.machine import PeakMemory, anonymous_bytes, available_bytes
 
 MIB = 2**20
 STATUS = "Name:\tpython\nVmSize:\t 900 kB\nVmData:\t 300 kB\nRssAnon:\t 200 kB\nVmSwap:\t 8 kB\n"

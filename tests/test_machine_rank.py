@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fp8calib.cli.console import report_to_torchrun
 from fp8calib.errors import UsageError
-from fp8calib.machine.process_rank import ALONE, ProcessRank, find_process_rank
+from fp8calib.machine import ALONE, ProcessRank, find_process_rank
 
 TORCHRUN = {
     "RANK": "5",

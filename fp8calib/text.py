@@ -1,10 +1,13 @@
-"""The lines and tables that show a result, before a terminal, a page or Markdown draws them."""
+"""What shows a result, before a terminal or a page draws it: lines, tables, sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+_MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,17 @@ class Table:
 
 
 Block: TypeAlias = Line | Table
+
+
+def format_gib(size_bytes: int, decimals: int = 2) -> str:
+    """Format a size of memory: `12 MiB` below a tenth of a GiB, otherwise `1.25 GiB`."""
+    if size_bytes < GIB // 10:
+        return f"{size_bytes / _MIB:.0f} MiB" if size_bytes >= _MIB else f"{size_bytes} bytes"
+    return f"{size_bytes / GIB:.{decimals}f} GiB"
+
+
+def count_decimals(one_bytes: int, other_bytes: int) -> int:
+    """Count the decimals, 2 at least, with which two sizes are different numbers of GiB."""
+    return next(
+        (n for n in range(2, 10) if f"{one_bytes / GIB:.{n}f}" != f"{other_bytes / GIB:.{n}f}"), 2
+    )
