@@ -26,11 +26,11 @@ from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
-from fp8calib import blocks
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine import PeakMemory
+from fp8calib.text import Answer, Block, Line
 
 
 class _Console(Console):
@@ -108,16 +108,16 @@ def print_json(value: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
 
 
-def show(found: Iterable[blocks.Block]) -> None:
+def show(found: Iterable[Block]) -> None:
     """Print a result; where stdout gets JSON, only its answer, on stderr."""
     for block in found:
         if prints_json():
-            if isinstance(block, blocks.Answer):
+            if isinstance(block, Answer):
                 say(block.text)
-        elif isinstance(block, blocks.Table):
-            print_table(block.title, block.columns, block.texts)
-        else:
+        elif isinstance(block, Line):
             print_text(block.text)
+        else:
+            print_table(block.title, block.columns, block.texts)
 
 
 @contextmanager
