@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from fp8calib.commands.quantize import QuantizeResult, quantize
     from fp8calib.commands.run_plan import RunPlan
     from fp8calib.commands.show import show
-    from fp8calib.jobs.stats import CalibrationStats, load_stats
+    from fp8calib.commands.stats import CalibrationStats, load_stats
     from fp8calib.verification.emulated_model import emulate
 
 __version__ = "0.3.0"
 
 _PLACES = {
     "CheckResult": "commands.check",
-    "CalibrationStats": "jobs.stats",
+    "CalibrationStats": "commands.stats",
     "CalibrateResult": "commands.calibrate",
     "DequantizeResult": "commands.dequantize",
     "emulate": "verification.emulated_model",
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
-    "load_stats": "jobs.stats",
+    "load_stats": "commands.stats",
     "QuantizeResult": "commands.quantize",
     "RunPlan": "commands.run_plan",
     "VerifyResult": "commands._verify",
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
     from fp8calib.commands import find_request  # noqa: PLC0415
-    from fp8calib.jobs.function import as_function  # noqa: PLC0415
+    from fp8calib.commands.function import as_function  # noqa: PLC0415
 
     return as_function(name, find_request(name), module.run)
 

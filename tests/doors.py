@@ -163,7 +163,7 @@ def observe_cache(config: Any, key: torch.Tensor, value: torch.Tensor) -> None:
 
 def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
     """Overwrite tensors of a stats file, by `SITE/amax`, `SITE/amax_in` or `SITE/experts`."""
-    from fp8calib.jobs.stats import load_stats  # noqa: PLC0415 -- the public one takes shards too
+    from fp8calib.commands.stats import load_stats  # noqa: PLC0415 -- the public one takes shards too
 
     stats = load_stats(path)
     sites = {}

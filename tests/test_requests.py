@@ -78,7 +78,7 @@ SHOW_MADE_UP = """
 import inspect, json, sys
 import fp8calib, scripts.json_schemas, scripts.reference
 from fp8calib.cli import main
-from fp8calib.jobs.recipe_options import apply_request, open_recipe
+from fp8calib.commands.recipe_options import apply_request, open_recipe
 from fp8calib.commands.option import list_options
 from fp8calib.commands import find_request
 

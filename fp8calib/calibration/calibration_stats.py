@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from pydantic import NonNegativeInt, ValidationError
@@ -19,7 +20,7 @@ from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, n
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.model.shapes import Frozen, ModelGeometry, Site
+from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Site
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -67,6 +68,11 @@ class CalibrationStats:
             for site, found in self.sites.items()
             if found.expert_counts is not None and site.module.endswith(".up_proj")
         }
+
+    def without_kv(self) -> Self:
+        """Leave out K and V, so that a checkpoint gets no scales of them."""
+        kept = {site: seen for site, seen in self.sites.items() if site.role not in KV_ROLES}
+        return replace(self, sites=kept)
 
 
 class _Envelope(Frozen):

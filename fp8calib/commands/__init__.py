@@ -17,15 +17,9 @@ from fp8calib import plugin
 
 _SHARED = frozenset(
     (
-        "command_line",
-        "magnitudes",
-        "option",
-        "options",
-        "recipe",
-        "result",
-        "run_plan",
-        "saturation",
-        "written",
+        *("card", "command_line", "function", "hashes", "job", "magnitudes", "model", "option"),
+        *("options", "recipe", "recipe_options", "result", "run_plan", "saturation", "saved"),
+        *("stats", "suggest", "work_folder", "written"),
     )
 )
 SCHEMA_VERSION = 1

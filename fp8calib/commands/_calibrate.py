@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from platform import python_version
+from statistics import median
 from typing import Any
+
+import torch
 
 from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import (
@@ -17,44 +23,38 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.journal import is_checkpoint
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
-from fp8calib.checkpoint.atomic import measure_folder, output_folder
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.atomic import (
+    check_output,
+    measure_folder,
+    output_folder,
+    refuse_unknown_entries,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
-from fp8calib.checkpoint.overlay import CARD_NAME
-from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
-from fp8calib.commands.options import FORMATS, TP
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.commands.calibrate import (
+    CalibrateRequest,
+    CalibrateResult,
+    Coverage,
+    ExpertLayer,
+    Experts,
+    NotQuantized,
+)
+from fp8calib.commands.card import write_card
+from fp8calib.commands.command_line import spell_command
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.hashes import Known, hash_run, hashing
+from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.model import open_run_model, plan_text
+from fp8calib.commands.options import TP
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.result import RunHashes, WrittenCheck
-from fp8calib.commands.run_plan import RunPlan
-from fp8calib.commands.written import check_formats, check_written
-from fp8calib.data.rows import Row
-from fp8calib.data.shares import Share, parse_share
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
-from fp8calib.formats.compute import find_site_rules
-from fp8calib.formats.dialect import Attachment
-from fp8calib.formats.registry import find_dialect
-from fp8calib.formats.write import (
-    check_export,
-    check_overlay_source,
-    check_replaced,
-)
-from fp8calib.jobs.calibration import IF_QUANTIZED, choose_mode, run_job
-from fp8calib.jobs.calibration_result import (
-    make_calibrate_result,
-    make_run_plan,
-)
-from fp8calib.jobs.card import CardJob, add_card, write_cards
-from fp8calib.jobs.fp8_checkpoint import (
-    add_checkpoint,
-    check_checkpoint,
-)
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.hashes import Known, hash_run, hashing
-from fp8calib.jobs.models import RunModel, fields_of, open_run_model
-from fp8calib.jobs.quantization.planned import resolve_recipe
-from fp8calib.jobs.recipe_options import (
+from fp8calib.commands.recipe_options import (
     apply_request,
     check_query,
     decide_query,
@@ -64,22 +64,37 @@ from fp8calib.jobs.recipe_options import (
     resolve_text,
     write_recipe,
 )
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.work_folder import (
+from fp8calib.commands.result import BeforeAfter, WrittenCheck
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
+from fp8calib.commands.saved import saved_model, warn_of_tokenizer
+from fp8calib.commands.stats import CalibrationStats as PublicStats
+from fp8calib.commands.work_folder import (
     UnwrittenError,
-    check_output_of,
     find_finished,
-    make_job_header,
+    looks_finished,
     remove_outputs,
     work_folder,
 )
-from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.jobs.text import plan_text
+from fp8calib.commands.written import check_written, finish_formats
+from fp8calib.data.rows import Row
+from fp8calib.data.shares import parse_share
+from fp8calib.errors import ExportError, Fp8CalibError, ModelError, UsageError
+from fp8calib.formats.compute import find_site_rules
+from fp8calib.formats.dialect import Attachment
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.write import check_export, check_overlay_source, check_replaced
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
+from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import FP8_FORMATS
+from fp8calib.numerics.rules import Fallback
+from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
+from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.select import select
+from fp8calib.quantization.settings import make_settings
 
 
 def run(
@@ -87,7 +102,7 @@ def run(
     reporter: Reporter,
     process_rank: ProcessRank = ALONE,
     *,
-    make_engine: Callable[[ResumableJob], TextEngine] | None = None,
+    make_engine: Callable[[CalibrationJob], TextEngine] | None = None,
 ) -> CalibrateResult | RunPlan | None:
     """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
 
@@ -104,92 +119,69 @@ def run(
         CalibrationError: the forward pass failed, or gave NaN or infinity.
         ExportError: a format or the checkpoint of the recipe cannot be written.
     """
-    if request.out is None:
-        _refuse_unwritten(request)
     asked = apply_request(open_recipe(str(request.recipe)), request)
     recipe, rows = resolve_text(asked, request.data)
-    recipe = _leave_out_unwritten(request, recipe, reporter)
+    if request.out is None and request.formats:
+        reporter.warn("--format has no effect: nothing is written without --out")
+    elif request.shard is not None and request.formats:
+        reporter.warn("--format has no effect on a shard: `fp8calib export` of all shards takes it")
+    if request.shard is not None or request.out is None:
+        # nothing is written, or nothing that needs the statistics of all shards
+        recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
     given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
     for text in list_ignored(recipe, list(given)):
         reporter.warn(text)
-    shard = None if request.shard is None else parse_share(request.shard)
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
     request = replace(request, device=device)
     with (
         open_process_group(process_rank) as group,
-        _open_job(request, recipe, rows, shard, reporter, group, make_engine) as job,
+        _open_job(request, recipe, rows, reporter, group, make_engine) as job,
     ):
-        told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
+        told = dict.fromkeys(job.plan.warnings if job.plan else ())
+        for text in told:
+            reporter.warn(text)
         result = _run(job, request)
         if isinstance(result, CalibrateResult) and not result.was_finished:
-            files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-            _warn_each(reporter, (*result.warnings, *files), (*told, result.failure))
+            missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+            for text in dict.fromkeys((*result.warnings, *missing)):
+                if text not in (*told, result.failure):
+                    reporter.warn(text)
         return result
 
 
-def _warn_each(reporter: Reporter, texts: Iterable[str], told: Iterable[str]) -> tuple[str, ...]:
-    new = tuple(text for text in texts if text not in told)
-    for text in new:
-        reporter.warn(text)
-    return new
-
-
-def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
-    header = make_job_header(job)
+def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
+    header = job.make_header()
     # The first process alone looks for it: others may see what it writes now.
     finished = find_finished(job, header) if job.group.is_first else None
     if job.group.broadcast(lambda: finished is not None):
         return _tell_finished(job, finished)
-    mode = choose_mode(job)
+    mode = job.choose_mode()
     if request.dry_run:
         return make_run_plan(job, mode)
     if job.out is None:
-        stats, cost = run_job(job, mode, header, None)
+        stats, cost = job.run(mode, header, None)
         return make_calibrate_result(job, stats, cost) if job.group.is_first else None
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *mode.describe()):
         job.reporter.say(text)
-    model = None if job.is_live or not job.group.is_first else job.source.folder
-    with work_folder(job, header) as journal, hashing(model, job.device) as find_known:
+    model = job.model
+    hashed = None if model.is_live or not job.group.is_first else model.source.folder
+    with work_folder(job, header) as journal, hashing(hashed, model.device) as find_known:
         if isinstance(journal, CalibrateResult):
             return _tell_finished(job, journal)
-        stats, cost = run_job(job, mode, header, journal)
+        stats, cost = job.run(mode, header, journal)
         if not job.group.is_first:
             return None
         return _write(job, stats, cost, journal.folder, request, find_known)
 
 
-# --- before the run -------------------------------------------------------------------------------
-
-
-def _refuse_unwritten(request: CalibrateRequest) -> None:
-    """Refuse options for files that are not written."""
-    given = {
-        FORMATS.flags: request.formats,
-        "--resume": request.resume,
-        "--force": request.force,
-        "--replace-scales": request.replace_scales,
-    }
-    if needless := [option for option, value in given.items() if value]:
-        raise UsageError(
-            f"{needless[0]}: nothing is written without --out", hint="add --out, or leave it out"
-        )
-
-
-def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Reporter) -> Recipe:
-    """Leave out of the recipe what is not written: without a folder, and for a shard."""
-    if request.shard is not None and request.formats:
-        reporter.warn("--format has no effect on a shard: `fp8calib export` of all shards takes it")
-    if request.shard is None and request.out is not None:
-        return recipe
-    # a shard has no outputs that need the statistics of all
-    return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
-
-
-def _tell_finished(job: ResumableJob, finished: CalibrateResult | None) -> CalibrateResult | None:
+def _tell_finished(job: CalibrationJob, finished: CalibrateResult | None) -> CalibrateResult | None:
     if finished is not None:
         job.reporter.say(f"{job.out} is finished already")
     return finished
+
+
+# --- before the run -------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -197,45 +189,43 @@ def _open_job(
     request: CalibrateRequest,
     recipe: Recipe,
     rows: Iterable[Row] | None,
-    shard: Share | None,
     reporter: Reporter,
     group: ProcessGroup,
-    make_engine: Callable[[ResumableJob], TextEngine] | None,
-) -> Iterator[ResumableJob]:
+    make_engine: Callable[[CalibrationJob], TextEngine] | None,
+) -> Iterator[CalibrationJob]:
     _check_observed(recipe)
+    shard = None if request.shard is None else parse_share(request.shard)
     with (
         open_run_model(
             request,
-            if_quantized=IF_QUANTIZED,
             recipe=recipe,
             can_be_sharded=request.out is None,  # every process would write
         ) as opened,
         ExitStack() as stack,
     ):
         model = _give_files(opened, request, recipe, stack)
-        prepared, checkpoint = model.prepared, model.checkpoint
-        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+        geometry = model.prepared.geometry
         check_query(recipe)
-        _check_excluded(recipe, prepared)
-        find_site_rules(recipe.scales.rules, prepared.geometry)  # refuses unmatched patterns
-        check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
+        _check_excluded(recipe, model.prepared)
+        find_site_rules(recipe.scales.rules, geometry)  # refuses unmatched patterns
+        check_export(geometry, recipe.formats, recipe.tp, FP8_FORMATS[recipe.scales.fp8_dtype])
         check_overlay_source(
-            prepared.geometry,
-            recipe.formats,
-            checkpoint.stored,
+            *(geometry, recipe.formats, model.checkpoint.stored),
             replaces_scales=request.replace_scales,
         )
-        job = ResumableJob(
-            **fields_of(model),
+        asked = recipe.quantize
+        job = CalibrationJob(
+            model=model,
             resume=request.resume,
             force=request.force,
             reporter=reporter,
             group=group,
             recipe=recipe,
             shard=shard,
-            plan=None,
             out=None if request.out is None else Path(request.out),
-            quantization=None if recipe.quantize is None else resolve_recipe(recipe.quantize),
+            quantization=None
+            if asked is None
+            else make_settings(asked.scheme, asked.layer_schemes, asked.ignore),
         )
         if make_engine is not None:
             job = replace(job, engine=make_engine(job))
@@ -243,15 +233,13 @@ def _open_job(
             _check_outputs(job, dry_run=request.dry_run)
         if recipe.observe.needs_forward:
             text = plan_text(
-                model.source,
-                recipe.data,
+                *(model.source, recipe.data),
                 rows=rows,
                 part="calibrate",
                 tokenizer=request.tokenizer,
             )
-            specs = recipe.data.sources if rows is None else ()
-            job = replace(job, plan=text, specs=specs)
-        if shard is not None and job.plan is None:
+            job = replace(job, plan=text, specs=recipe.data.sources if rows is None else ())
+        elif shard is not None:
             raise UsageError(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
                 hint="leave out --shard",
@@ -274,12 +262,26 @@ def _give_files(
     return replace(model, checkpoint=checkpoint)
 
 
-def _check_outputs(job: ResumableJob, *, dry_run: bool) -> None:
+def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
     """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
-    if not dry_run:
-        check_output_of(job)
-    check_replaced(job.recipe.formats, job.folder, job.checkpoint.stored)
-    check_checkpoint(job)
+    if not dry_run and not looks_finished(job, job.out):
+        check_output(job.folder, job.owned, job.force, inputs=[job.model.source.folder])
+    checkpoint, asked = job.model.checkpoint, job.recipe.quantize
+    check_replaced(job.recipe.formats, job.folder, checkpoint.stored)
+    if asked is None or job.quantization is None:
+        return
+    folder = job.folder / asked.folder
+    known = {path.name for path in checkpoint.weight_files}
+    known |= {name.split("/")[0] for name in find_side_files(checkpoint)[0]}
+    known |= {SINGLE_FILE_NAME, INDEX_NAME, CONFIG_NAME, CARD_NAME}
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    refuse_unknown_entries(folder, found - known)
+    try:
+        job.select_matrices(job.quantization)
+    except (ModelError, ExportError) as error:
+        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+        what = f"{asked.folder} cannot be written: {error.message}"
+        raise ExportError(what, hint=hint) from error
 
 
 def _check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
@@ -313,11 +315,34 @@ def _check_observed(recipe: Recipe) -> None:
         raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
 
 
+def make_run_plan(job: CalibrationJob, mode: MemoryPlan, **more: Any) -> RunPlan:
+    """Describe the planned run; `more` is added to it, or replaces what it has."""
+    text, model = job.plan, job.model
+    described = {
+        "model": model.name,
+        "architecture": model.prepared.geometry.architecture,
+        "layers": len(model.prepared.geometry.layers),
+        "weights_size_bytes": model.checkpoint.total_size_bytes,
+        "dtype": model.dtype,
+        "dtype_why": model.dtype_why,
+        "device": model.device,
+        **job.count(),
+        "data": list(text.sources) if text else [],
+        "rows": text.rows.to_json() if text and text.rows else None,
+        "out": str(job.out),
+        "writes": sorted(job.owned),
+        **mode.as_json(),
+        **more,
+    }
+    rows = text.rows.describe() if text and text.rows else ()
+    return RunPlan(plan=described, text=tuple(rows))
+
+
 # --- after the run --------------------------------------------------------------------------------
 
 
 def _write(
-    job: ResumableJob,
+    job: CalibrationJob,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
@@ -334,7 +359,7 @@ def _write(
     remove_outputs(folder)
     try:
         with output_folder(
-            job.folder, owned=job.owned, force=job.force, inputs=[job.source.folder]
+            job.folder, owned=job.owned, force=job.force, inputs=[job.model.source.folder]
         ) as kept:
             save_stats(stats, kept / STATS_NAME)
     except Fp8CalibError as error:
@@ -347,13 +372,13 @@ def _write(
     raise ExportError(
         failed.message,
         hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
-        f"{job.name} --format kv-overlay --out DIR` writes scales without another run. "
+        f"{job.model.name} --format kv-overlay --out DIR` writes scales without another run. "
         f"{failed.hint}".strip(),
     ) from failed
 
 
 def _write_all(
-    job: ResumableJob,
+    job: CalibrationJob,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
@@ -366,69 +391,180 @@ def _write_all(
         recipe,
         stats,
         folder,
-        source=job.checkpoint.stored,
-        query=decide_query(recipe, stats).is_written,
+        source=job.model.checkpoint.stored,
+        query=decide_query(recipe, stats)[0],
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
-    files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    result = make_calibrate_result(job, stats, cost, files=files, notes=written.notes)
-    result = add_checkpoint(job, stats, folder, result)
-    if request.check:
-        result = result.model_copy(update={"checked": _check_written(job, folder, result)})
-    result = _add_cards(job, folder, result, request)
-    hashes = _hash_files(job, folder, result.files, find_known())
-    result = result.model_copy(update={"hashes": hashes})
+    checkpoint = _quantize(job, stats, folder, request)
+    checked, cards = finish_formats(
+        *(recipe.formats, folder, job.folder, request.model),
+        revision=request.revision,
+        check=request.check,
+    )
+    files, warnings, failure = {STATS_NAME, REPORT_NAME, *written.files, *cards}, [], ""
+    if isinstance(checkpoint, NotQuantized):
+        failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {checkpoint.why}"
+        warnings = [failure]
+    elif checkpoint is not None:
+        name = checkpoint.out.name
+        files |= {f"{name}/{file}" for file in checkpoint.files}
+        warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
+        checked = (*checked, *checkpoint.checked)
+        checkpoint = checkpoint.model_copy(update={"checked": ()})
+    # but for the report itself
+    places = dict.fromkeys(name.partition("/")[0] for name in sorted(files - {REPORT_NAME}))
+    result = make_calibrate_result(
+        *(job, stats, cost),
+        files=tuple(sorted(files)),
+        warnings=(*map(str, written.notes), *warnings),
+        checked=checked,
+        quantize=checkpoint,
+        failure=failure,
+        hashes=hash_run(
+            None if job.model.is_live else job.model.source.folder,
+            job.specs,
+            {name: folder / name for name in places},
+            find_known(),
+        ),
+    )
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)
     (folder / REPORT_NAME).write_text(report + "\n", encoding="utf-8")
     return result
 
 
-def _add_cards(
-    job: ResumableJob, folder: Path, result: CalibrateResult, request: CalibrateRequest
-) -> CalibrateResult:
-    """Write the cards of the overlays and of the FP8 checkpoint."""
-    of_run = CardJob(
-        written=folder,
-        target=job.folder,
-        model=request.model,
+def _quantize(
+    job: CalibrationJob, stats: CalibrationStats, folder: Path, request: CalibrateRequest
+) -> QuantizeResult | NotQuantized | None:
+    """Write the recipe's checkpoint, if it has one, under `folder`, with its card.
+
+    Where it cannot be written, the result says why: statistics and scales of a long run are kept.
+    """
+    asked, settings = job.recipe.quantize, job.quantization
+    if asked is None or settings is None:
+        return None
+    name, plain = asked.folder, asked.kv_cache_dtype_skip_layers
+    try:
+        result = _write_checkpoint(job, settings, stats, folder / name, plain)
+    except (ModelError, ExportError) as error:
+        why = "; ".join(filter(None, (error.message, error.hint)))
+        return NotQuantized(scheme=settings.schemes.default.name, why=why)
+    checked: tuple[WrittenCheck, ...] = ()
+    if request.check:
+        target = job.folder / name
+        checked = check_written(folder / name, target, path=name, plain_caches=plain)
+    write_card(
+        *(folder, job.folder, result.name_schemes(), request.model),
+        path=name,
         revision=request.revision,
-        checked=result.checked,
+        checked=checked,
     )
-    cards = write_cards(of_run, job.recipe.formats)
-    quantized, asked = result.quantize, job.recipe.quantize
-    if asked is not None and isinstance(quantized, QuantizeResult):
-        quantized = add_card(of_run, quantized, asked.folder)
-        cards += [f"{asked.folder}/{CARD_NAME}"]
-    files = tuple(sorted({*result.files, *cards}))
-    return result.model_copy(update={"files": files, "quantize": quantized})
+    files = tuple(sorted({*result.files, CARD_NAME}))
+    return result.model_copy(update={"files": files, "checked": checked})
 
 
-def _hash_files(job: ResumableJob, folder: Path, files: Sequence[str], known: Known) -> RunHashes:
-    """Hash the files of the model, of the text and of what was written."""
-    written = dict.fromkeys(name.partition("/")[0] for name in files if name != REPORT_NAME)
-    return hash_run(
-        None if job.is_live else job.source.folder,
-        job.specs,
-        {name: folder / name for name in written},
-        known,
+def _write_checkpoint(
+    job: CalibrationJob,
+    settings: PlanSettings,
+    stats: CalibrationStats,
+    folder: Path,
+    plain_caches: Sequence[int],
+) -> QuantizeResult:
+    started, checkpoint = time.monotonic(), job.model.checkpoint
+    selection = job.select_matrices(settings)
+    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
+    if unmeasured:
+        settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
+        selection = select(checkpoint, ignore=settings.ignore)
+    scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
+    plan = make_plan(checkpoint, settings, selection, scales=scales)
+    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+    device = torch.device("cpu")
+    written = quantize(checkpoint, plan, folder, device=device, advance=job.reporter.advance)
+    return QuantizeResult.of(
+        *(checkpoint, plan, written),
+        out=job.folder / folder.name,
+        started=started,
+        notes=[  # notes on scales are in the report already
+            f"{module}: left unquantized: outside the decoder layers inputs are not observed"
+            for module in unmeasured
+        ],
+        stats=stats,
+        plain_caches=plain_caches,
     )
 
 
-def _check_written(
-    job: ResumableJob, folder: Path, result: CalibrateResult
-) -> tuple[WrittenCheck, ...]:
-    """Look at the overlays and at the FP8 checkpoint, as `check` does."""
-    found = check_formats(job.recipe.formats, folder, job.folder)
-    asked = job.recipe.quantize
-    if asked is None or not isinstance(result.quantize, QuantizeResult):
-        return found
-    checkpoint = check_written(
-        folder / asked.folder,
-        job.folder / asked.folder,
-        path=asked.folder,
-        plain_caches=asked.kv_cache_dtype_skip_layers,
+def make_calibrate_result(
+    job: CalibrationJob,
+    stats: CalibrationStats,
+    cost: Mapping[str, Any],
+    *,
+    files: tuple[str, ...] = (),
+    warnings: Sequence[str] = (),
+    **written: Any,
+) -> CalibrateResult:
+    """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
+    model, text, recipe, header = job.model, job.plan, job.recipe, stats.header
+    before, after = kv_bytes_per_token(stats.geometry)
+    experts = {name.removesuffix(".up_proj"): seen for name, seen in stats.expert_counts.items()}
+    return CalibrateResult(
+        stats=PublicStats.of(stats),
+        model=model.name,
+        command=spell_command(),
+        recipe=recipe.name,
+        data=text.sources if text else (),
+        seq_len=text.seq_len if text else None,
+        rows=text.rows.to_json() if text and text.rows else None,
+        measured_quantized=model.checkpoint.form,
+        architecture=stats.geometry.architecture,
+        out=job.out,
+        files=files,
+        **job.count(),
+        **cost,
+        dtype=model.dtype,
+        dtype_why=model.dtype_why,
+        device=model.device,
+        engine=header.engine,
+        batch_size=job.batch_size,
+        rule=str(recipe.scales.rule),
+        rules={pattern: str(rule) for pattern, rule in recipe.scales.rules.items()} or None,
+        coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
+        saturation=compute_saturation(stats),
+        positions=compute_position_saturation(stats),
+        expert_tokens=experts,
+        # another shard may reach the experts that this one did not
+        experts=None if stats.shard else _count_experts(experts, recipe.scales.fallback),
+        kv_bytes_per_token=BeforeAfter(before=before, after=after),
+        warnings=(
+            *model.describe_decoded(),
+            *(text.warnings if text else ()),
+            *decide_query(recipe, stats)[1],
+            *warnings,
+        ),
+        versions={**header.versions, "python": python_version()},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        model_hash=header.model_fingerprint,
+        data_hash=header.data_fingerprint,
+        **written,
     )
-    return (*found, *checkpoint)
+
+
+def _count_experts(counts: Mapping[str, list[int]], fallback: Fallback | None) -> Experts | None:
+    """Summarize the tokens that reached the experts of each layer; None without experts."""
+    if not counts:
+        return None
+    return Experts(
+        fallback=fallback or Fallback.LAYER_MAX,
+        layers=tuple(
+            ExpertLayer(
+                module=module,
+                min=min(tokens),
+                median=median(tokens),
+                max=max(tokens),
+                never_reached=tuple(expert for expert, count in enumerate(tokens) if count == 0),
+            )
+            for module, tokens in sorted(counts.items())
+        ),
+    )
 
 
 calibrate = as_function("calibrate", CalibrateRequest, run)

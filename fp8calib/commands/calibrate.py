@@ -15,7 +15,7 @@ from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.magnitudes import summarize_briefly
 from fp8calib.commands.option import Option
-from fp8calib.commands.options import RecipeOptions, describe_recipes
+from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -36,19 +36,18 @@ from fp8calib.formats.registry import list_written
 from fp8calib.text import Answer, Block
 
 if TYPE_CHECKING:
-    from fp8calib.jobs.stats import CalibrationStats
+    from fp8calib.commands.stats import CalibrationStats
 else:  # importing it takes seconds
     CalibrationStats = Any
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrateRequest(RecipeOptions):
+@dataclass(frozen=True)
+class CalibrateRequest(RunOptions, RecipeOptions):
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    model: shared.RunModel
     data: shared.DataOption = None
     _: KW_ONLY
     recipe: Annotated[
@@ -78,13 +77,7 @@ class CalibrateRequest(RecipeOptions):
             about_argument="Output folder; None writes nothing.",
         ),
     ] = None
-    device: shared.DeviceOption = "auto"
-    dtype: shared.DtypeOption = "auto"
     device_map: shared.DeviceMapOption = None
-    memory: shared.MemoryOption = None
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the plan and exit: run and write nothing.")
-    ] = False
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted or killed run.")] = (
         False
     )
@@ -97,12 +90,9 @@ class CalibrateRequest(RecipeOptions):
         ),
     ] = None
     replace_scales: shared.ReplaceScalesOption = False
-    revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
     check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None
-    progress: shared.ProgressArgument = None
 
     def on_command_line(self) -> CalibrateRequest:
         """Fill in the folder: the command always writes."""

@@ -14,14 +14,16 @@ from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import BeforeAfter, Overview, Result, list_top_level
 from fp8calib.errors import UsageError
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
+from fp8calib.formats.registry import find_dialect
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
+    from fp8calib.formats.dialect import Dialect
     from fp8calib.formats.read import FoundScales
     from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
@@ -113,41 +115,38 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         ExportError: the disk cannot hold the checkpoint.
     """
     with slow_imports():
+        from fp8calib.checkpoint.hub import find_folder
+        from fp8calib.commands.card import write_card
         from fp8calib.formats.kv.parse_names import find_spelling
-        from fp8calib.jobs.card import CardJob, write_card
-        from fp8calib.jobs.saved import find_model
         from fp8calib.quantization.dequantize import plan_files, write_files
         from fp8calib.quantization.quantize import list_files
         from fp8calib.quantization.sources.decoded import open_quantized
     if request.dtype not in _DTYPES:
         raise UsageError(f"--dtype {request.dtype}: not one of {', '.join(_DTYPES)}")
     started, out = time.monotonic(), Path(request.out)
-    folder = find_model(str(request.model), request.revision)
+    folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype
     with open_quantized(folder, dtype=dtype) as checkpoint:
         files = plan_files(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in files.skipped.items()]
-        overlay, owned = None, files.names
+        found, owned = None, files.names
         if request.keep_kv_scales:
-            overlay, owned = _plan_overlay(checkpoint)
+            found, owned = _plan_overlay(checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
         with output_folder(out, owned=owned, force=request.force, inputs=[folder]) as staging:
-            place = staging if overlay is None else staging / _WITHOUT_SCALES
+            place = staging if found is None else staging / _WITHOUT_SCALES
             place.mkdir(exist_ok=True)
             reporter.stage("dequantizing", files.data_bytes, unit="bytes")
             write_files(checkpoint, files, place, reporter.advance)
-            if overlay is not None:
-                notes += _write_overlay(overlay, place, staging, out)
+            if found is not None:
+                notes += _write_overlay(found, place, staging, out)
                 shutil.rmtree(place)
-            job = CardJob(
-                written=staging,
-                target=out,
-                model=request.model,
+            write_card(
+                *(staging, out, checkpoint.dtype_name, request.model),
                 revision=request.revision,
                 is_quantized=False,
             )
-            write_card(job, checkpoint.dtype_name)
             written = list_files(staging)
         result = DequantizeResult(
             out=out,
@@ -157,7 +156,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             dequantized=tuple(checkpoint.weights),
             bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=files.data_bytes),
             duration_s=time.monotonic() - started,
-            has_kv_scales=overlay is not None,
+            has_kv_scales=found is not None,
             notes=tuple(notes),
         )
     for text in result.notes:
@@ -177,47 +176,33 @@ def _plan_overlay(checkpoint: DecodedCheckpoint) -> tuple[FoundScales, frozenset
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
     found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
-    return found, list_owned(_name_overlay(found), 1, geometry, checkpoint)
+    return found, list_owned(_find_overlay(found).name, 1, geometry, checkpoint)
 
 
-def _name_overlay(found: FoundScales) -> str:
-    return "kv-overlay-head" if found.table.per_head else "kv-overlay"
+def _find_overlay(found: FoundScales) -> Dialect:
+    return find_dialect("kv-overlay-head" if found.table.per_head else "kv-overlay")
 
 
-def _write_overlay(found: FoundScales, plain: Path, folder: Path, shown: Path) -> Iterator[str]:
+def _write_overlay(found: FoundScales, plain: Path, folder: Path, shown: Path) -> tuple[str, ...]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
-    from fp8calib.calibration.calibration_origin import CalibrationOrigin
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.convert import convert_table, explain_fit
-    from fp8calib.formats.metadata import Provenance
-    from fp8calib.formats.write import write_table
-    from fp8calib.numerics.formats import E4M3FN
+    from fp8calib.formats.copy import convert_scales, write_tables
 
-    measured, provenance = found.table.origin, None
-    if measured is None or not measured.data:
-        provenance = Provenance(
-            dialect=found.dialect,
-            files=tuple(path.name for path in found.files),
-            has_fp8_weights=found.has_weights,
-        )
-        yield provenance.describe()
-    yield from found.notes
+    dialect = _find_overlay(found)
     with Checkpoint.open(plain) as checkpoint:
         model = fingerprint_model(checkpoint.load_config(), checkpoint)
         # norms and embeddings are those of the source, and so are their hashes
-        origin = replace(measured, model=model) if measured else CalibrationOrigin.of_model(model)
-        table = convert_table(found.table, fmt=E4M3FN, per_head=found.table.per_head)
-        yield from explain_fit(found.table, table)
-        notes = write_table(
-            replace(table, origin=origin),
-            _name_overlay(found),
-            folder,
+        origin = found.table.origin and replace(found.table.origin, model=model)
+        of_model = replace(found, table=replace(found.table, origin=origin))
+        return write_tables(
+            of_model,
+            convert_scales(of_model, dialect, E4M3FN, [1], model),
+            *(dialect, folder),
+            files=[path.name for path in found.files],
             source=checkpoint,
             shown=shown,
-            provenance=provenance,
         )
-    yield from map(str, notes)
 
 
 def describe(

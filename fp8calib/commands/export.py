@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.commands.result import Overview, Result, WrittenCheck, describe_checks, list_top_level
-from fp8calib.errors import format_count
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
+from fp8calib.errors import UsageError, format_count
+from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.commands.recipe import Recipe
+    from fp8calib.commands.stats import GivenStats
+    from fp8calib.formats.dialect import Attachment
+    from fp8calib.formats.quantized_model import QuantizedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +126,191 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         ExportError: a scale cannot be computed, or a format not written.
     """
     with slow_imports():
-        from fp8calib.commands._export import export_scales
-    result = export_scales(request)
+        from fp8calib.checkpoint.checkpoint import Checkpoint
+        from fp8calib.checkpoint.hub import find_folder
+        from fp8calib.commands.recipe_options import decide_query
+        from fp8calib.commands.saved import saved_model, warn_of_tokenizer
+        from fp8calib.commands.stats import join_stats, list_stats
+        from fp8calib.formats.write import check_export
+        from fp8calib.numerics.formats import FP8_FORMATS
+    recipe = _choose_formats(request)
+    with ExitStack() as stack:
+        place = None
+        if request.model is not None:
+            saved = saved_model(request.model, Path(request.out), request.tokenizer)
+            place = stack.enter_context(saved)
+        given = join_stats(list_stats(request.stats))
+        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+        check_export(given.stats.geometry, recipe.formats, recipe.tp, fmt)
+        query, notes = decide_query(recipe, given.stats)
+        source = None
+        if place is not None:
+            source = stack.enter_context(Checkpoint.open(find_folder(place)))
+        target = _relate(request, recipe, given, source)
+        result = _write(request, recipe, given, target, query=query, notes=notes)
+    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+    result = result.model_copy(update={"warnings": (*result.warnings, *missing)})
     for text in result.warnings:
         reporter.warn(text)
     return result
+
+
+def _choose_formats(request: ExportRequest) -> Recipe:
+    """Open the recipe, and apply the options."""
+    from fp8calib.commands.recipe_options import apply_request, open_recipe
+    from fp8calib.commands.stats import list_stats
+    from fp8calib.formats.kv.json import RFC
+
+    recipe = open_recipe("kv" if request.recipe is None else str(request.recipe))
+    if request.recipe is None:
+        recipe = recipe.model_copy(update={"formats": ()})
+    recipe = apply_request(recipe, request)
+    if not recipe.formats and len(list_stats(request.stats)) == 1:
+        raise UsageError(
+            "export: --format is missing",
+            hint=f"known formats: {', '.join(list_format_names())}",
+        )
+    for name in recipe.formats:
+        find_dialect(name)  # refuses unknown ones
+    if request.with_weights and RFC.name not in recipe.formats:
+        raise UsageError(
+            "--with-weights needs --format rfc",
+            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
+        )
+    if request.with_weights and request.model is None:
+        raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
+    return recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The model that scales are written for."""
+
+    source: Checkpoint | None
+    """None without --model."""
+    stats: CalibrationStats
+    """For a quantized model, with its own names of tensors."""
+    attachment: Attachment
+    quantized: QuantizedModel | None = None
+
+
+def _relate(
+    request: ExportRequest, recipe: Recipe, given: GivenStats, source: Checkpoint | None
+) -> _Target:
+    """Refuse a model that does not fit the statistics.
+
+    Raises:
+        UsageError: the model is int4, which no overlay can be made of.
+        ModelError: it is another one.
+    """
+    from fp8calib.formats.dialect import Attachment
+    from fp8calib.formats.quantized_model import find_quantized
+    from fp8calib.quantization.calibrated_scales import check_stats_model
+    from fp8calib.quantization.related import adopt_names, relate_to_quantized
+    from fp8calib.quantization.sources.already_quantized import check_unquantized
+    from fp8calib.quantization.sources.int4 import is_int4_source
+
+    plain = _Target(
+        source=source,
+        stats=given.stats,
+        attachment=Attachment(replaces_scales=request.replace_scales),
+    )
+    if source is None:
+        return plain
+    if request.with_weights and is_int4_source(source):
+        overlays = [name for name in recipe.formats if find_dialect(name).needs_model]
+        if overlays:
+            raise UsageError(
+                f"--format {overlays[0]}: an overlay needs the unquantized model, and the weights "
+                f"of {source.folder} are int4",
+                hint="export the overlay separately, with the unquantized --model",
+            )
+        return plain
+    quantized = None if request.with_weights else find_quantized(source)
+    if quantized is None:
+        if request.with_weights:
+            check_unquantized(source)
+        check_stats_model(given.stats, source)
+        return plain
+    stats = adopt_names(given.stats, source)
+    attachment = relate_to_quantized(
+        *(given.name, stats.origin, source, stats.geometry),
+        base=None if request.base is None else str(request.base),
+        other_weights=request.other_weights,
+        replace_scales=request.replace_scales,
+    )
+    return _Target(source=source, stats=stats, attachment=attachment, quantized=quantized)
+
+
+def _write(
+    request: ExportRequest,
+    recipe: Recipe,
+    given: GivenStats,
+    target: _Target,
+    *,
+    query: bool,
+    notes: Sequence[str],
+) -> ExportResult:
+    from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
+    from fp8calib.checkpoint.atomic import output_folder
+    from fp8calib.commands.recipe_options import list_ignored, write_recipe
+    from fp8calib.commands.written import finish_formats, require_server
+    from fp8calib.formats.kv.json import name_rank_files
+    from fp8calib.formats.write import check_replaced, list_outputs
+    from fp8calib.numerics.formats import FP8_FORMATS
+    from fp8calib.quantization.related import describe_attachment
+
+    stats, source, out = target.stats, target.source, Path(request.out)
+    weights, owned = None, list_outputs(recipe.formats, recipe.tp)
+    joined = frozenset({STATS_NAME} if given.shards else ())
+    if source is not None:
+        check_replaced(recipe.formats, out, source)
+    if request.with_weights:
+        owned |= {name for tp in recipe.tp for name in name_rank_files(tp).values()}
+    with output_folder(
+        out,
+        owned=owned | joined,
+        force=request.force,
+        inputs=[*given.inputs, *([source.folder] if source else [])],
+    ) as folder:
+        if joined:
+            save_stats(given.stats, folder / STATS_NAME)
+        if request.with_weights and source is not None:
+            from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
+
+            fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+            weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
+        written = write_recipe(
+            recipe,
+            stats,
+            folder,
+            source=source,
+            query=query,
+            quantized=None if weights is None else weights.tables,
+            attachment=target.attachment,
+        )
+        for dialect in map(find_dialect, recipe.formats):
+            if target.quantized is not None and dialect.needs_model:
+                require_server(folder / dialect.path(), stats.geometry, target.quantized)
+        checked, cards = finish_formats(
+            recipe.formats, folder, out, request.model or "", check=request.check
+        )
+        more = (*cards, *(weights.write(folder) if weights else ()), *joined)
+        files = sorted([*written.files, *more])
+    return ExportResult(
+        out=out,
+        files=tuple(files),
+        shards=given.shards,
+        warnings=(
+            *list_ignored(recipe, [TP.flags] if max(recipe.tp) > 1 else []),
+            *notes,
+            *(weights.notes if weights else ()),
+            *(describe_attachment(target.attachment, source, stats.geometry) if source else ()),
+            *map(str, written.notes),
+        ),
+        compared=target.attachment.compared,
+        checked=checked,
+    )
 
 
 def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:  # noqa: ARG001

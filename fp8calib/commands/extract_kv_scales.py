@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.result import (
@@ -21,10 +22,18 @@ from fp8calib.commands.result import (
     describe_checks,
     list_top_level,
 )
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.numerics.formats import KV_FORMATS
+from fp8calib.errors import UsageError
+from fp8calib.formats.registry import find_dialect, list_written
+from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.text import Block, Line
+
+if TYPE_CHECKING:
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.formats.dialect import Attachment, Dialect
+    from fp8calib.formats.quantized_model import QuantizedModel
+    from fp8calib.formats.read import FoundScales
+    from fp8calib.formats.table import ScaleTable
 
 Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""
@@ -147,6 +156,8 @@ class ExtractResult(Result):
 def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     """Read the scales, and write them in the requested format.
 
+    Of the quantized model no weight is read; of the other model only those of its fingerprint.
+
     Raises:
         UsageError: an option is invalid, or the source does not state its FP8 format.
         ModelError: the unquantized model cannot be read.
@@ -154,11 +165,175 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         ModelError: the source's scales are incomplete, invalid, or of another model.
     """
     with slow_imports():
-        from fp8calib.commands._extract_kv_scales import extract
-    result = extract(request)
+        from fp8calib.calibration.fingerprint import fingerprint_model
+        from fp8calib.checkpoint.checkpoint import Checkpoint
+        from fp8calib.checkpoint.hub import fetch_hub_id, find_folder
+        from fp8calib.formats.copy import convert_scales
+        from fp8calib.formats.dialect import Attachment
+        from fp8calib.formats.quantized_model import find_quantized
+        from fp8calib.formats.ranks import fits_heads
+        from fp8calib.formats.read import check_origin, read_scales
+        from fp8calib.quantization.related import relate_to_quantized
+    dialect, path = _check_options(request), fetch_hub_id(Path(request.quantized_model))
+    with Checkpoint.open(find_folder(str(request.model), request.revision)) as checkpoint:
+        quantized = find_quantized(checkpoint)
+        geometry = _find_geometry(request, checkpoint, is_quantized=quantized is not None)
+        found = read_scales(
+            path,
+            geometry,
+            source_fmt=None if request.source_dtype is None else KV_FORMATS[request.source_dtype],
+            needs_dtype=True,
+            drops_bad_query=True,
+        )
+        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+        if quantized is None:
+            check_origin(str(path), found.table.origin, fingerprint)
+            attachment = Attachment(replaces_scales=request.replace_scales)
+        else:
+            attachment = relate_to_quantized(
+                *(str(path), found.table.origin, checkpoint, geometry),
+                base=None if request.base is None else str(request.base),
+                other_weights=request.other_weights,
+                replace_scales=request.replace_scales,
+            )
+        fmt, tps = (
+            KV_FORMATS[request.fp8_dtype or E4M3FN.name],
+            tuple(dict.fromkeys(request.tp or ())),
+        )
+        if not tps:
+            is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
+            tps = (found.table.tp if is_kept else 1,)
+        tables = convert_scales(found, dialect, fmt, tps, fingerprint)
+        result = _write(request, dialect, found, tables, checkpoint, quantized, attachment)
     for note in result.notes:
         reporter.warn(note)
     return result
+
+
+def _write(
+    request: ExtractRequest,
+    dialect: Dialect,
+    found: FoundScales,
+    tables: Sequence[ScaleTable],
+    checkpoint: Checkpoint,
+    quantized: QuantizedModel | None,
+    attachment: Attachment,
+) -> ExtractResult:
+    from fp8calib.checkpoint.atomic import output_folder
+    from fp8calib.commands.card import write_card
+    from fp8calib.commands.written import check_written, require_server
+    from fp8calib.formats.copy import write_tables
+    from fp8calib.formats.write import list_owned
+    from fp8calib.model.kv_bytes import kv_bytes_per_token
+    from fp8calib.quantization.quantize import list_files
+    from fp8calib.quantization.related import describe_attachment
+
+    out, geometry = Path(request.save_path), tables[0].geometry
+    taken_from = tuple(map(_name_file, found.files))
+    owned = (list_owned(dialect.name, table.tp, geometry, checkpoint) for table in tables)
+    checked: tuple[WrittenCheck, ...] = ()
+    with output_folder(
+        out,
+        owned=frozenset[str]().union(*owned),
+        force=request.force,
+        inputs=[checkpoint.folder, Path(request.quantized_model)],
+    ) as folder:
+        notes = write_tables(
+            *(found, tables, dialect, folder),
+            files=taken_from,
+            source=checkpoint,
+            shown=out,
+            attachment=attachment,
+            attached=describe_attachment(attachment, checkpoint, geometry),
+        )
+        if dialect.needs_model:
+            if quantized is not None:
+                require_server(folder, geometry, quantized)
+            checked = check_written(folder, out) if request.check else ()
+            revision = request.revision
+            write_card(
+                *(folder, out, dialect.name, request.model), revision=revision, checked=checked
+            )
+        files = list_files(folder)
+    degrees = tuple(table.tp for table in tables)
+    before, after = kv_bytes_per_token(geometry)
+    return ExtractResult(
+        save_path=out,
+        files=files,
+        dialect=found.dialect,
+        source_dtype=found.table.fmt.name,
+        format=dialect.name,
+        fp8_dtype=tables[0].fmt.name,
+        tp=degrees[0] if len(degrees) == 1 else degrees,
+        taken_from=taken_from,
+        layers=tuple(
+            _describe_layer(tables[0], layer.index, attention, joins_kv=dialect.joins_kv)
+            for layer, attention in geometry.attentions()
+        ),
+        notes=notes,
+        compared=attachment.compared,
+        kv_bytes_per_token=BeforeAfter(before=before, after=after),
+        checked=checked,
+    )
+
+
+def _check_options(request: ExtractRequest) -> Dialect:
+    """Check the options, and find the dialect of --format."""
+    names = shared.split_names(request.formats) or ["kv-overlay"]
+    if len(names) > 1:
+        raise UsageError(
+            f"--format {' '.join(names)}: only one format can be written to --save-path",
+            hint="run the command once for each format",
+        )
+    dialect = find_dialect(names[0])
+    named = {"--source-dtype": request.source_dtype, "--fp8-dtype": request.fp8_dtype}
+    for option, name in named.items():
+        if name is not None and name not in KV_FORMATS:
+            raise UsageError(f"{option} {name}: unknown", hint=f"use {' or '.join(KV_FORMATS)}")
+    if request.tp and not dialect.per_tp:
+        others = " or ".join(each.name for each in list_written() if each.per_tp)
+        raise UsageError(
+            f"--tp {request.tp[0]}: {dialect.name} does not depend on the number of ranks",
+            hint=f"leave out --tp, or choose --format {others}",
+        )
+    return dialect
+
+
+def _find_geometry(
+    request: ExtractRequest, checkpoint: Checkpoint, *, is_quantized: bool
+) -> ModelGeometry:
+    from fp8calib.model.geometry_from_config import read_geometry
+    from fp8calib.model.load import build_skeleton, open_source
+    from fp8calib.model.prepared import prepare
+
+    if is_quantized:
+        return read_geometry(checkpoint.folder, checkpoint.load_config())
+    source = open_source(str(checkpoint.folder), trust_remote_code=request.trust_remote_code)
+    return prepare(build_skeleton(source), checkpoint).geometry
+
+
+def _name_file(path: Path) -> str:
+    resolved = path.resolve()
+    # JSON readers in other languages reject names that are not valid Unicode
+    return f"{resolved.parent.name}/{resolved.name}".encode("utf-8", "replace").decode()
+
+
+def _describe_layer(
+    table: ScaleTable, index: int, attention: Attention, *, joins_kv: bool
+) -> ExtractedLayer:
+    """List the scales of a layer as written: one number, or one per rank or head."""
+    if joins_kv:
+        joint = [table.kv(attention, rank) for rank in range(table.tp)]
+        pair = dict.fromkeys(("k", "v"), joint)
+    else:
+        sites = (attention.site(role) for role in (Role.K, Role.V, Role.Q))
+        pair = {
+            str(site.role): table.scales[site].values.flatten().tolist()
+            for site in sites
+            if site in table.scales
+        }
+    scales = {role: values[0] if len(values) == 1 else values for role, values in pair.items()}
+    return ExtractedLayer(layer=index, module=attention.module, **scales)
 
 
 def describe(result: ExtractResult, request: ExtractRequest) -> Iterator[Block]:  # noqa: ARG001

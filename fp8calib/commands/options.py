@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -164,7 +164,7 @@ QUERY_SCALE = Option(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """What a calibration can be asked beside its recipe; None leaves the value of the recipe.
 
@@ -265,15 +265,7 @@ UNQUANTIZED = Option(
     check=find_local_model,
     help="The unquantized model: folder or Hub id.",
 )
-_RUN = Option(
-    metavar="MODEL",
-    reads=str,
-    check=find_local_model,
-    help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
-    "of compressed-tensors is dequantized while it is read.",
-)
 UnquantizedModel = Annotated[Model, UNQUANTIZED]
-RunModel = Annotated[Model, _RUN]
 RevisionOption = Annotated[
     str | None, Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
 ]
@@ -372,6 +364,42 @@ MemoryOption = Annotated[
         "is streamed layer by layer. Default: what is available on the machine.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The model whose text runs, and where it runs."""
+
+    model: Annotated[
+        Model,
+        Option(
+            metavar="MODEL",
+            reads=str,
+            check=find_local_model,
+            help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or "
+            "INT8 of compressed-tensors is dequantized while it is read.",
+        ),
+    ]
+    _: KW_ONLY
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    memory: MemoryOption = None
+    dry_run: DryRunOption = False
+    revision: RevisionOption = None
+    trust_remote_code: TrustOption = False
+    progress: ProgressArgument = None
+
+
+@dataclass(frozen=True)
+class TextOptions(RunOptions):
+    """The same, and how much of which text runs."""
+
+    _: KW_ONLY
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    samples: Annotated[int, SAMPLES] = _DEFAULT_SAMPLES
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int, BATCH_SIZE] = 1
+    pack: Annotated[bool, PACK] = True
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:

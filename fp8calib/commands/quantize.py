@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import (
     BeforeAfter,
@@ -23,14 +24,20 @@ from fp8calib.commands.result import (
     describe_checks,
     list_top_level,
 )
-from fp8calib.errors import UsageError, cut_list
+from fp8calib.errors import RecipeError, UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.text import Block, Line
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.commands.recipe import Recipe
+    from fp8calib.quantization.plan import QuantizePlan
+    from fp8calib.quantization.quantize import Written
+    from fp8calib.quantization.shard_writer import WeightCodes
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
@@ -196,6 +203,65 @@ class QuantizeResult(Result):
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
 
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        plan: QuantizePlan,
+        written: Written,
+        *,
+        out: Path,
+        started: float,
+        notes: Sequence[str] = (),
+        stats: CalibrationStats | None = None,
+        plain_caches: Sequence[int] = (),
+    ) -> Self:
+        """Make the result of a written checkpoint.
+
+        Args:
+            checkpoint: what it was made from.
+            plan: what was written.
+            written: the files.
+            out: their folder.
+            started: the value of time.monotonic() at the start.
+            notes: on its scales.
+            stats: those of K and V.
+            plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
+        """
+        from fp8calib.checkpoint.model_config import find_dtype
+        from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+
+        size = (
+            kv_bytes_per_token(stats.geometry)
+            if stats is not None and plan.has_kv
+            else estimate_kv_bytes(plan.config, find_dtype(plan.config))
+        )
+        return cls(
+            out=out,
+            files=written.files,
+            scheme=plan.settings.schemes.default.name,
+            layer_schemes=list_layer_schemes(plan),
+            format=plan.settings.dialect.name,
+            bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),
+            duration_s=time.monotonic() - started,
+            resumed=written.resumed,
+            quantized=tuple(matrix.module for matrix in plan.selection.quantized),
+            left=tuple(
+                UnquantizedLinear(module=item.module, why=item.why)
+                for item in plan.selection.unquantized
+            ),
+            dead=written.all_zero,
+            has_kv_scales=plan.has_kv,
+            notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
+            kv_bytes_per_token=None
+            if size is None or plain_caches
+            else BeforeAfter(before=size[0], after=size[1]),
+        )
+
+    def name_schemes(self) -> str:
+        """Name all schemes, that of most linears first."""
+        return ", ".join(dict.fromkeys([self.scheme, *(e.scheme for e in self.layer_schemes)]))
+
     def describe_bytes(self) -> str:
         """Describe the size of the weights before and after."""
         return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
@@ -219,6 +285,20 @@ class QuantizeResult(Result):
         )
 
 
+def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
+    """List the patterns that give linears another scheme, with the number of these linears."""
+    schemes = plan.settings.schemes
+    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    return tuple(
+        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
+        for pattern, name in schemes.names.items()
+    )
+
+
+RequestT = TypeVar("RequestT", bound=QuantizeRequest)
+ResultT = TypeVar("ResultT", bound=QuantizeResult)
+
+
 def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     """Quantize a checkpoint.
 
@@ -230,51 +310,133 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             cannot hold it.
     """
     with slow_imports():
-        from fp8calib.commands.recipe import ScaleOptions
-        from fp8calib.commands.written import check_written
-        from fp8calib.jobs import stats as given
-        from fp8calib.jobs.card import CardJob, add_card
-        from fp8calib.jobs.quantization import planned
-        from fp8calib.jobs.recipe_options import apply_quantize_recipe
-        from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-    recipe = None
-    if request.names_recipe:
-        request, recipe = apply_quantize_recipe(request)
-    asked = planned.resolve_request(request)
-    stats, inputs = (None, []) if request.stats is None else given.read_stats(request.stats)
-    if stats is not None and recipe is not None and not recipe.observe.kv:
-        stats = given.drop_kv(stats)
-    served = None if recipe is None else recipe.quantize
-    with saved_model(request.model, Path(request.out), request.tokenizer) as model:
-        task = planned.QuantizeTask(
-            request=request,
-            model=model,
-            asked=asked,
-            scales=ScaleOptions() if recipe is None else recipe.scales,
-            stats=stats,
-            inputs=inputs,
-            reporter=reporter,
-        )
-        with planned.open_planned(task) as plan:
+        from fp8calib.checkpoint.checkpoint import Checkpoint
+        from fp8calib.checkpoint.hub import find_folder
+        from fp8calib.commands.saved import saved_model
+        from fp8calib.commands.stats import read_stats
+        from fp8calib.commands.written import require_servable
+        from fp8calib.quantization.calibrated_scales import plan_checkpoint
+        from fp8calib.quantization.requantized import describe_changes
+        from fp8calib.quantization.settings import make_settings
+        from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
+    out = Path(request.out)
+    request, recipe = apply_recipe(request)
+    settings = make_settings(
+        *(request.scheme, request.layer_schemes, request.ignore),
+        dialect=request.dialect,
+        measures_inputs=request.stats is not None,
+    )
+    stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
+    if stats is not None and not recipe.observe.kv:
+        stats = stats.without_kv()
+    with saved_model(request.model, out, request.tokenizer) as model:
+        folder = find_folder(model, request.revision)
+        opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
+        with opened as checkpoint:
+            plan, notes = plan_checkpoint(checkpoint, settings, stats, recipe.scales.choice)
+            if not request.allow_unservable and (note := require_servable(plan, folder)):
+                reporter.warn(note)
+            kept = None
+            if isinstance(checkpoint, DecodedCheckpoint):
+                kept = checkpoint.keep_codes(settings.schemes)
+                notes = (*notes, *describe_changes(checkpoint, plan, kept))
             started = time.monotonic()
-            written = planned.write_planned(task, plan, plan.kept_codes, device=request.device)
-            result = plan.describe(
-                written, out=task.out, started=started, stats=stats, served=served
+            written = write_plan(checkpoint, plan, request, reporter, inputs=inputs, rounded=kept)
+            plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
+            result = QuantizeResult.of(
+                *(checkpoint, plan, written),
+                out=out,
+                started=started,
+                notes=notes,
+                stats=stats,
+                plain_caches=plain_caches,
             )
-        if request.check:
-            plain = () if served is None else served.kv_cache_dtype_skip_layers
-            checked = check_written(task.out, task.out, plain_caches=plain)
-            result = result.model_copy(update={"checked": checked})
-        job = CardJob(
-            written=task.out,
-            target=task.out,
-            model=request.model,
-            revision=request.revision,
-            checked=result.checked,
+        return finish(result, request, reporter, plain_caches)
+
+
+def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
+    """Give a request the schemes of the recipe that it names, and the recipe or an empty one.
+
+    Raises:
+        RecipeError: the recipe is invalid, or has no section `quantize`.
+        UsageError: the request has schemes beside it.
+    """
+    from fp8calib.commands.recipe import Recipe
+    from fp8calib.commands.recipe_options import open_recipe
+
+    if not request.names_recipe:
+        return request, Recipe(name="")
+    recipe = open_recipe(request.scheme)
+    asked = recipe.quantize
+    if asked is None:
+        raise RecipeError(
+            f"{request.scheme}: it has no section quantize",
+            hint="name a scheme, or a recipe that writes a checkpoint",
         )
-        result = add_card(job, result)
-    files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-    for text in (*result.notes, *result.describe_dead(), *files):
+    for option, given in (("--layer-scheme", request.layer_schemes), ("--ignore", request.ignore)):
+        if given:
+            raise UsageError(f"{option}: the schemes are those of {request.scheme}")
+    changed = replace(
+        request, scheme=asked.scheme, layer_schemes=asked.layer_schemes, ignore=asked.ignore
+    )
+    return changed, recipe
+
+
+def write_plan(
+    checkpoint: Checkpoint,
+    plan: QuantizePlan,
+    request: QuantizeRequest,
+    reporter: Reporter,
+    *,
+    inputs: Sequence[Path] = (),
+    rounded: WeightCodes | None = None,
+) -> Written:
+    """Write a planned checkpoint; codes in `rounded` are not computed again.
+
+    Raises:
+        UsageError: the folder is in use.
+        ExportError: the disk cannot hold the output.
+    """
+    import torch
+
+    from fp8calib.model.device import choose_device
+    from fp8calib.quantization.quantize import find_finished, quantize
+
+    out = Path(request.out)
+    if request.resume and (finished := find_finished(out, plan)) is not None:
+        reporter.say(f"{out} is finished already")
+        return finished
+    reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+    return quantize(
+        *(checkpoint, plan, out),
+        device=torch.device("cpu" if request.device == "auto" else choose_device(request.device)),
+        advance=reporter.advance,
+        resume=request.resume,
+        force=request.force,
+        inputs=inputs,
+        rounded=rounded,
+    )
+
+
+def finish(
+    result: ResultT, request: QuantizeRequest, reporter: Reporter, plain_caches: Sequence[int] = ()
+) -> ResultT:
+    """Look at a written checkpoint as `check` does, write its card, and warn of its notes."""
+    from fp8calib.commands.card import write_card
+    from fp8calib.commands.saved import warn_of_tokenizer
+    from fp8calib.commands.written import check_written
+
+    out = result.out
+    checked = check_written(out, out, plain_caches=plain_caches) if request.check else ()
+    card = write_card(
+        *(out, out, result.name_schemes(), request.model),
+        revision=request.revision,
+        checked=checked,
+    )
+    files = tuple(sorted({*result.files, card}))
+    result = result.model_copy(update={"checked": checked, "files": files})
+    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+    for text in (*result.notes, *result.describe_dead(), *missing):
         reporter.warn(text)
     return result
 

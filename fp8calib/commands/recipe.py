@@ -30,7 +30,7 @@ from fp8calib.commands.option import Declared, Option, list_options
 from fp8calib.commands.options import recipe_files
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.model.shapes import Frozen
-from fp8calib.numerics.rules import Fallback, Rule, parse_rule
+from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
 
 
@@ -123,6 +123,11 @@ class ScaleOptions(Frozen):
     )
     fallback: Fallback | None = _key(keys.FALLBACK)
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
+
+    @property
+    def choice(self) -> ScaleRules:
+        """The rules alone."""
+        return ScaleRules(rule=self.rule, rules=self.rules, fallback=self.fallback)
 
 
 def _require_scheme(name: str) -> str:

@@ -14,13 +14,12 @@ from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.magnitudes import summarize_layers, summarize_scales
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import Overview, Record, Result
 from fp8calib.commands.saturation import PositionSaturation, Saturation
 from fp8calib.errors import UsageError, cut_list, shorten
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import range_starts

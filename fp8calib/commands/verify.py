@@ -10,7 +10,7 @@ from typing import Annotated
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
-from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.commands.options import TextOptions
 from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import parse_rule
@@ -40,14 +40,13 @@ def check_scales(path: str) -> None:
     require_path(Path(path), option="--scales")
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
+@dataclass(frozen=True)
+class VerifyRequest(TextOptions):
     """Compare a model with its FP8 emulation on the same text.
 
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
-    model: shared.RunModel
     scales: Annotated[
         shared.Stats | Iterable[shared.Stats],
         Option(
@@ -60,7 +59,6 @@ class VerifyRequest:
     ] = ()
     data: shared.DataOption = None
     _: KW_ONLY
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: shared.EngineOption = "vllm"
     scheme: Annotated[
         str | None,
@@ -100,10 +98,6 @@ class VerifyRequest:
             help="FP8 format for statistics and scale 1.0.",
         ),
     ] = E4M3FN.name
-    samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    pack: Annotated[bool, PACK] = True
     gate: Annotated[
         str | None,
         Option(
@@ -135,14 +129,5 @@ class VerifyRequest:
     everything: Annotated[
         bool, Option("--all", help="Print every table, not only what is lost.", is_layout=True)
     ] = False
-    device: shared.DeviceOption = "auto"
-    dtype: shared.DtypeOption = "auto"
     device_map: shared.DeviceMapOption = None
-    memory: shared.MemoryOption = None
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and exit: run nothing.")] = (
-        False
-    )
-    revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
     tokenizer: shared.TokenizerArgument = None
-    progress: shared.ProgressArgument = None

@@ -1,62 +1,231 @@
-"""Look at what a command wrote, as `check` does: a line for each engine."""
+"""What engines do with a checkpoint that a command will write, or has written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.card import write_card
 from fp8calib.commands.check import CheckRequest, EngineResult, check_path
+from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
+from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.errors import Fp8CalibError, format_ranges
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.missing_tensors import find_first_fault
+from fp8calib.errors import ExportError, Fp8CalibError, ModelError, format_ranges
+from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
+from fp8calib.model.shapes import ModelGeometry
+from fp8calib.quantization.calibrated_scales import plan_checkpoint
+from fp8calib.quantization.outline import write_outline
+from fp8calib.quantization.plan import PlanSettings, QuantizePlan
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""
+_CONFIG_HINT = "use the config.json that its weights were saved with"
+_FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
+_NOT_CHECKED = "whether an engine can load the output is not checked: {}"
+_WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
+_SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
+_OTHER_METHODS = (
+    "vLLM and SGLang have a place for them beside compressed-tensors (which also stores INT4 and "
+    "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
+    "model"
+)
 
 
-def check_formats(
-    names: Iterable[str], written: Path, target: Path, *, tp: int = 1
-) -> tuple[WrittenCheck, ...]:
-    """Check the checkpoints among written formats.
+# --- before it is written -------------------------------------------------------------------------
+
+
+def require_servable(plan: QuantizePlan, source: Path) -> str:
+    """Refuse a checkpoint that no engine of the default list can load.
+
+    Of a model whose shape `check` does not know, a note says that this was not checked.
+
+    Args:
+        plan: the checkpoint.
+        source: the model's folder.
+
+    Returns:
+        The note, also where only one engine can load it; empty where there is nothing to note.
+
+    Raises:
+        ModelError: no model can be built from the config, or tensors of it are missing or have
+            other shapes.
+        ExportError: naming why each engine cannot load it.
+    """
+    reports, unchecked = replay_plan(plan, source, list_defaults())
+    if unchecked:
+        return unchecked
+    able = [engine for engine, report in reports.items() if not report.load_fault]
+    names = ", ".join(reports)
+    what = f"{plan.settings.schemes.name} of this model in this format"
+    if not able:
+        listed = "; ".join(f"{engine}: {report.load_fault}" for engine, report in reports.items())
+        raise ExportError(
+            f"none of {names} can load {what}: {listed}",
+            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
+        )
+    is_last = len(able) == 1 < len(reports)
+    return f"of {names}, only {able[0]} can load {what}" if is_last else ""
+
+
+def replay_settings(
+    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
+) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
+    """Plan the checkpoint of a folder, and replay it for engines (`replay_plan`).
+
+    Raises:
+        ModelError: the model cannot be quantized.
+        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
+    """
+    with Checkpoint.open(folder) as checkpoint:
+        plan, _ = plan_checkpoint(checkpoint, asked, stats)
+        return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
+
+
+def replay_plan(
+    plan: QuantizePlan, source: Path, engines: Sequence[str]
+) -> tuple[Mapping[str, EngineReport], str]:
+    """Report what each engine would do with a checkpoint, or say why that is not known.
+
+    What `check` reads is written to a temporary folder: configs, headers and scales, of which
+    those of weights are 1.0. The other data are holes in the files.
+
+    Returns:
+        The report of each engine; and why nothing was checked, else empty.
+
+    Raises:
+        ModelError: no model can be built from the config, or tensors of it are missing or have
+            other shapes.
+    """
+    from fp8calib.model.geometry_from_config import UnusableConfigError  # imports transformers
+
+    with TemporaryDirectory(prefix="fp8calib-") as name:
+        folder = Path(name)
+        write_outline(plan, folder)
+        opened = open_folder(folder)
+        try:
+            geometry, is_foreign = read_replayed_geometry(opened)
+        except UnusableConfigError as error:
+            message = error.message.replace(str(folder), str(source))
+            raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
+        except ModelError as error:
+            return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
+        if is_foreign:
+            return {}, _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
+        tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
+        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
+        reports = check_folder(opened, geometry, engines, 1).engines
+    if not all(report.load_fault for report in reports.values()):
+        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
+    return reports, ""
+
+
+def _refuse_fault(source: Path, fault: str) -> None:
+    if fault:
+        hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
+        raise ModelError(f"{source}: {fault}", hint=hint)
+
+
+def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
+    """Refuse a quantized checkpoint with KV scales that no server would use.
+
+    One of the default engines has to use those of every layer. Whether they load the weights is not
+    asked.
+
+    Raises:
+        ExportError: naming the method, and the reason for each server.
+    """
+    folder = open_folder(written)
+    faults: dict[str, str] = {}
+    for name in list_defaults():
+        engine = find_replayed(name)
+        assert engine.replay_folder is not None  # noqa: S101 -- the default engines have one
+        try:
+            report = engine.replay_folder(folder, geometry, 1)
+        except Refusal as refusal:
+            faults[engine.release] = refusal.why
+            continue
+        fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
+        if fault is None:
+            return
+        faults[engine.release] = fault
+    reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
+    has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
+    raise ExportError(
+        f"{quantized.source.folder}: no server uses KV scales beside quant_method "
+        f"{quantized.method} in this model: {reasons}",
+        hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
+    )
+
+
+# --- after it is written --------------------------------------------------------------------------
+
+
+def finish_formats(
+    names: Iterable[str],
+    written: Path,
+    target: Path,
+    model: Model,
+    *,
+    revision: str | None = None,
+    check: bool = True,
+) -> tuple[tuple[WrittenCheck, ...], list[str]]:
+    """Check the checkpoints among written formats, and write their cards.
 
     Args:
         names: the formats.
         written: the output folder where it is now.
         target: the output folder where it will be.
-        tp: ranks.
+        model: what they were made from.
+        revision: that of a model on the Hub.
+        check: whether to check them.
+
+    Returns:
+        What engines do with them, and the names of the cards.
     """
-    dialects = [find_dialect(name) for name in names]
-    folders = [each.path() for each in dialects if each.needs_model]
-    return tuple(
+    dialects = [each for each in map(find_dialect, names) if each.needs_model]
+    checked = tuple(
         found
-        for path in folders
-        if path not in _NO_OVERLAY
-        for found in check_written(written / path, target / path, path=path, tp=tp)
+        for path in (each.path() for each in dialects)
+        if check and path not in _NO_OVERLAY
+        for found in check_written(written / path, target / path, path=path)
     )
+    cards = [
+        write_card(
+            *(written, target, each.name, model),
+            path=each.path(),
+            revision=revision,
+            checked=checked,
+        )
+        for each in dialects
+    ]
+    return checked, cards
 
 
 def check_written(
-    written: Path,
-    target: Path,
-    *,
-    path: str = ".",
-    tp: int = 1,
-    plain_caches: Sequence[int] = (),
+    written: Path, target: Path, *, path: str = ".", plain_caches: Sequence[int] = ()
 ) -> tuple[WrittenCheck, ...]:
-    """Check a checkpoint.
+    """Check a checkpoint, as `check` does.
 
     Args:
         written: where it is now.
         target: where it will be.
         path: how the result names it.
-        tp: ranks.
         plain_caches: the layers whose KV cache stays in 16 bits.
     """
     engines = [find_replayed(name) for name in list_defaults()]
     try:
-        report = check_path(CheckRequest(written, tp=tp))
+        report = check_path(CheckRequest(written))
     except Fp8CalibError as error:
         return tuple(
             WrittenCheck(
@@ -69,25 +238,23 @@ def check_written(
             for engine in engines
         )
     return tuple(
-        _sum_up(path, target, engine, report.engines[engine.key], plain_caches, tp)
+        _sum_up(path, target, engine, report.engines[engine.key], plain_caches)
         for engine in engines
     )
 
 
 def _sum_up(
-    path: str,
-    target: Path,
-    engine: Engine,
-    found: EngineResult,
-    plain_caches: Sequence[int],
-    tp: int,
+    path: str, target: Path, engine: Engine, found: EngineResult, plain_caches: Sequence[int]
 ) -> WrittenCheck:
-    why = _explain_cache(engine, plain_caches) or found.reason
+    why = found.reason
+    if plain_caches and not engine.can_skip_caches:
+        layers = format_ranges(plain_caches)
+        why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
     verdict = "not ok" if found.ok and why else found.verdict
     command = ""
     if verdict == "ok" and engine.launch is not None:
         skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
-        spelled = engine.launch.spell(str(target), has_kv=found.asks_for_kv, tp=tp)
+        spelled = engine.launch.spell(str(target), has_kv=found.asks_for_kv, tp=1)
         command = f"{spelled} {skip}".rstrip()
     return WrittenCheck(
         path=path,
@@ -96,10 +263,3 @@ def _sum_up(
         summary=found.summary if verdict == "ok" else f"{verdict}: {why}",
         command=command,
     )
-
-
-def _explain_cache(engine: Engine, plain_caches: Sequence[int]) -> str:
-    """Say why an engine cannot serve a KV cache as it is wanted; empty if it can."""
-    if plain_caches and not engine.can_skip_caches:
-        return f"it cannot leave the KV cache of layers {format_ranges(plain_caches)} in 16 bits"
-    return ""

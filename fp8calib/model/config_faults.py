@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+import transformers
 from huggingface_hub.dataclasses import type_validator
 from transformers import (
     CONFIG_MAPPING,
@@ -209,3 +210,11 @@ def _base_types() -> Mapping[str, Any]:
     """Give the types of the fields that every config has."""
     hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
     return {field.name: hints[field.name] for field in fields(PretrainedConfig)}
+
+
+def wraps_text(name: object, config: Mapping[str, object]) -> bool:
+    """Check whether a class has other inputs beside the text of the same model type."""
+    if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
+        return False
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    return own is not None and own.model_type == config.get("model_type")

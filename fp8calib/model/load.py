@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -27,13 +24,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.locations import (
-    HUB_FILES,
-    find_local_model,
-    may_be_on_hub,
-    suggest_path,
-)
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
@@ -126,50 +118,6 @@ def open_source(
     )
     _model_class(source)
     return source
-
-
-def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the folder of a model: the path itself, or a hub id's download, which is made first.
-
-    Args:
-        model: a folder or hub id.
-        revision: branch, tag or commit on the hub.
-        files: patterns of the files to download; the folder may hold others from earlier.
-
-    Raises:
-        ModelError: there is no such folder, or the download failed.
-    """
-    if folder := find_local_model(model):
-        return folder
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=list(files), tqdm_class=_DownloadBar
-            )
-        )
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        why = _explain_load_error(error)
-        near = suggest_path(Path(model))
-        raise ModelError(
-            f"{model} is not a local folder; fetching it from the hub failed: {why}",
-            hint=f"{near}check the name and the network, or pass a local folder",
-        ) from error
-
-
-def fetch_hub_id(path: Path) -> Path:
-    """Download a checkpoint or its scales if `path` is a hub id; else return the path itself.
-
-    Raises:
-        ModelError: the hub has no such repository, or cannot be reached.
-    """
-    return find_folder(str(path), None) if may_be_on_hub(path) else path
-
-
-class _DownloadBar(tqdm):  # type: ignore[misc]
-    """The bar of a download, in a terminal alone; the libraries' other bars stay off."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": None, "leave": False})
 
 
 def _explain_load_error(error: BaseException) -> str:

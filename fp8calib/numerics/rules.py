@@ -7,8 +7,8 @@ amax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fp8calib.errors import UsageError, suggest
@@ -58,6 +58,16 @@ class Rule:
 
 AMAX = Rule(RuleKind.AMAX)
 ONE = Rule(RuleKind.ONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRules:
+    """How the statistics of activations become scales."""
+
+    rule: Rule = AMAX
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    """Other rules of some K and V, by pattern."""
+    fallback: Fallback | None = None
 
 
 _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {

@@ -18,7 +18,6 @@ from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.recipe import ScaleOptions
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.fp8.dialect import Fp8Dialect
@@ -29,15 +28,46 @@ from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.rules import ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+    select_linears,
+)
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""
-_DEFAULTS = ScaleOptions()
+_DEFAULTS = ScaleRules()
+
+
+def plan_checkpoint(
+    checkpoint: Checkpoint,
+    settings: PlanSettings,
+    stats: CalibrationStats | None,
+    rules: ScaleRules = _DEFAULTS,
+) -> tuple[QuantizePlan, tuple[str, ...]]:
+    """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
+
+    Raises:
+        ModelError: the model is quantized already, its layout is not known, or the statistics are
+            of another one.
+        ExportError: the statistics have no data for a site.
+    """
+    check_unquantized(checkpoint)
+    selection = select_linears(checkpoint, settings)
+    scales = NO_SCALES
+    if stats is not None:
+        check_stats_model(stats, checkpoint)
+        scales = find_scales(stats, checkpoint, settings, selection, rules)
+    return make_plan(checkpoint, settings, selection, scales=scales), scales.notes
 
 
 def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
@@ -60,7 +90,7 @@ def find_kv_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
     dialect: Fp8Dialect,
-    options: ScaleOptions = _DEFAULTS,
+    options: ScaleRules = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute the scales of K and V; none if the statistics do not have them."""
     if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
@@ -82,7 +112,7 @@ def find_scales(
     checkpoint: Checkpoint,
     settings: PlanSettings,
     selection: Selection,
-    options: ScaleOptions = _DEFAULTS,
+    options: ScaleRules = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute the scales of K, V and static inputs of a checkpoint from statistics.
 
@@ -104,7 +134,7 @@ def find_input_scales(
     quantized: Collection[Matrix],
     *,
     others: Collection[Matrix] = (),
-    options: ScaleOptions = _DEFAULTS,
+    options: ScaleRules = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute a static scale for the inputs of linears, whose weights are `quantized`.
 
@@ -165,7 +195,7 @@ class InputScales:
     def __init__(
         self,
         stats: CalibrationStats,
-        options: ScaleOptions = _DEFAULTS,
+        options: ScaleRules = _DEFAULTS,
         *,
         fmt: Fp8Format = E4M3FN,
     ) -> None:

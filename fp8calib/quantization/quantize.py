@@ -22,7 +22,11 @@ from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
-from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
+from fp8calib.checkpoint.resumable_folder import (
+    PROGRESS_NAME,
+    remove_progress_file,
+    resumable_folder,
+)
 from fp8calib.model.device import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import QuantizePlan
@@ -42,6 +46,8 @@ class Written:
     all_zero: tuple[AllZeroWeight, ...]
     resumed: tuple[str, ...]
     """Shards that an interrupted run had finished."""
+    was_finished: bool = False
+    """Whether an earlier run had written all of it."""
 
 
 def quantize(
@@ -111,6 +117,14 @@ def list_files(folder: Path) -> tuple[str, ...]:
     """List the files in a folder and below, sorted."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return tuple(sorted(path.relative_to(folder).as_posix() for path in files))
+
+
+def find_finished(out: Path, plan: QuantizePlan) -> Written | None:
+    """Look for the checkpoint of this plan that an earlier run finished."""
+    if not is_finished(out, plan):
+        return None
+    remove_progress_file(out)
+    return Written(files=list_files(out), all_zero=(), resumed=(), was_finished=True)
 
 
 def is_finished(out: Path, plan: QuantizePlan) -> bool:

@@ -24,7 +24,6 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error, require_free_space
-from fp8calib.commands.recipe import Recipe
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -40,8 +39,9 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.cast import encode
 from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
-from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.rules import ScaleRules
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 
@@ -79,8 +79,14 @@ class RankWeights:
         return names
 
 
-def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe) -> RankWeights:
-    """Open the weights, and compute their scales for the recipe's degrees.
+def prepare_weights(
+    stats: CalibrationStats,
+    source: Checkpoint,
+    fmt: Fp8Format,
+    tps: Iterable[int],
+    rules: ScaleRules,
+) -> RankWeights:
+    """Open the weights, and compute their scales for some degrees.
 
     Raises:
         ModelError: the model, whose modules show which weights are fused or transposed, cannot
@@ -89,10 +95,9 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
     """
     is_int4 = is_int4_source(source)
     skeleton = build_skeleton(open_source(str(source.folder)))
-    options, fmt = recipe.scales, FP8_FORMATS[recipe.scales.fp8_dtype]
     tables = {
-        tp: compute_linear_scales(stats, fmt, tp=tp, fallback=options.fallback, rule=options.rule)
-        for tp in dict.fromkeys(recipe.tp)
+        tp: compute_linear_scales(stats, fmt, tp=tp, fallback=rules.fallback, rule=rules.rule)
+        for tp in dict.fromkeys(tps)
     }
     if not is_int4:
         return RankWeights(tables=tables, notes=(), source=WeightSource(skeleton, source))

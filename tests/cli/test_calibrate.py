@@ -156,7 +156,7 @@ def test_an_output_is_refused_before_hours_are_spent(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("fp8calib.jobs.models.load_model", refuse)
+    monkeypatch.setattr("fp8calib.calibration.run_model.load_model", refuse)
     (tmp_path / "thesis.tex").write_text("mine")
     fail(2, "calibrate", model, "--data", data, *QUICK, "--out", tmp_path)
 
@@ -175,7 +175,9 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp8calib.jobs.models.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "fp8calib.calibration.run_model.load_model", lambda *_, **__: pytest.fail("loaded")
+    )
     arguments = ("calibrate", model, "--data", data, *QUICK, "--tp", 2, "--format", "rfc")
     plan = succeed(*arguments, "--dry-run", "--json").json["plan"]
     assert (plan["tokens"], plan["sequences"], plan["layers"]) == (64, 4, 2)

@@ -20,8 +20,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError
-from fp8calib.jobs.verification.loadable import note_version
 from fp8calib.model.shapes import ModelGeometry
+from fp8calib.verification.loadable import note_version
 from tests import zoo
 from tests.engines.check_handmade import (
     FP8,

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.commands.function import CallbackProgress
 from fp8calib.engines import weight_values
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_values import WeightValues, read_weight_values
-from fp8calib.jobs.reporter import CallbackProgress
 from tests import zoo
 from tests.cli.program import run, succeed
 

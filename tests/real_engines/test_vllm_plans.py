@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
-from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.commands.stats import CalibrationStats
 from fp8calib.plugins.plan.choices import IN_16_BITS, Choices, Unit
 from fp8calib.plugins.plan.opened import open_plan
 from fp8calib.plugins.plan.recipe import make_planned_scheme

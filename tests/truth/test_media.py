@@ -16,11 +16,11 @@ from fp8calib.calibration import journal
 from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.hidden_states import HiddenStateStore
+from fp8calib.commands.model import plan_text
 from fp8calib.commands.recipe import Data
 from fp8calib.data.modality import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
-from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.model.shapes import Role, Site
 from tests.calibration.running import as_bytes, opened

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForMultimodalLM
 
 import fp8calib
-from fp8calib.jobs.verification import memory
+from fp8calib.verification import memory
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 

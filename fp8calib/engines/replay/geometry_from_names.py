@@ -28,6 +28,22 @@ _INDEX = re.compile(r"(?P<root>.*?)(?P<index>[0-9]{1,4})\.(?P<rest>[^0-9].*)", r
 _LATENT = ".kv_a_proj_with_mqa."
 
 
+def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
+    """Find the shape of a model, and whether its type is unknown to this tool.
+
+    Raises:
+        ModelError: it is no language model that generates from left to right with a KV cache.
+    """
+    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
+        is_known,
+        read_geometry,
+    )
+
+    if "auto_map" in model.config and not is_known(model.config):
+        return read_named_geometry(model), True
+    return read_geometry(model.path, model.config), False
+
+
 def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
     """Find the attention modules by the names of their key projections and of their scales.
 

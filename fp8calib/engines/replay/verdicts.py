@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8calib.engines.status import Status
+from fp8calib.errors import shorten
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
@@ -110,6 +111,23 @@ class EngineReport(_Frozen):
         """Whether the engine loads a checkpoint that asks for no FP8 KV cache."""
         is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in self.verdicts)
         return not self.asks_for_kv and bool(self.layers) and is_unscaled
+
+    @property
+    def load_fault(self) -> str:
+        """Why the engine cannot load the weights; empty where it can."""
+        if self.weights is not None:
+            return shorten(self.weights.why)
+        refused = (each.why for each in self.verdicts if each.status is Status.REFUSED)
+        return shorten(next(refused, ""))
+
+    @property
+    def fault(self) -> str:
+        """Why it is not sure to load the weights and to use the KV scales; empty if ok."""
+        if self.ok:
+            return ""
+        unused = (each.why for each in self.verdicts if each.status is not Status.USED)
+        doubts = (*self.unknown, *self.suspicious, *unused)
+        return self.load_fault or shorten(next(iter(doubts), ""))
 
     @property
     def verdicts(self) -> list[LoadVerdict]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -15,34 +16,29 @@ from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
-from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.processes import ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.commands.recipe import Quantize, Recipe
+from fp8calib.checkpoint.hub import find_folder
+from fp8calib.commands._calibrate import make_run_plan
+from fp8calib.commands.function import Reporter
+from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.model import plan_text, prepare_run_model
+from fp8calib.commands.quantize import QuantizeResult, list_layer_schemes, write_plan
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.recipe_options import apply_request, resolve_text
 from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.work_folder import work_folder
+from fp8calib.commands.written import require_servable
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.calibration import choose_mode, run_job
-from fp8calib.jobs.calibration_result import make_run_plan
-from fp8calib.jobs.models import fields_of, prepare_run_model
-from fp8calib.jobs.quantization.planned import (
-    Planned,
-    QuantizeTask,
-    find_finished_checkpoint,
-    list_layer_schemes,
-    write_planned,
-)
-from fp8calib.jobs.quantization.servable import require_servable
-from fp8calib.jobs.recipe_options import apply_request, resolve_text
-from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
-from fp8calib.jobs.text import plan_text
 from fp8calib.model.device import choose_device, choose_rank_device
-from fp8calib.model.load import find_folder, open_source
+from fp8calib.model.load import open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.numerics.rules import ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.request import GptqRequest
+from fp8calib.plugins.gptq.result import GptqResult
 from fp8calib.plugins.gptq.rounded_codes import RoundedLinear
 from fp8calib.plugins.gptq.rounding import (
     Rounding,
@@ -62,31 +58,45 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
+    PlanSettings,
     QuantizePlan,
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.quantize import Written
+from fp8calib.quantization.quantize import find_finished
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqTask:
+    """What is rounded, and how it is written."""
+
+    request: GptqRequest
+    model: str
+    """A folder or Hub id, also of a model that is in memory."""
+    settings: PlanSettings
+    rules: ScaleRules
+    stats: CalibrationStats | None
+    """For the scales of inputs, K and V."""
+    inputs: Sequence[Path]
+    """Files that the output must not replace."""
+    reporter: Reporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqJob:
     """A task whose model, text and checkpoint are planned; nothing is written yet."""
 
-    task: QuantizeTask
-    request: GptqRequest
-    job: ResumableJob
+    task: GptqTask
+    job: CalibrationJob
     selection: Selection
     expected: QuantizePlan
     """Input scales that are still to be measured are 1 in it."""
 
 
 @contextmanager
-def open_gptq(
-    task: QuantizeTask, request: GptqRequest, group: ProcessGroup = LONE
-) -> Iterator[GptqJob]:
+def open_gptq(task: GptqTask, group: ProcessGroup) -> Iterator[GptqJob]:
     """Open the model and the text, and plan the checkpoint.
 
     Raises:
@@ -95,15 +105,15 @@ def open_gptq(
         DataError: the text cannot be read.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
+    request = task.request
     folder = find_folder(task.model, request.revision)
     with Checkpoint.open(folder) as checkpoint:
         check_unquantized(checkpoint)
-        selection = select_linears(checkpoint, task.asked)
-        recipe, rows = resolve_text(_make_recipe(task, request), request.data)
-        job = _make_job(task, request, checkpoint, recipe, group)
+        selection = select_linears(checkpoint, task.settings)
+        recipe, rows = resolve_text(_make_recipe(task), request.data)
+        job = _make_job(task, checkpoint, recipe, group)
         text = plan_text(
-            job.source,
-            recipe.data,
+            *(job.model.source, recipe.data),
             rows=rows,
             part="calibrate",
             tokenizer=request.tokenizer,
@@ -115,11 +125,11 @@ def open_gptq(
         if task.stats is not None:
             check_stats_model(task.stats, checkpoint)
         else:
-            _check_measured(job, split_static(task.asked, selection)[0])
+            _check_measured(job, split_static(task.settings, selection)[0])
         expected = _plan_checkpoint(job, task, selection, None)
         if not request.allow_unservable and (note := require_servable(expected, folder)):
             task.reporter.warn(note)
-        yield GptqJob(task=task, request=request, job=job, selection=selection, expected=expected)
+        yield GptqJob(task=task, job=job, selection=selection, expected=expected)
 
 
 def plan_gptq(opened: GptqJob) -> RunPlan:
@@ -128,8 +138,8 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     schemes = list(list_layer_schemes(expected))
     return make_run_plan(
         opened.job,
-        choose_mode(opened.job),
-        out=str(opened.task.out),
+        opened.job.choose_mode(),
+        out=str(Path(opened.task.request.out)),
         writes=sorted(expected.names),
         scheme=expected.settings.schemes.default.name,
         **({"layer_schemes": schemes} if schemes else {}),
@@ -139,73 +149,77 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     )
 
 
-def run_gptq(
-    opened: GptqJob, served: Quantize | None
-) -> tuple[QuantizeResult, tuple[RoundedLinear, ...]] | None:
+def run_gptq(opened: GptqJob, plain_caches: Sequence[int]) -> GptqResult | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
 
-    `served` is how a recipe wants it to be served.
+    `plain_caches` are the layers whose KV cache a recipe wants to stay in 16 bits.
 
     Raises:
         UsageError: the output folder is in use.
         CalibrationError: an activation is NaN or inf.
         ExportError: the disk cannot hold the output.
     """
-    task, job, expected = opened.task, opened.job, opened.expected
-    started = time.monotonic()
-
-    def describe(planned: Planned, written: Written) -> QuantizeResult:
-        return planned.describe(
-            written, out=task.out, started=started, stats=task.stats, served=served
-        )
-
-    if task.request.resume and (written := find_finished_checkpoint(task, expected)) is not None:
-        planned = Planned(checkpoint=job.checkpoint, plan=expected)
-        return describe(planned, written), ()
-    check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
-    mode = choose_mode(job)
-    for text in mode.describe():
-        task.reporter.say(text)
-    header = make_job_header(job)
-    with work_folder(job, header) as journal:
-        assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
-        stats, _ = run_job(job, mode, header, journal)
-        if not job.group.is_first:
-            return None
-        plan = _plan_checkpoint(job, task, opened.selection, stats)
-        planned = Planned(checkpoint=job.checkpoint, plan=plan)
-        with open_codes(journal.folder) as codes:
-            written = write_planned(task, planned, codes, device="cpu")
-            rounded = list_rounded(job, opened.selection, codes)
-    shutil.rmtree(job.folder, ignore_errors=True)
-    return describe(planned, written), tuple(rounded)
+    task, job, plan = opened.task, opened.job, opened.expected
+    request, started = task.request, time.monotonic()
+    rounded: tuple[RoundedLinear, ...] = ()
+    out, checkpoint = Path(request.out), job.model.checkpoint
+    if request.resume and (written := find_finished(out, plan)) is not None:
+        job.reporter.say(f"{out} is finished already")
+    else:
+        check_output(out, plan.names, request.force, inputs=[job.model.source.folder])
+        mode = job.choose_mode()
+        for text in mode.describe():
+            job.reporter.say(text)
+        header = job.make_header()
+        with work_folder(job, header) as journal:
+            assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
+            stats, _ = job.run(mode, header, journal)
+            if not job.group.is_first:
+                return None
+            plan = _plan_checkpoint(job, task, opened.selection, stats)
+            with open_codes(journal.folder) as codes:
+                cpu = replace(request, device="cpu")
+                written = write_plan(
+                    *(checkpoint, plan, cpu, job.reporter), inputs=task.inputs, rounded=codes
+                )
+                rounded = tuple(list_rounded(job, opened.selection, codes))
+        shutil.rmtree(job.folder, ignore_errors=True)
+    made = QuantizeResult.of(
+        *(checkpoint, plan, written),
+        out=out,
+        started=started,
+        stats=task.stats,
+        plain_caches=plain_caches,
+    )
+    return GptqResult(**dict(made), rounded=rounded)
 
 
 # --- before the run -------------------------------------------------------------------------------
 
 
 def _make_job(
-    task: QuantizeTask,
-    asked: GptqRequest,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    group: ProcessGroup,
-) -> ResumableJob:
+    task: GptqTask, checkpoint: Checkpoint, recipe: Recipe, group: ProcessGroup
+) -> CalibrationJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
     Raises:
         UsageError: there is no class that runs the model.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    request = replace(asked, model=task.model)
-    device = choose_device(choose_rank_device(request.device, group.process_rank))
+    request, out = task.request, Path(task.request.out)
     try:
         source = open_source(
             task.model,
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
         )
-        model = prepare_run_model(request, source, checkpoint, recipe, device=device)
+        model = prepare_run_model(
+            *(source, checkpoint, recipe),
+            name=task.model,
+            device=choose_device(choose_rank_device(request.device, group.process_rank)),
+            dtype=request.dtype,
+            memory=request.memory,
+        )
     except UnfilledModelError:
         raise  # of no use for any rounding
     except ModelError as error:
@@ -213,34 +227,33 @@ def _make_job(
             f"GPTQ runs the model, which is not possible here: {error.message}",
             hint="`fp8calib quantize` needs neither text nor a class of the model",
         ) from error
-    return ResumableJob(
-        **fields_of(model),
+    return CalibrationJob(
+        model=model,
         recipe=recipe,
-        plan=None,
-        out=task.out.with_name(f"{task.out.name}.rounding"),
+        out=out.with_name(f"{out.name}.rounding"),
         resume=request.resume,
         force=request.force,
         reporter=task.reporter,
         group=group,
-        quantization=task.asked,
-        layer_job=Rounding(task.asked),
+        quantization=task.settings,
+        layer_job=Rounding(task.settings),
     )
 
 
-def _make_recipe(task: QuantizeTask, request: GptqRequest) -> Recipe:
+def _make_recipe(task: GptqTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
-    has_static_inputs = task.asked.schemes.has_static_inputs
+    has_static_inputs = task.settings.schemes.has_static_inputs
     made = Recipe(
         name="gptq",
         observe=Observe(kv=False, query=False, inputs=True, weights=has_static_inputs),
         formats=(),
     )
-    return apply_request(made, request)
+    return apply_request(made, task.request)
 
 
-def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
+def _check_measured(job: CalibrationJob, static: Sequence[Matrix]) -> None:
     """Refuse linears of a static scheme whose inputs would not be measured, before the run."""
-    missing = map_inputs(job.prepared, static).unreached
+    missing = map_inputs(job.model.prepared, static).unreached
     if not missing:
         return
     patterns = dict.fromkeys(map(span_layers, missing))
@@ -252,18 +265,18 @@ def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
 
 
 def _plan_checkpoint(
-    job: ResumableJob,
-    task: QuantizeTask,
+    job: CalibrationJob,
+    task: GptqTask,
     selection: Selection,
     measured: CalibrationStats | None,
 ) -> QuantizePlan:
     """Plan the checkpoint; input scales that are still to be measured are 1, at their places."""
-    asked = task.asked
+    asked = task.settings
     static = split_static(asked, selection)[0]
     measures_inputs = bool(static) and task.stats is None
     stats = task.stats or (measured if measures_inputs else None)
     if stats is not None:
-        scales = find_scales(stats, job.checkpoint, asked, selection, task.scales)
+        scales = find_scales(stats, job.model.checkpoint, asked, selection, task.rules)
     elif measures_inputs:
         ones = {matrix.module: torch.tensor(1.0) for matrix in static}
         scales = CalibratedScales(inputs=ones, kv={})
@@ -274,7 +287,7 @@ def _plan_checkpoint(
     assert job.plan is not None  # noqa: S101 -- gptq runs data
     rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=measures_inputs)
     return make_plan(
-        job.checkpoint,
+        job.model.checkpoint,
         asked,
         selection,
         scales=scales,
@@ -283,8 +296,8 @@ def _plan_checkpoint(
     )
 
 
-def _find_origin(job: ResumableJob) -> CalibrationOrigin:
-    header = make_job_header(job)
+def _find_origin(job: CalibrationJob) -> CalibrationOrigin:
+    header = job.make_header()
     return CalibrationOrigin(
         model=header.model_fingerprint, data=header.data_fingerprint, text=text_hashes_of(job.plan)
     )

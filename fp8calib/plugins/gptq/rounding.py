@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.commands.job import CalibrationJob
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
-from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
@@ -50,17 +50,19 @@ class Rounding:
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
 
-    def _find_task(self, job: ResumableJob) -> RoundingTask:
-        matrices = select_matrices(job, self._settings).quantized
+    def _find_task(self, job: CalibrationJob) -> RoundingTask:
+        matrices = job.select_matrices(self._settings).quantized
         return RoundingTask(
-            settings=self._settings, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
+            settings=self._settings,
+            matrices=matrices,
+            inputs=map_inputs(job.model.prepared, matrices),
         )
 
-    def estimate_bytes(self, job: ResumableJob) -> int:
+    def estimate_bytes(self, job: CalibrationJob) -> int:
         """Estimate the memory of Hessians."""
         return self._find_task(job).estimate_bytes()
 
-    def open(self, job: ResumableJob, folder: Path) -> LayerRounding:
+    def open(self, job: CalibrationJob, folder: Path) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run.
 
         Raises:
@@ -71,7 +73,7 @@ class Rounding:
         if job.group.is_first:
             require_free_space(folder, count_code_bytes(task.matrices))
             codes.begin(_list_options(task.settings))
-        return LayerRounding(job.checkpoint, task, codes, group=job.group)
+        return LayerRounding(job.model.checkpoint, task, codes, group=job.group)
 
     def check_same(self, folder: Path) -> None:
         """Refuse the codes of an interrupted run with other options.
@@ -138,11 +140,11 @@ def make_rounding_record(
 
 
 def list_rounded(
-    job: ResumableJob, selection: Selection, codes: RoundedCodes
+    job: CalibrationJob, selection: Selection, codes: RoundedCodes
 ) -> list[RoundedLinear]:
     """List how every quantized linear was rounded, in the order of the checkpoint."""
     known = {rounded.module: rounded for rounded in codes.report()}
-    reasons = map_inputs(job.prepared, selection.quantized).unreached
+    reasons = map_inputs(job.model.prepared, selection.quantized).unreached
     return [
         known.get(matrix.module)
         or RoundedLinear(

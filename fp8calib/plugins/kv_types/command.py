@@ -10,13 +10,12 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands._verify import run as verify
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_emulated, list_offering
 from fp8calib.errors import ModelError, UsageError, join_or, suggest
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import E5M2
 from fp8calib.plugins.kv_types.request import KvTypesRequest

@@ -9,18 +9,17 @@ from typing import Annotated
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
-from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.commands.options import TextOptions
 from fp8calib.commands.verify import check_scales
 
 
-@dataclass(frozen=True, slots=True)
-class KvTypesRequest:
+@dataclass(frozen=True)
+class KvTypesRequest(TextOptions):
     """Compare the types of a KV cache with FP8: what each loses, and how many tokens fit.
 
     Example: fp8calib kv-types MODEL --kv-memory 8
     """
 
-    model: shared.RunModel
     scales: Annotated[
         shared.Stats | None,
         Option(
@@ -55,17 +54,5 @@ class KvTypesRequest:
         ),
     ] = None
     engine: shared.EngineOption = "vllm"
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
-    samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    pack: Annotated[bool, PACK] = True
-    device: shared.DeviceOption = "auto"
-    dtype: shared.DtypeOption = "auto"
     device_map: shared.DeviceMapOption = None
-    memory: shared.MemoryOption = None
-    dry_run: shared.DryRunOption = False
-    revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
     tokenizer: shared.TokenizerArgument = None
-    progress: shared.ProgressArgument = None

@@ -14,15 +14,12 @@ from math import prod
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.commands.recipe import Quantize
+from fp8calib.commands.written import replay_settings
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.table import ScaleTable
-from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
-from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
-from fp8calib.jobs.stats import drop_kv
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.model.weight_source import WeightSource
@@ -34,6 +31,7 @@ from fp8calib.quantization.ignored import span_layers
 from fp8calib.quantization.layer_schemes import join_linears
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import select
+from fp8calib.quantization.settings import make_settings
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import Requantized, WeightChange
@@ -165,18 +163,20 @@ class Choices:
         ignored |= {each.module: None for unit in left for each in self._members[unit]}
         if len(ignored) == sum(map(len, self._members.values())):
             return ""
-        asked = resolve_recipe(Quantize(scheme=name, ignore=tuple(ignored)))
+        asked = make_settings(name, ignore=tuple(ignored))
         folder, engines = self._opened.model.source.folder, self._opened.engines
         try:
-            plan, reports, unchecked = replay_settings(folder, asked, drop_kv(self._stats), engines)
+            plan, reports, unchecked = replay_settings(
+                folder, asked, self._stats.without_kv(), engines
+            )
         except ExportError as error:
             return error.message
         if unchecked:
             return unchecked
         faults = {
-            f"{engine} {'cannot' if find_load_fault(report) else 'may not'} load it": fault
+            f"{engine} {'cannot' if report.load_fault else 'may not'} load it": fault
             for engine, report in reports.items()
-            if (fault := find_fault(report))
+            if (fault := report.fault)
         }
         why = next((f"{who}: {fault}" for who, fault in sorted(faults.items())), "")
         if not why and only is None:
@@ -242,7 +242,7 @@ class Choices:
             if opened.gpu and (why := engine.explain_unserved(FP8_CACHE, opened.gpu, sizes)):
                 return why
             report = replay_overlay(engine, geometry, 1, open_folder(opened.model.source.folder))
-            if why := find_fault(report):
+            if why := report.fault:
                 return f"{engine.key} does not use KV scales of this model: {why}"
         return ""
 

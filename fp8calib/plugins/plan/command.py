@@ -15,15 +15,10 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import resumable_folder
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.run_plan import RunPlan
-from fp8calib.jobs.calibration import choose_mode, run_job
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import fields_of
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.work_folder import make_job_header
-from fp8calib.jobs.stats import read_stats
-from fp8calib.jobs.verification.opened import require_head
+from fp8calib.commands.stats import read_stats
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_model
@@ -39,6 +34,7 @@ from fp8calib.plugins.plan.report import CHOSEN, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.plugins.plan.search import Search
+from fp8calib.verification.opened import require_head
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
@@ -94,7 +90,7 @@ def _calibrate(
     if earlier is None:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
         job = _make_job(opened, reporter)
-        stats, _ = run_job(job, choose_mode(job), make_job_header(job), None)
+        stats, _ = job.run(job.choose_mode(), job.make_header(), None)
     else:
         reporter.say("calibrated before")
         stats = load_stats(earlier)
@@ -102,15 +98,13 @@ def _calibrate(
     return stats
 
 
-def _make_job(opened: OpenedPlan, reporter: Reporter) -> ResumableJob:
+def _make_job(opened: OpenedPlan, reporter: Reporter) -> CalibrationJob:
     """Make the job that calibrates; the plan itself is what is written."""
-    return ResumableJob(
-        **fields_of(opened.model),
+    return CalibrationJob(
+        model=opened.model,
         recipe=opened.recipe,
         plan=opened.calibration,
         out=None,
-        resume=False,
-        force=False,
         reporter=reporter,
     )
 
@@ -149,7 +143,7 @@ def _plan(
 def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
     """Describe the run without running text."""
     request, model, text = opened.request, opened.model, opened.calibration
-    mode = choose_mode(_make_job(opened, reporter))
+    mode = _make_job(opened, reporter).choose_mode()
     return RunPlan(
         plan={
             "model": str(request.model),

@@ -14,12 +14,12 @@ from safetensors.torch import save
 
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.commands.function import Reporter
 from fp8calib.data.sequences import DataPlan, batches, replace_sequences
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.verification.memory import open_scored, plan_verification
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.score import AT_ONCE, count_in_rounds, score_in_rounds
 from fp8calib.verification.summary import Summary, summarize
 from fp8calib.verification.token_scores import TokenScores

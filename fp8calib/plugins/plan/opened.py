@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.commands.model import open_run_model, plan_text, read_settings
 from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.recipe_options import open_recipe
 from fp8calib.data.sequences import (
     DataPlan,
     list_other_warnings,
@@ -22,10 +25,6 @@ from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.calibration import IF_QUANTIZED
-from fp8calib.jobs.models import RunModel, open_run_model
-from fp8calib.jobs.recipe_options import open_recipe
-from fp8calib.jobs.text import plan_text, read_settings
 from fp8calib.model.load import ModelSource
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
@@ -131,7 +130,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     recipe = open_recipe("kv")
     data = recipe.data.model_copy(update={"batch_size": request.batch_size})
     recipe = recipe.model_copy(update={"data": data})
-    with open_run_model(request, if_quantized=IF_QUANTIZED, recipe=recipe) as model:
+    with open_run_model(request, recipe=recipe) as model:
         if model.checkpoint.form:
             what = f"{request.model} is quantized already: {model.checkpoint.form}"
             raise ModelError(what, hint="name the unquantized model that it was made from")

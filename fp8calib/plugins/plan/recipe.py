@@ -13,13 +13,12 @@ import yaml
 from fp8calib.calibration.calibration_stats import STATS_NAME, CalibrationStats
 from fp8calib.commands.options import FORMATS
 from fp8calib.commands.recipe import Quantize
+from fp8calib.commands.written import replay_settings
 from fp8calib.errors import VerificationError
-from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
-from fp8calib.jobs.quantization.servable import find_fault
-from fp8calib.jobs.stats import drop_kv
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import IN_16_BITS, Plan, Unit, choice_of
 from fp8calib.plugins.plan.opened import OpenedPlan
+from fp8calib.quantization.settings import make_settings
 
 RECIPE_NAME = "recipe.yaml"
 _OVERLAY = "kv-overlay"
@@ -90,11 +89,12 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     """
     if planned.quantize is None:
         return
-    used = stats if planned.has_kv else drop_kv(stats)
-    asked, folder = resolve_recipe(planned.quantize), opened.model.source.folder
-    _, reports, unchecked = replay_settings(folder, asked, used, opened.engines)
+    used = stats if planned.has_kv else stats.without_kv()
+    asked, folder = planned.quantize, opened.model.source.folder
+    settings = make_settings(asked.scheme, asked.layer_schemes, asked.ignore)
+    _, reports, unchecked = replay_settings(folder, settings, used, opened.engines)
     for engine, report in reports.items():
-        if why := find_fault(report):
+        if why := report.fault:
             hint = "name one --scheme, or another --engine"
             raise VerificationError(f"{engine} does not load the plan: {why}", hint=hint)
     if unchecked:

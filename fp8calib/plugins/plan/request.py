@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
-from fp8calib.commands.options import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.commands.options import DATA, TextOptions
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
@@ -49,8 +49,8 @@ def _check_scheme(name: str) -> None:
         raise UsageError(f"--scheme {name}: unknown scheme", hint=hint)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+@dataclass(frozen=True)
+class PlanRequest(TextOptions):
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
     One budget is given: the loss (--max-kld, --max-ratio), for which the least bytes are found, or
@@ -64,7 +64,6 @@ class PlanRequest:
     model: Annotated[str | Path, shared.UNQUANTIZED]
     data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
     _: KW_ONLY
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
     max_kld: Annotated[
         float | None,
         Option("--max-kld", metavar="NATS", help="Largest mean KL divergence of a token."),
@@ -159,16 +158,6 @@ class PlanRequest:
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-plan."),
     ] = None
-    samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    pack: Annotated[bool, PACK] = True
-    device: shared.DeviceOption = "auto"
-    dtype: shared.DtypeOption = "auto"
-    memory: shared.MemoryOption = None
-    revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
-    dry_run: shared.DryRunOption = False
     resume: Annotated[
         bool,
         Option(
@@ -177,4 +166,3 @@ class PlanRequest:
         ),
     ] = False
     force: shared.ForceOption = False
-    progress: shared.ProgressArgument = None

@@ -11,27 +11,22 @@ from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.commands._verify import (
     announce,
     check_outputs,
+    check_request,
     complete_report,
     describe_plan,
     find_scratch,
     finish,
     hash_inputs,
-)
-from fp8calib.commands.run_plan import RunPlan
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.sources import split_data
-from fp8calib.errors import UsageError
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import open_run_model
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.memory import open_scored, plan_verification
-from fp8calib.jobs.verification.opened import (
-    check_request,
     if_quantized,
     open_verification,
     plan_verified,
 )
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.model import open_run_model, read_settings
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.data.sequences import DataPlan
+from fp8calib.data.sources import split_data
+from fp8calib.errors import UsageError
 from fp8calib.machine import PeakMemory
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.plugins.server.ask import (
@@ -50,6 +45,7 @@ from fp8calib.plugins.server.result import SERVER, ServerVerifyResult
 from fp8calib.plugins.server.row import add_server, report_alone
 from fp8calib.plugins.server.served import compare_served, list_served
 from fp8calib.verification.judge.gates import GATES
+from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.verify import Verification, Verified, verify
 
 

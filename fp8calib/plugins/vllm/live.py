@@ -9,16 +9,16 @@ from typing import Any
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckResult
 from fp8calib.commands.options import Stats
+from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.table import ScaleTable
-from fp8calib.jobs.replayed_geometry import read_replayed_geometry
-from fp8calib.jobs.stats import read_stats
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.engine import WORKER

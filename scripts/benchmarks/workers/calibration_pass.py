@@ -20,10 +20,10 @@ from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.observed_batches import choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.function import CallbackProgress
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.plan import build_plan
 from fp8calib.data.sequences import DataPlan
-from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fp8calib.commands.function import CallbackProgress
 from fp8calib.commands.recipe import load_recipe
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import (

@@ -108,10 +108,13 @@ def test_older_statistics_need_their_model(
 
 
 @pytest.mark.parametrize("options", [("--base", BASE), ("--other-weights",)])
-def test_options_for_a_quantized_model_are_refused_for_another(
-    refused: Refused, options: tuple[object, ...]
+def test_options_for_a_quantized_model_change_nothing_for_another(
+    calibrated: Path, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
-    assert f"{options[0]}: MODEL is not quantized" in refused(2, BASE, *options)
+    for name, given in (("with", options), ("without", ())):
+        graft(calibrated, BASE, tmp_path / name, *given)
+    written = [tmp_path / name / "kv-overlay" / SHARD for name in ("with", "without")]
+    assert written[0].read_bytes() == written[1].read_bytes()
 
 
 KV_WEIGHTS = [

@@ -6,12 +6,11 @@ from functools import partial
 
 from fp8calib.commands import _calibrate as core
 from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.plugins.vllm.commands.calibrate.request import VllmCalibrateRequest
 from fp8calib.plugins.vllm.engine import EngineSettings, check_options
@@ -54,10 +53,10 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
     check_options(request.engine_option or {})
 
 
-def _make_settings(request: VllmCalibrateRequest, job: ResumableJob) -> EngineSettings:
+def _make_settings(request: VllmCalibrateRequest, job: CalibrationJob) -> EngineSettings:
     """Make the settings of vLLM for a job."""
     return EngineSettings(
-        dtype=job.dtype,
+        dtype=job.model.dtype,
         trust_remote_code=request.trust_remote_code,
         tensor_parallel_size=request.tensor_parallel_size,
         pipeline_parallel_size=request.pipeline_parallel_size,
@@ -66,7 +65,7 @@ def _make_settings(request: VllmCalibrateRequest, job: ResumableJob) -> EngineSe
     )
 
 
-def _find_what_needs_inputs(job: ResumableJob) -> str:
+def _find_what_needs_inputs(job: CalibrationJob) -> str:
     for name in job.recipe.formats:
         if find_dialect(name).has_linears:
             return f"format {name}"

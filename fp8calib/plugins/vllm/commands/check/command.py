@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from fp8calib.commands.check import CheckRequest, CheckResult, check_path
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.engines.replay.verdicts import CheckReport
-from fp8calib.jobs.function import as_function
-from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.plugins.vllm.commands.check.request import VllmCheckRequest
 from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration.calibrate import make_header, text_hashes_of
+from fp8calib.calibration.calibrate import text_hashes_of
 from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, load_stats
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
@@ -23,55 +23,41 @@ from fp8calib.checkpoint.resumable_folder import (
     resumable_folder,
 )
 from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.stats import CalibrationStats as PublicStats
 
 
 class UnwrittenError(ExportError):
     """No output could be written; the run's checkpoints stay."""
 
 
-def make_job_header(job: ResumableJob) -> StatsHeader:
-    """Make the header of the statistics that a job will write."""
-    return make_header(
-        *(job.prepared, job.plan, job.source, job.checkpoint),
-        observe=job.recipe.observe,
-        recipe_name=job.recipe.name,
-        compute_dtype=job.dtype,
-        engine=job.engine,
-    )
-
-
-def check_output_of(job: ResumableJob) -> None:
-    """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
-    if not _looks_finished(job, job.out):
-        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
-
-
-def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | None:
-    """Find the result of the run that --resume continues, if that run is finished already.
-
-    Raises:
-        UsageError: the output folder holds something else.
-    """
-    if not _looks_finished(job, job.out):
-        return None
-    finished = _read_finished(job, header, job.folder)
-    if finished is None:
-        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
-    else:
-        remove_progress_file(job.folder)
-    return finished
-
-
-def _looks_finished(job: ResumableJob, folder: Path | None) -> bool:
+def looks_finished(job: CalibrationJob, folder: Path | None) -> bool:
+    """Whether a folder may hold the finished run that --resume continues."""
     if not job.resume or folder is None:
         return False
     return all((folder / name).exists() for name in job.owned)
 
 
-def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
+def find_finished(job: CalibrationJob, header: StatsHeader) -> CalibrateResult | None:
+    """Find the result of the run that --resume continues, if that run is finished already.
+
+    Raises:
+        UsageError: the output folder holds something else.
+    """
+    if not looks_finished(job, job.out):
+        return None
+    finished = _read_finished(job, header, job.folder)
+    if finished is None:
+        check_output(job.folder, job.owned, job.force, inputs=[job.model.source.folder])
+    else:
+        remove_progress_file(job.folder)
+    return finished
+
+
+def _read_finished(
+    job: CalibrationJob, header: StatsHeader, folder: Path
+) -> CalibrateResult | None:
     """Read the result from a folder that holds this run, finished; None if it does not."""
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
@@ -81,15 +67,13 @@ def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> Cali
         )
     except (ModelError, ValueError):
         return None
-    shards = [
-        None if each is None else (each.index, each.count) for each in (job.shard, stats.shard)
-    ]
-    is_same = shards[0] == shards[1] and not explain_other_run(stats.header, header)
+    asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
+    is_same = asked == found and not explain_other_run(stats.header, header)
     return result if is_same else None
 
 
 @contextmanager
-def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
+def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
     An interruption, a failed peer and a failure to write the output keep it for --resume; any
@@ -142,13 +126,13 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[Journal | Ca
         tag="fp8calib calibrate",
         resume=job.resume,
         force=job.force,
-        inputs=[job.source.folder],
+        inputs=[job.model.source.folder],
         is_shared=group.size > 1,
         on_old=check_old,
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     ) as staging:
         journal = open_journal(staging)
-        is_complete = _looks_finished(job, staging) and not any(
+        is_complete = looks_finished(job, staging) and not any(
             map(is_checkpoint, staging.iterdir())
         )
         finished = _read_finished(job, header, staging) if is_complete and group.size == 1 else None

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
-from fp8calib.jobs.models import RunModel
-from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
-from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.numerics.schemes import Scheme, find_scheme
+from fp8calib.quantization.outline import write_outline
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import find_selection
 from fp8calib.verification.candidates import (
@@ -35,10 +34,7 @@ def note_version(engine: Engine) -> list[str]:
 
 
 def judge_loading(
-    request: VerifyRequest,
-    engine: Engine,
-    model: RunModel,
-    opened: Sequence[OpenedCandidate],
+    engine: Engine, model: RunModel, opened: Sequence[OpenedCandidate], scheme: str | None
 ) -> tuple[list[str], list[str]]:
     """Find the candidates that the engine cannot load, or whose KV scales it does not use.
 
@@ -57,11 +53,11 @@ def judge_loading(
     if is_unquantized:
         folders[SCALE_ONE] = model.source.folder
     reports = {name: _replay(path, engine) for name, path in folders.items()}
-    if request.scheme is not None and is_unquantized:
-        report = _replay_scheme(model, find_scheme(request.scheme), engine)
-        reports |= dict.fromkeys([each.name for each in opened] or [request.scheme], report)
+    if scheme is not None and is_unquantized:
+        report = _replay_scheme(model, find_scheme(scheme), engine)
+        reports |= dict.fromkeys([each.name for each in opened] or [scheme], report)
     known = {name: report for name, report in reports.items() if report is not None}
-    faults = {name: find_load_fault(report) for name, report in known.items()}
+    faults = {name: report.load_fault for name, report in known.items()}
     unused = {each.name: _find_unused(each, known.get(each.name), model, engine) for each in opened}
     refused = {name: why for name, why in faults.items() if why}
     unused = {name: why for name, why in unused.items() if why and not faults.get(name)}

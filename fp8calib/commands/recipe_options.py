@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ from fp8calib.commands.options import (
     TP,
     TextData,
 )
-from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.recipe import Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
@@ -43,7 +41,6 @@ from fp8calib.model.tensor_parallel import check_degree
 from fp8calib.numerics.formats import FP8_FORMATS
 
 M = TypeVar("M", bound=BaseModel)
-Request = TypeVar("Request", bound=QuantizeRequest)
 
 
 def open_recipe(name: str) -> Recipe:
@@ -83,32 +80,6 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     if (kinds := getattr(request, "observe", None)) is not None:
         recipe["observe"] |= _choose_kinds(kinds)
     return _validate(Recipe, recipe, request)
-
-
-def apply_quantize_recipe(request: Request) -> tuple[Request, Recipe]:
-    """Give a request the schemes of the recipe that it names, and the recipe.
-
-    Raises:
-        RecipeError: the recipe is invalid, or has no section `quantize`.
-        UsageError: the request has schemes beside it.
-    """
-    recipe = open_recipe(request.scheme)
-    asked = recipe.quantize
-    if asked is None:
-        raise RecipeError(
-            f"{request.scheme}: it has no section quantize",
-            hint="name a scheme, or a recipe that writes a checkpoint",
-        )
-    for option, given in (("--layer-scheme", request.layer_schemes), ("--ignore", request.ignore)):
-        if given:
-            raise UsageError(f"{option}: the schemes are those of {request.scheme}")
-    changed = replace(
-        request,
-        scheme=asked.scheme,
-        layer_schemes=asked.layer_schemes,
-        ignore=asked.ignore,
-    )
-    return changed, recipe
 
 
 def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[Row] | None]:
@@ -161,14 +132,6 @@ def _validate(kind: type[M], values: Mapping[str, Any], request: object) -> M:
         raise UsageError("; ".join(explained), hint="see --help") from error
 
 
-@dataclass(frozen=True, slots=True)
-class QueryDecision:
-    """Whether q scales are written, and what a user should know about it."""
-
-    is_written: bool
-    notes: tuple[str, ...] = ()
-
-
 def check_query(recipe: Recipe) -> None:
     """Refuse q scales that are asked for in formats none of which holds them.
 
@@ -186,24 +149,23 @@ def _list_storing(recipe: Recipe) -> list[str]:
     return [name for name in recipe.formats if find_dialect(name).has_query]
 
 
-def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
-    """Decide for `auto` whether q scales are written: where q needs them in some layer."""
+def decide_query(recipe: Recipe, stats: CalibrationStats) -> tuple[bool, list[str]]:
+    """Decide whether q scales are written; for `auto`, where q needs them in some layer.
+
+    Gives notes too, of what a user should know about it.
+    """
     check_query(recipe)
-    if recipe.query_scale is True:
-        return QueryDecision(is_written=True)
-    storing = _list_storing(recipe)
     unfit = list_unfit_queries(stats)
-    if not unfit or not recipe.formats:
-        return QueryDecision(is_written=False)
+    if recipe.query_scale is True or not unfit or not recipe.formats:
+        return recipe.query_scale is True, []
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)
     why = f"q clips or underflows with scale 1.0 (layer and amax: {layers})"
     if recipe.query_scale is False:
-        return QueryDecision(False, (f"{why}: use --query-scale yes",))
+        return False, [f"{why}: use --query-scale yes"]
+    storing = _list_storing(recipe)
     if not storing:
-        return QueryDecision(
-            False, (f"{why}, and no format that stores q_scale is written: add kv-overlay",)
-        )
-    return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
+        return False, [f"{why}, and no format that stores q_scale is written: add kv-overlay"]
+    return True, [f"{why}: q_scale is written to {', '.join(storing)}"]
 
 
 def write_recipe(

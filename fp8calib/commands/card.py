@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -14,77 +13,63 @@ from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.command_line import cut_path, publish_command, spell_command
+from fp8calib.commands.hashes import hash_files
 from fp8calib.commands.options import Model
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.result import WrittenCheck
-from fp8calib.formats.registry import find_dialect
-from fp8calib.jobs.hashes import hash_files
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 
 if TYPE_CHECKING:
     from fp8calib.commands._verify import VerifyResult
 
-ResultT = TypeVar("ResultT", bound=QuantizeResult)
 _QUANTIZED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
 _KEPT = ("license", "license_name", "license_link", "language", "tags", "pipeline_tag")
 """Keys of the source's front matter that are true of what is made from it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardJob:
-    """What the cards of a run tell of."""
-
-    written: Path
-    """The output folder where it is now."""
-    target: Path
-    """The output folder where it will be."""
-    model: Model
-    """What the checkpoints were made from."""
-    revision: str | None = None
-    """That of a model on the Hub."""
-    checked: Sequence[WrittenCheck] = ()
-    """What engines do with them."""
-    is_quantized: bool = True
-
-
-def write_cards(job: CardJob, formats: Iterable[str]) -> list[str]:
-    """Write the cards of the checkpoints among written formats, and give their names."""
-    dialects = [each for each in map(find_dialect, formats) if each.needs_model]
-    return [write_card(job, each.name, each.path()) for each in dialects]
-
-
-def add_card(job: CardJob, result: ResultT, path: str = ".") -> ResultT:
-    """Write the card of an FP8 checkpoint, and add it to the files of its result."""
-    schemes = dict.fromkeys([result.scheme, *(each.scheme for each in result.layer_schemes)])
-    write_card(job, ", ".join(schemes), path)
-    return result.model_copy(update={"files": tuple(sorted({*result.files, CARD_NAME}))})
-
-
-def write_card(job: CardJob, scheme: str, path: str = ".") -> str:
+def write_card(
+    written: Path,
+    target: Path,
+    scheme: str,
+    model: Model,
+    *,
+    path: str = ".",
+    revision: str | None = None,
+    checked: Sequence[WrittenCheck] = (),
+    is_quantized: bool = True,
+) -> str:
     """Write the card of a checkpoint, and give its name. The same run gives the same bytes.
 
     Reports of `verify --json` in the output folder are shown, where they measured the same bytes.
 
     Args:
-        job: the run.
+        written: the output folder where it is now.
+        target: the output folder where it will be.
         scheme: how weights or the KV cache are stored.
+        model: what the checkpoint was made from.
         path: of the checkpoint in the output folder.
+        revision: that of a model on the Hub.
+        checked: what engines do with the checkpoints of the run.
+        is_quantized: whether weights or the KV cache are.
     """
-    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415 -- slow to import
+    from huggingface_hub import ModelCard, ModelCardData
 
-    base, name = _name_model(job.model), (job.target / path).resolve().name
-    fixed = _QUANTIZED if job.is_quantized else {}
-    data = ModelCardData(base_model=base, scheme=scheme, **fixed, **dict(_read_front_matter(job)))
-    commands = [each.command for each in job.checked if each.path == path]
+    base, name = _name_model(model), (target / path).resolve().name
+    kept = dict(_read_front_matter(model, revision))
+    if not is_quantized:
+        kept.pop("tags", None)  # they tell of the quantization
+    data = ModelCardData(
+        base_model=base, scheme=scheme, **(_QUANTIZED if is_quantized else {}), **kept
+    )
+    commands = [each.command for each in checked if each.path == path]
     parts = (
         f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
         _quote("Made by", [spell_command()]),
         _quote("Served by", commands),
-        "\n".join(_list_figures(job.target, job.written / path)),
+        "\n".join(_list_figures(target, written / path)),
     )
     text = "\n\n".join(filter(None, parts))
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
-    write_file_atomic(job.written / path / CARD_NAME, str(card).encode())
+    write_file_atomic(written / path / CARD_NAME, str(card).encode())
     return (Path(path) / CARD_NAME).as_posix()
 
 
@@ -105,23 +90,21 @@ def _name_model(model: Model) -> str:
     return folder.name
 
 
-def _read_front_matter(job: CardJob) -> Iterator[tuple[str, Any]]:
+def _read_front_matter(model: Model, revision: str | None) -> Iterator[tuple[str, Any]]:
     """Read what the source's README says that is still true; nothing where it cannot be read."""
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
-    from huggingface_hub.repocard import metadata_load  # noqa: PLC0415
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.repocard import metadata_load
 
-    if not isinstance(job.model, str | Path):
+    if not isinstance(model, str | Path):
         return
-    path: Any = Path(job.model) / CARD_NAME
+    path: Any = Path(model) / CARD_NAME
     try:
         if not path.parent.exists():
-            path = try_to_load_from_cache(str(job.model), CARD_NAME, revision=job.revision)
+            path = try_to_load_from_cache(str(model), CARD_NAME, revision=revision)
         found = metadata_load(path) or {}
     except (OSError, TypeError, ValueError, yaml.YAMLError):
         return
     for key in _KEPT:
-        if key == "tags" and not job.is_quantized:
-            continue  # they tell of the quantization
         if isinstance(found.get(key), list if key == "tags" else str | list):
             yield key, found[key]
 
@@ -131,7 +114,7 @@ def _list_figures(reports: Path, folder: Path) -> Iterator[str]:
     paths = sorted(filter(is_result, reports.glob("*.json")))
     if not paths:
         return
-    from fp8calib.commands._verify import VerifyResult  # noqa: PLC0415 -- imports transformers
+    from fp8calib.commands._verify import VerifyResult  # imports transformers
 
     for path in paths:
         try:

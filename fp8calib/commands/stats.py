@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.calibration_stats import STATS_NAME
 from fp8calib.calibration.merge import merge_shards
-from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.options import Stats
+from fp8calib.commands.recipe_options import make_scale_options
 from fp8calib.commands.result import Overview, WithOverview
 from fp8calib.errors import UsageError
 from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
-from fp8calib.jobs.recipe_options import make_scale_options
-from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import FP8_FORMATS
 
 
@@ -124,12 +123,6 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
         )
 
 
-def drop_kv(stats: calibration_stats.CalibrationStats) -> calibration_stats.CalibrationStats:
-    """Leave out K and V, so that a checkpoint gets no scales of them."""
-    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
-    return replace(stats, sites=kept)
-
-
 def read_stats(
     stats: Stats, *, accepts_shard: bool = False
 ) -> tuple[calibration_stats.CalibrationStats, list[Path]]:
@@ -139,18 +132,16 @@ def read_stats(
         UsageError: there is no such file, or it holds a shard and `accepts_shard` is false.
         ModelError: the file is damaged, or holds something else.
     """
-    if isinstance(stats, CalibrateResult):
-        return stats.stats, []
-    if isinstance(stats, calibration_stats.CalibrationStats):
-        return stats, []
-    loaded = calibration_stats.load_stats(Path(stats), accepts_shard=accepts_shard)
-    return loaded, [Path(stats)]
+    found: Any = getattr(stats, "stats", stats)  # of the result of `calibrate`
+    if isinstance(found, calibration_stats.CalibrationStats):
+        return found, []
+    loaded = calibration_stats.load_stats(Path(found), accepts_shard=accepts_shard)
+    return loaded, [Path(found)]
 
 
 def list_stats(given: Stats | Sequence[Stats]) -> list[Stats]:
     """List what a caller gives as statistics: those of one run, or its shards."""
-    kinds = str | Path | calibration_stats.CalibrationStats | CalibrateResult
-    return [given] if isinstance(given, kinds) else list(given)
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def join_stats(given: Sequence[Stats]) -> GivenStats:

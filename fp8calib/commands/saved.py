@@ -8,28 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.options import Model
 from fp8calib.errors import Fp8CalibError
 
 
-def find_model(model: str, revision: str | None) -> Path:
-    """Find the model's folder; for a local one, without the slow import of transformers.
-
-    Raises:
-        ModelError: the model is neither local nor on the Hub.
-    """
-    if (local := find_local_model(model)) is not None:
-        return local
-    from fp8calib.model.load import find_folder  # noqa: PLC0415
-
-    return find_folder(model, revision)
-
-
-def warn_of_tokenizer(model: Model, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
+def warn_of_tokenizer(model: Model | None, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
     """Warn of a checkpoint without a tokenizer, written from a model in memory."""
-    if isinstance(model, str | Path) or tokenizer is not None:
+    if isinstance(model, str | Path | None) or tokenizer is not None:
         return
     if any(Path(name).name == CONFIG_NAME for name in files):
         yield "no tokenizer is written, which engines need: pass tokenizer=..."
@@ -47,7 +33,7 @@ def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str
     if isinstance(model, str | Path):
         yield str(model)
         return
-    from fp8calib.model.live_model import borrowed, check_live_model  # noqa: PLC0415 -- transformers
+    from fp8calib.model.live_model import borrowed, check_live_model
 
     check_live_model(model)
     place = next(folder for folder in near.absolute().parents if folder.is_dir())
@@ -67,7 +53,7 @@ def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging  # noqa: PLC0415 -- slow
+    from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,44 +1,45 @@
-"""Whether KV scales belong to a MODEL that is quantized already, and which servers use them."""
+"""Whether KV scales belong to a model that is quantized already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.unquantized_tensors import compare_with_base, hash_unquantized
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.status import Status
-from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.checkpoint.hub import find_folder
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.dialect import Attachment
-from fp8calib.formats.metadata import explain_other_attention
-from fp8calib.formats.quantized_model import QuantizedModel, has_kv_cache
+from fp8calib.formats.metadata import describe_attention, explain_other_attention
+from fp8calib.formats.quantized_model import has_kv_cache
+from fp8calib.model.shapes import ModelGeometry, find_difference
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
-if TYPE_CHECKING:
-    from fp8calib.commands.export import ExportRequest
-    from fp8calib.commands.extract_kv_scales import ExtractRequest
-    from fp8calib.model.shapes import ModelGeometry
+_UNKNOWN = "the scales record no model"
+_OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
-def refuse_options(request: ExportRequest | ExtractRequest) -> None:
-    """Refuse the options for a quantized MODEL, because it is not quantized.
+def adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
+    """Give statistics the names that a quantized checkpoint of the same model has.
 
     Raises:
-        UsageError: one was given.
+        ModelError: its config cannot be used, or it has another shape.
     """
-    if request.base is not None or request.other_weights:
-        option = "--other-weights" if request.base is None else "--base"
-        raise UsageError(
-            f"{option}: MODEL is not quantized, so it has to be the calibrated model itself",
-            hint=f"leave out {option}, or name the quantized checkpoint as MODEL",
+    from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
+
+    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
+    recorded = describe_attention(stats.geometry)
+    difference = explain_other_attention(recorded, geometry)
+    if difference := difference or find_difference(geometry, stats.geometry):
+        raise ModelError(
+            f"{checkpoint.folder} was not made from the model these statistics were calibrated on: "
+            f"{difference}",
+            hint=_OTHER_HINT,
         )
+    return replace(stats, header=stats.header.model_copy(update={"geometry": geometry}))
 
 
 def relate_to_quantized(
@@ -46,7 +47,10 @@ def relate_to_quantized(
     origin: CalibrationOrigin | None,
     checkpoint: Checkpoint,
     geometry: ModelGeometry,
-    request: ExportRequest | ExtractRequest,
+    *,
+    base: str | None,
+    other_weights: bool,
+    replace_scales: bool,
 ) -> Attachment:
     """Check that scales belong to the model from which a quantized checkpoint was made.
 
@@ -55,7 +59,9 @@ def relate_to_quantized(
         origin: the model they were calibrated on; None where they record none.
         checkpoint: the quantized checkpoint.
         geometry: its shape.
-        request: has the options for a quantized checkpoint.
+        base: the calibrated model, where the scales record no hashes of it.
+        other_weights: whether norms and embeddings may differ.
+        replace_scales: whether the scales replace those of the checkpoint.
 
     Raises:
         ModelError: they do not belong to it, naming the first difference; or `--base` is not the
@@ -63,7 +69,7 @@ def relate_to_quantized(
         UsageError: `--base` is needed.
     """
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-    plain = Attachment(replaces_scales=request.replace_scales)
+    plain = Attachment(replaces_scales=replace_scales)
     if origin is None:
         return replace(plain, model=fingerprint, accepted=_UNKNOWN)
     if origin.model == fingerprint:
@@ -72,7 +78,7 @@ def relate_to_quantized(
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
         raise ModelError(f"{other}: {difference}", hint=_OTHER_HINT)
-    hashes = origin.unquantized if request.base is None else _hash_base(str(request.base), origin)
+    hashes = origin.unquantized if base is None else _hash_base(base, origin)
     if not hashes:
         raise UsageError(
             f"{name}: no hashes of norms and embeddings are recorded, so whether "
@@ -87,7 +93,7 @@ def relate_to_quantized(
     else:
         with decoded:
             compared = compare_with_base(hashes, decoded)
-    if compared.difference and not request.other_weights:
+    if compared.difference and not other_weights:
         raise ModelError(
             f"{other}: {compared.difference}",
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
@@ -100,10 +106,6 @@ def relate_to_quantized(
         unchecked=compared.uncompared,
         compared=compared.compared,
     )
-
-
-_UNKNOWN = "the scales record no model"
-_OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
 def describe_attachment(
@@ -136,9 +138,7 @@ def describe_attachment(
 
 
 def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
-    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
-
-    with Checkpoint.open(find_folder(base, None)) as checkpoint:
+    with Checkpoint.open(find_folder(base)) as checkpoint:
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if fingerprint != origin.model:
             raise ModelError(
@@ -147,44 +147,3 @@ def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
                 hint="name the unquantized model that was calibrated",
             )
         return hash_unquantized(checkpoint)
-
-
-def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
-    """Refuse a quantized checkpoint with KV scales that no server would use.
-
-    One of the default engines has to use those of every layer. Whether they load the weights is not
-    asked.
-
-    Raises:
-        ExportError: naming the method, and the reason for each server.
-    """
-    folder = open_folder(written)
-    faults: dict[str, str] = {}
-    for name in list_defaults():
-        engine = find_replayed(name)
-        assert engine.replay_folder is not None  # noqa: S101 -- the default engines have one
-        try:
-            report = engine.replay_folder(folder, geometry, 1)
-        except Refusal as refusal:
-            faults[engine.release] = refusal.why
-            continue
-        fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
-        if fault is None:
-            return
-        faults[engine.release] = fault
-    reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
-    has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
-    raise ExportError(
-        f"{quantized.source.folder}: no server uses KV scales beside quant_method "
-        f"{quantized.method} in this model: {reasons}",
-        hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
-    )
-
-
-_WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
-_SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
-_OTHER_METHODS = (
-    "vLLM and SGLang have a place for them beside compressed-tensors (which also stores INT4 and "
-    "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
-    "model"
-)

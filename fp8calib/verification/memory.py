@@ -10,9 +10,9 @@ import torch
 
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.calibration.progress import Progress
+from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.errors import UsageError
-from fp8calib.jobs.models import RunModel
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel

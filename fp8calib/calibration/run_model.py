@@ -1,0 +1,66 @@
+"""A model that text runs through: what is known of it before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fp8calib.calibration.memory_plan import MemoryPlan
+from fp8calib.calibration.progress import Progress
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.model.dtype import DTYPES
+from fp8calib.model.load import ModelSource, load_model
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunModel:
+    """A model that text runs through, before its weights are loaded or already with them."""
+
+    name: str
+    """As the user names it."""
+    source: ModelSource
+    checkpoint: Checkpoint
+    prepared: PreparedModel
+    """Without weights, unless the model is live."""
+    device: str
+    dtype: str
+    dtype_why: str
+    device_map: str | None = None
+    memory: float | None = None
+    """GiB, as limited by the user."""
+    is_live: bool = False
+    """Whether the caller holds the model in memory."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether how it is held in memory is not for us to choose."""
+        return self.is_live or self.device_map is not None
+
+    def load(self, mode: MemoryPlan, progress: Progress) -> PreparedModel:
+        """Give the model with its weights, or without them the one that is streamed.
+
+        Raises:
+            CalibrationError: the memory is too small.
+            ModelError: a weight is missing or has another shape.
+        """
+        if self.is_live or mode.streaming is not None:
+            return mode.prepared
+        progress.stage("loading the model", None)
+        model = load_model(
+            self.source,
+            dtype=DTYPES[self.dtype],
+            device=self.device,
+            device_map=self.device_map,
+            checkpoint=self.checkpoint,
+        )
+        return replace(self.prepared, weights=WeightSource(model, self.checkpoint))
+
+    def describe_decoded(self) -> Iterator[str]:
+        """Describe a model that is quantized already, and is decoded while it is read."""
+        if self.checkpoint.form:
+            yield (
+                f"{self.name} is quantized already: its {self.checkpoint.form} are dequantized, "
+                "and their errors are in everything that is measured; inputs are not quantized"
+            )

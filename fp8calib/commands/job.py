@@ -1,0 +1,231 @@
+"""A calibration that is decided before a weight is loaded: what it observes, and how it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fp8calib.calibration.calibrate import TextEngine, WorkShare, calibrate, make_header
+from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
+from fp8calib.calibration.header import BackOff, StatsHeader
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
+from fp8calib.calibration.observed_batches import choose_batch_size
+from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.recorder import LayerWork
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.commands.function import Reporter
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.result import ShardIndex
+from fp8calib.data.sequences import Batch, DataPlan
+from fp8calib.data.shares import Share, select_batches
+from fp8calib.errors import ExportError
+from fp8calib.formats.write import list_outputs
+from fp8calib.machine import PeakMemory
+from fp8calib.model.dtype import DTYPES
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.quantization.plan import PlanSettings, select_linears
+from fp8calib.quantization.select import Selection
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+
+
+class LayerJob(Protocol):
+    """Work on the inputs of every layer, such as rounding its weights; the model is streamed."""
+
+    why_streamed: str
+
+    def estimate_bytes(self, job: CalibrationJob) -> int:
+        """Estimate the memory that it needs beside the calibration's own."""
+
+    def open(self, job: CalibrationJob, folder: Path) -> LayerWork:
+        """Make what works on each layer, and writes into the working folder of the run."""
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse what an interrupted run with other options has left in a working folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationJob:
+    """What is to be observed of a model, and where the files go."""
+
+    model: RunModel
+    recipe: Recipe
+    """With the caller's changes."""
+    plan: DataPlan | None = None
+    """None for a recipe that runs no data."""
+    specs: Sequence[str] = ()
+    """The values of `--data` that are read."""
+    shard: Share | None = None
+    out: Path | None
+    """None writes nothing."""
+    group: ProcessGroup = LONE
+    """The processes that divide the text."""
+    resume: bool = False
+    force: bool = False
+    engine: TextEngine | None = None
+    """What runs the text; None runs it with transformers."""
+    reporter: Reporter
+    quantization: PlanSettings | None = None
+    """How the FP8 checkpoint is written; None without one."""
+    layer_job: LayerJob | None = None
+    """What also works on each layer while its inputs are there; None if nothing does."""
+
+    @property
+    def batch_size(self) -> int:
+        """The sequences of a batch; an engine runs them one by one."""
+        if self.recipe.data.batch_size is not None:
+            return self.recipe.data.batch_size
+        if self.plan is None or self.engine is not None:
+            return 1
+        return choose_batch_size(self.model.device, self.plan.seq_len)
+
+    def list_batches(self) -> list[Batch]:
+        """List the batches of its shard, those that an interrupted run has done among them.
+
+        Raises:
+            UsageError: there are fewer batches than shards.
+        """
+        if self.plan is None:
+            return []
+        return select_batches(self.plan, self.batch_size, self.shard)
+
+    def count(self) -> dict[str, Any]:
+        """Count its sequences and tokens, and name its shard."""
+        batches, shard = self.list_batches(), self.shard
+        named = {} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}
+        return {
+            "sequences": sum(len(batch.lengths) for batch in batches),
+            "tokens": sum(batch.num_tokens for batch in batches),
+            **named,
+        }
+
+    @property
+    def folder(self) -> Path:
+        """The output folder of a job that has one."""
+        assert self.out is not None  # noqa: S101 -- the caller knows
+        return self.out
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of the files and folders that a calibration writes in the output folder."""
+        if self.out is None:
+            return frozenset()
+        formats = list_outputs(self.recipe.formats, self.recipe.tp)
+        checkpoint = {self.recipe.quantize.folder} if self.recipe.quantize else frozenset[str]()
+        return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
+
+    def make_header(self) -> StatsHeader:
+        """Make the header of the statistics that it will write."""
+        model = self.model
+        return make_header(
+            *(model.prepared, self.plan, model.source, model.checkpoint),
+            observe=self.recipe.observe,
+            recipe_name=self.recipe.name,
+            compute_dtype=model.dtype,
+            engine=self.engine,
+        )
+
+    def select_matrices(self, settings: PlanSettings) -> Selection:
+        """Choose the linears to quantize.
+
+        Raises:
+            ModelError: the weights cannot be quantized.
+            ExportError: the recipe asks for another FP8 format than checkpoints hold.
+            UsageError: a pattern names no linear, or divides what engines load as one weight.
+        """
+        fp8_dtype = self.recipe.scales.fp8_dtype
+        if fp8_dtype != E4M3FN.name:
+            raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {fp8_dtype}")
+        check_unquantized(self.model.checkpoint.stored)
+        return select_linears(self.model.checkpoint, settings)
+
+    def choose_mode(self) -> MemoryPlan:
+        """Choose between a model in memory whole and one that is streamed.
+
+        Raises:
+            UsageError: it fits in neither way.
+        """
+        model = self.model
+        if self.engine is not None or model.is_placed:
+            return MemoryPlan(prepared=model.prepared)
+        scratch = Path.cwd()
+        if self.out is not None:
+            scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        inputs, weights = self.recipe.observe.inputs, self.recipe.observe.weights
+        elements = sum(  # amax by channel; the plan's reserve covers the other statistics
+            (inputs + weights) * linear.in_features + weights * linear.out_features
+            for _, linear in model.prepared.geometry.linears()
+        )
+        extra = {"statistics": elements * torch.float32.itemsize}
+        if self.layer_job is not None:
+            extra["work on layers"] = self.layer_job.estimate_bytes(self)
+        sharers = self.group.process_rank.local_size
+        work = Workload(
+            prepared=model.prepared,
+            checkpoint=model.checkpoint,
+            dtype=DTYPES[model.dtype],
+            device=model.device,
+            batches=self.group.share_of(self.list_batches()),
+            scratch=scratch,
+            sharers=sharers,
+            extra=extra,
+            least_read_bytes=model.checkpoint.total_size_bytes if weights else 0,
+            always_streams="" if self.layer_job is None else self.layer_job.why_streamed,
+        )
+        limits = find_limits(model.device, model.memory, sharers=sharers)
+        return plan_halved(work, limits, 1 if self.recipe.data.batch_size else self.batch_size)
+
+    def run(
+        self, mode: MemoryPlan, header: StatsHeader, journal: Journal | None
+    ) -> tuple[CalibrationStats, dict[str, Any]]:
+        """Run it, with its work on layers if it has some.
+
+        Without a journal it cannot be resumed, and works on no layer.
+
+        Returns:
+            The statistics, and what the run cost, as fields of a `CalibrateResult`.
+        """
+        progress, group, model = self.reporter, self.group, self.model
+        where = model.device if self.engine is None else self.engine.describe()
+        progress.say(f"computing in {model.dtype} on {where} ({model.dtype_why})")
+        if group.size > 1:
+            threads = torch.get_num_threads()
+            progress.say(f"{group.size} processes share the data, with {threads} threads each")
+        started = time.monotonic()
+        share = WorkShare(shard=self.shard, journal=journal, group=group)
+        layer_work = None
+        if journal is not None and self.layer_job is not None:
+            layer_work = self.layer_job.open(self, journal.folder)
+        with PeakMemory() as memory, group.peer_failures():
+            stats = calibrate(
+                model.load(mode, progress) if self.engine is None else model.prepared,
+                self.plan,
+                model.checkpoint,
+                header,
+                observe=self.recipe.observe,
+                batch_size=self.batch_size,
+                progress=progress,
+                streaming=mode.streaming,
+                share=share,
+                work=layer_work,
+                engine=self.engine,
+            )
+            back_offs = group.all_gather([asdict(each) for each in share.back_offs])
+        duration_s = time.monotonic() - started
+        resumed = () if journal is None else journal.sequences
+        sequences = () if self.plan is None else self.plan.sequences
+        tokens = [len(each) for first, stop in resumed for each in sequences[first:stop]]
+        return stats, {
+            "duration_s": duration_s,
+            # without those that an interrupted run had finished
+            "tokens_per_s": (self.count()["tokens"] - sum(tokens)) / duration_s,
+            "memory": {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+            "batch_back_off": tuple(BackOff(**each) for ranks in back_offs for each in ranks),
+            "resumed_sequences": len(tokens),
+            "ranks": group.size,
+        }

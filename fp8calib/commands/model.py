@@ -1,0 +1,253 @@
+"""The model of a run, a path or Hub id or one in memory, and the text that runs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.weight_index import lacks_weights
+from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
+from fp8calib.commands.recipe import Data, Recipe
+from fp8calib.data.plan import build_plan
+from fp8calib.data.processor import MediaEncoder, find_placeholders
+from fp8calib.data.rows import Row, has_chat_template
+from fp8calib.data.sequences import DataPlan
+from fp8calib.data.sources import BuiltinPart
+from fp8calib.errors import UsageError
+from fp8calib.model.device import choose_device
+from fp8calib.model.dtype import DTYPES, choose_dtype
+from fp8calib.model.live_model import ConfigCheckpoint, LiveCheckpoint, borrowed, check_live_model
+from fp8calib.model.load import (
+    ModelSource,
+    as_unquantized,
+    build_skeleton,
+    load_processor,
+    load_tokenizer,
+    open_source,
+)
+from fp8calib.model.prepared import prepare
+from fp8calib.quantization.sources.decoded import open_model
+
+IF_QUANTIZED = (
+    "its activations have quantization errors already: calibrate the unquantized model it was made "
+    "from"
+)
+
+
+@contextmanager
+def open_run_model(
+    request: RunOptions,
+    *,
+    if_quantized: str = IF_QUANTIZED,
+    recipe: Recipe | None = None,
+    can_be_sharded: bool = False,
+) -> Iterator[RunModel]:
+    """Open a model to run; `if_quantized` is what to do instead of one that cannot be decoded.
+
+    With `can_be_sharded` a model in memory may be sharded by FSDP2.
+
+    While the context is open, a model in memory is in evaluation mode, and the caller's modes of
+    torch are off: tensors of inference mode have no versions, by which changes are found; autocast
+    and another default dtype would change what is computed.
+
+    Raises:
+        UsageError: a device or dtype is unknown, or was chosen for a model in memory.
+        ModelError: the model cannot be read, or is not supported.
+        RecipeError: a pattern of the recipe matches no module.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            if isinstance(request.model, str | Path):
+                yield from _open_path(request, recipe, if_quantized)
+            else:
+                _refuse_placement(request)
+                check_live_model(request.model, can_be_sharded=can_be_sharded)
+                yield from _open_live(request.model, recipe)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _refuse_placement(request: RunOptions) -> None:
+    """Refuse to place a model that is in memory already."""
+    for name in ("device", "dtype", "device_map", "memory"):
+        if getattr(request, name, None) not in ("auto", None):
+            raise UsageError(
+                f"{name}: the model is in memory already, where and as it is",
+                hint=f"leave {name} out, or pass the path of a checkpoint",
+            )
+
+
+def _open_path(request: RunOptions, recipe: Recipe | None, if_quantized: str) -> Iterator[RunModel]:
+    device_map = getattr(request, "device_map", None)
+    if device_map not in (None, "auto"):
+        raise UsageError(f"--device-map {device_map}: must be auto")
+    if device_map and request.device != "auto":
+        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
+    if device_map and request.memory is not None:
+        raise UsageError(
+            "--memory streams a model through one device, but --device-map spreads it over several",
+            hint="leave out one of them",
+        )
+    device = choose_device(request.device)
+    source = open_source(
+        str(request.model),
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        needs_weights=not request.dry_run,
+    )
+    with (
+        ConfigCheckpoint(as_unquantized(source))
+        if request.dry_run and lacks_weights(source.folder)  # a plan needs none
+        else open_model(source.folder, if_quantized=if_quantized)
+    ) as checkpoint:
+        if checkpoint.form or not checkpoint.has_weights:
+            source = as_unquantized(source)
+        model = prepare_run_model(
+            source,
+            checkpoint,
+            recipe,
+            name=str(request.model),
+            device=device,
+            dtype=request.dtype,
+            memory=request.memory,
+        )
+        yield replace(model, device_map=device_map)
+
+
+def prepare_run_model(
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    recipe: Recipe | None,
+    *,
+    name: str,
+    device: str,
+    dtype: str,
+    memory: float | None,
+) -> RunModel:
+    """Describe how the model of an open checkpoint would run, before a weight is read.
+
+    Raises:
+        UsageError: the dtype is unknown.
+        ModelError: the model is not supported, or the checkpoint is not that of its config.
+        RecipeError: a pattern of the recipe matches no module.
+    """
+    dtype, why = choose_dtype(dtype, device=device, checkpoint=checkpoint)
+    ignore = () if recipe is None else recipe.observe.ignore
+    prepared = prepare(build_skeleton(source, dtype=DTYPES[dtype]), checkpoint, ignore)
+    if recipe is None or recipe.observe.needs_forward:
+        check_runnable(prepared.model)
+    return RunModel(
+        name=name,
+        source=source,
+        checkpoint=checkpoint,
+        prepared=prepared,
+        device=device,
+        dtype=dtype,
+        dtype_why=why,
+        memory=memory,
+    )
+
+
+def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunModel]:
+    with borrowed(model):
+        checkpoint = LiveCheckpoint(model)
+        check_runnable(model)
+        yield RunModel(
+            name=str(checkpoint.folder),
+            source=ModelSource(
+                folder=checkpoint.folder,
+                config=model.config,
+                raw_config=checkpoint.load_config(),
+                trust_remote_code=False,
+            ),
+            checkpoint=checkpoint,
+            prepared=prepare(model, checkpoint, () if recipe is None else recipe.observe.ignore),
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            dtype_why="the model's",
+            is_live=True,
+        )
+
+
+def read_settings(request: object, specs: Sequence[str]) -> Data:
+    """Read what a request says of its text."""
+    names = [name for name in Data.model_fields if hasattr(request, name)]
+    return Data(sources=tuple(specs), **{name: getattr(request, name) for name in names})
+
+
+def plan_text(
+    source: ModelSource,
+    data: Data,
+    *,
+    rows: Iterable[Row] | None = None,
+    part: BuiltinPart,
+    tokenizer: Any = None,
+) -> DataPlan:
+    """Build the data plan of a run; without a length, `DEFAULT_SEQ_LEN` or the model's maximum.
+
+    `rows` are read instead of sources. `tokenizer`, or the one of a processor, is used instead of
+    that in the model's folder.
+
+    Raises:
+        UsageError: the length is above the model's maximum, or a data spec is invalid.
+        DataError: the data cannot be read.
+    """
+    if tokenizer is not None and not callable(tokenizer):
+        raise UsageError(
+            f"tokenizer: {type(tokenizer).__name__} is not a tokenizer",
+            hint="pass what AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returns",
+        )
+    longest = source.max_positions
+    length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    if longest is not None and length > longest:
+        raise UsageError(
+            f"--seq-len {length} is above the model's maximum of {longest} positions",
+            hint=f"use --seq-len {longest} or less",
+        )
+    processor: Any = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    placeholders = find_placeholders(source.config)
+
+    def give_tokenizer() -> Any:
+        if tokenizer is None:
+            return load_tokenizer(source)
+        given = tokenizer if processor is None else processor.tokenizer
+        if has_chat_template(given) or not has_chat_template(processor):
+            return given
+        given = copy(given)
+        given.chat_template = processor.chat_template
+        return given
+
+    def make_encoder() -> MediaEncoder:
+        loaded = load_processor(source) if processor is None else processor
+        return MediaEncoder(loaded, source.config, source.folder.name)
+
+    return build_plan(
+        data.sources,
+        tokenizer=give_tokenizer,
+        encoder=make_encoder if placeholders else None,
+        placeholders=placeholders,
+        vocab_size=int(source.text_config.vocab_size),
+        samples=data.samples,
+        seq_len=length,
+        pack=data.pack,
+        seed=data.seed,
+        part=part,
+        longest_padded=source.longest_padded,
+        rows=rows,
+        text_column=data.text_column,
+    )

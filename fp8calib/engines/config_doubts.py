@@ -1,0 +1,63 @@
+"""What vLLM and SGLang may refuse of a config.json, and where they may run another class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fp8calib.engines.registry import find_replayed
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
+from fp8calib.engines.vllm.native_classes import names_base
+from fp8calib.errors import shorten
+from fp8calib.model.shapes import ModelGeometry
+
+_CLASS = re.compile("Model$|For[A-Z]")
+_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
+"""Engines that choose the class of a model by its name in config.json."""
+
+
+def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
+    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
+
+    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
+    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
+    """
+    from fp8calib.model.config_faults import (  # noqa: PLC0415 -- imports transformers
+        find_config_fault,
+        list_other_faults,
+    )
+
+    if "auto_map" in model.config:
+        return report
+    engines = dict(report.engines)
+    refused = find_config_fault(model.config)
+    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
+    faults = [*filter(None, found)]
+    for key, engine in ((key, find_replayed(key)) for key in report.engines):
+        if engine.name not in _BY_CLASS:
+            continue
+        hint = engine.run_hint
+        why = f"transformers refuses config.json: {refused}" if refused else ""
+        if engine.name == "sglang" or not names_base(model.config, geometry):
+            why = why or _find_other_class(model.config, geometry)
+        if why:
+            asks_for_kv = engines[key].asks_for_kv
+            unknown = report_unknown(geometry, f"{why}{hint}")
+            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
+        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+    return report.model_copy(update={"engines": engines})
+
+
+def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Say why a config may not be of the class that was compared; empty where it is."""
+    from fp8calib.model.config_faults import wraps_text  # noqa: PLC0415 -- imports transformers
+
+    found = config.get("architectures")
+    names = found if isinstance(found, list) and found else [found]
+    # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
+    first = next((each for each in names if _CLASS.search(str(each))), names[0])
+    if first == geometry.architecture or wraps_text(first, config):
+        return ""
+    named = shorten(str(first)) if first else "none"
+    return f"config.json names the class {named}, not {geometry.architecture}"

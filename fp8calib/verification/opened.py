@@ -1,0 +1,211 @@
+"""Read and make the candidates of a verification, before a weight of the model is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fp8calib.calibration.calibration_origin import estimate_overlap
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.data.sequences import DataPlan
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import SPARSE_LATENTS, Numerics
+from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
+from fp8calib.formats.table import ScaleTable
+from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.rules import AMAX, Rule
+from fp8calib.numerics.schemes import find_scheme
+from fp8calib.verification.candidates import (
+    OpenedCandidate,
+    Target,
+    build_kv_candidate,
+    build_opened,
+    build_scheme,
+    build_unscaled,
+    check_sites,
+    leave_cache,
+    open_candidate,
+    open_stats,
+)
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.report import SCALE_ONE
+
+_SMALLEST_SHARE = 0.01
+Scales = str | Path | CalibrationStats
+"""A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
+
+
+def require_head(model: RunModel) -> None:
+    """Refuse a model that predicts no tokens.
+
+    Raises:
+        ModelError: naming its class.
+    """
+    if model.prepared.model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model.prepared.model).__name__} has no output head, so it predicts no tokens "
+            "whose divergence could be measured",
+            hint="verify the model with its language-model head (a ...ForCausalLM class)",
+        )
+
+
+class CandidateMaker:
+    """Makes candidates for a model.
+
+    Args:
+        model: the unquantized model.
+        numerics: how the engine computes.
+        fmt: the format of statistics and of scale 1.0.
+        scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
+        plain_caches: the layers whose KV cache stays in 16 bits.
+    """
+
+    def __init__(
+        self,
+        model: RunModel,
+        numerics: Numerics,
+        fmt: Fp8Format,
+        *,
+        scheme: str | None,
+        plain_caches: Collection[int],
+    ) -> None:
+        self.target = Target(
+            checkpoint=model.checkpoint,
+            fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
+            geometry=model.prepared.geometry,
+        )
+        self._model = model.prepared.model
+        self._numerics, self._fmt = numerics, fmt
+        self._scheme, self._plain_caches = scheme, plain_caches
+
+    def make_all(
+        self, scales: Iterable[Scales]
+    ) -> tuple[list[OpenedCandidate], list[Candidate], dict[str, Fp8CalibError]]:
+        """Read and make candidates; give the faults of those that are left out.
+
+        Without any that quantizes weights, scale 1.0 is one more.
+
+        Raises:
+            ModelError | VerificationError: no candidate is left: the fault of the first.
+        """
+        opened: list[OpenedCandidate] = []
+        candidates: list[Candidate] = []
+        faults: dict[str, Fp8CalibError] = {}
+        for index, item in enumerate(scales):
+            is_stats = isinstance(item, CalibrationStats)
+            name = (f"statistics-{index}" if index else "statistics") if is_stats else str(item)
+            try:
+                found = (
+                    open_stats(name, item, self.target)
+                    if isinstance(item, CalibrationStats)
+                    else open_candidate(name, self.target, self._numerics)
+                )
+                candidate = self._finish(self._make(found))
+            except (ModelError, VerificationError) as error:
+                faults[name] = error
+            else:
+                opened.append(found)
+                candidates.append(candidate)
+        if faults and not opened:
+            raise next(iter(faults.values()))
+        if self._scheme is not None and not opened:
+            candidates.append(self._finish(self._make_scheme(self._scheme, None, self._scheme)))
+        geometry = self.target.geometry
+        # A model without a KV cache has nothing that scale 1.0 could change.
+        if geometry.kv_elements_per_token or not candidates:
+            unscaled = build_unscaled(SCALE_ONE, geometry, self._fmt, self._numerics)
+            candidates.append(self._finish(unscaled))
+        return opened, candidates, faults
+
+    def make_rules(
+        self, rules: Iterable[Rule], opened: Sequence[OpenedCandidate]
+    ) -> Mapping[str, Candidate]:
+        """Make a candidate for each rule, from the first statistics.
+
+        Raises:
+            UsageError: there are no statistics.
+        """
+        first = next((each for each in opened if each.stats is not None), None)
+        found = {}
+        for rule in rules:
+            if first is None:
+                raise UsageError(
+                    "--rules needs statistics, and no --scales holds any",
+                    hint="pass the stats.safetensors that calibrate wrote",
+                )
+            table, name = self._read_table(first, rule=rule), str(rule)
+            found[name] = self._finish(build_kv_candidate(name, table, self._numerics, origin=name))
+        return found
+
+    def _make(self, opened: OpenedCandidate) -> Candidate:
+        if self._scheme is not None:
+            if opened.stats is None:
+                raise UsageError(
+                    f"--scheme {self._scheme} needs statistics, and {opened.name} holds none",
+                    hint="leave out --scheme to verify the scales of the file",
+                )
+            return self._make_scheme(self._scheme, opened.stats, opened.name)
+        table = self._read_table(opened) if opened.checkpoint is None else None
+        return build_opened(opened, self._model, self.target, self._numerics, table)
+
+    def _make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str) -> Candidate:
+        """Make the candidate that `quantize` would write."""
+        context = (self.target, self._model, self._numerics)
+        return build_scheme(name, find_scheme(scheme), *context, fmt=self._fmt, stats=stats)
+
+    def _finish(self, candidate: Candidate) -> Candidate:
+        """Leave the caches that are named, and refuse what does not fit the model."""
+        found = leave_cache(candidate, self._plain_caches, self.target.geometry)
+        check_sites(found, self.target.geometry)
+        return found
+
+    def _read_table(self, opened: OpenedCandidate, *, rule: Rule = AMAX) -> ScaleTable:
+        """Give the KV scales of a candidate: those of its file, or of its statistics."""
+        table = opened.make_table(self._fmt, rule=rule)
+        if table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
+            raise ModelError(
+                f"{opened.name}: the scales are for {table.fmt.name}, but the KV "
+                f"cache is emulated in {self._fmt.name}",
+                hint=f"use --fp8-dtype {table.fmt.name}",
+            )
+        return table
+
+
+def warn_of_overlap(text: DataPlan, opened: Iterable[OpenedCandidate]) -> Iterator[str]:
+    """Warn of candidates that were calibrated on this text."""
+    hashes = text.text.distinctive()
+    for candidate in opened:
+        measured = candidate.origin
+        if measured is not None and (share := estimate_overlap(hashes, measured.text)):
+            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
+            yield (
+                f"{candidate.name}: {about} of this text was used for calibration, so its figures "
+                "are too good"
+            )
+
+
+def warn_of_ignored_kv(opened: Iterable[OpenedCandidate]) -> Iterator[str]:
+    """Warn of statistics of K and V, where a scheme quantizes weights and inputs."""
+    for candidate in opened:
+        sites = () if candidate.stats is None else candidate.stats.sites
+        if any(site.role is Role.K for site in sites):
+            yield (
+                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
+                "inputs only; leave out --scheme to verify them"
+            )
+
+
+def warn_of_tiles(
+    engine: Engine, numerics: Numerics, fmt: Fp8Format, geometry: ModelGeometry
+) -> Iterator[str]:
+    """Say where an FP8 cache is another type than the candidates with scales have."""
+    is_sparse = geometry.model_type in SPARSE_LATENTS
+    if is_sparse and fmt is E4M3FN and (where := numerics.kv_sparse_in_tiles):
+        yield (
+            f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
+            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types` with --engine "
+            "reference emulates it"
+        )
