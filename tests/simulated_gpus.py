@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import accelerate as placing
+
+from fp8calib.calibration import reductions
 
 ROOM_BYTES = 64 << 30
 _CPU = torch.device("cpu")
@@ -80,12 +82,15 @@ class _Simulation(TorchDispatchMode):
 
 
 @contextmanager
-def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
+def simulated_gpus(
+    count: int, *, room_bytes: int = ROOM_BYTES, has_kernels: bool = False
+) -> Iterator[None]:
     """Make torch and accelerate find simulated GPUs.
 
     Args:
         count: the number of GPUs.
         room_bytes: the bytes of a model that accelerate puts on each, when it spreads one.
+        has_kernels: run the kernels of Triton, in its interpreter, which is slow.
     """
     _set_guard()
     properties = SimpleNamespace(total_memory=ROOM_BYTES, major=9, minor=0)
@@ -114,12 +119,27 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
             mock.patch.object(placing, "get_max_memory", return_value=room),
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
+            _simulated_kernels() if has_kernels else nullcontext(),
+            mock.patch.object(reductions, "has_kernel", return_value=has_kernels),
             _Simulation(),
         ):
             yield
     finally:
         future.set_overwrite_module_params_on_conversion(before[0])
         torch._C._set_only_lift_cpu_tensors(before[1])
+
+
+@contextmanager
+def _simulated_kernels() -> Iterator[None]:
+    from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
+
+    launch = kernels.launch
+
+    def launch_held(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, grid, *_map(_bring, arguments), **constants)
+
+    with mock.patch.object(kernels, "launch", launch_held):
+        yield
 
 
 def _infer(*args: Any, **kwargs: Any) -> dict[str, int | str]:

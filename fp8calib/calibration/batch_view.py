@@ -13,6 +13,9 @@ HISTOGRAM_SEQUENCES = 8
 """The stride of the sequences in histograms; amax and counts cover all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
 """The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
+_ZEROS_AT_ONCE = 2**20
+_ALIGNED = 4
+"""Zeros begin at multiples of so many, which makes 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,19 @@ class BatchView:
             return torch.cat([torch.arange(at, at + length, stride) for at, length in starts])
 
         return self._on(device, f"every {stride}", make)
+
+    def counted(self, device: torch.device) -> torch.Tensor:
+        """Give how many rows of each sequence are no padding: int32 [B]."""
+        return self._on(device, "counted", lambda: torch.tensor(self.lengths, dtype=torch.int32))
+
+    def zeros(self, device: torch.device, size: int) -> torch.Tensor:
+        """Give zeros of this batch alone, int32 [size], many of which are made in one kernel."""
+        place, taken = ("zeros", device), -(-size // _ALIGNED) * _ALIGNED
+        room = self._on_device.get(place)
+        if room is None or len(room) < taken:
+            room = torch.zeros(max(taken, _ZEROS_AT_ONCE), dtype=torch.int32, device=device)
+        self._on_device[place] = room[taken:]
+        return room[:size]
 
     def _on(
         self, device: torch.device, name: str, make: Callable[[], torch.Tensor]

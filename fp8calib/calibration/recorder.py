@@ -16,8 +16,6 @@ from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
     Reductions,
-    count_samples,
-    finish,
     observe_expert_down,
     observe_expert_input,
     observe_heads,
@@ -27,8 +25,6 @@ from fp8calib.calibration.statistic import COUNTS, LENGTHS, SiteStats
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 
 _REMEMBERED_INPUTS = 4
-_MOST_WAITING = 2**23
-"""How many values wait on a GPU to be reduced together."""
 
 _Update = tuple[bool, torch.Tensor, torch.Tensor]
 """Whether it is a count, the running tensor, and the tensor that is added or joined to it."""
@@ -83,9 +79,6 @@ class Recorder:
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
         self._pending: list[tuple[Site, Reductions]] = []
-        self._waiting: list[Reductions] = []
-        """Those whose histogram is not counted or whose parts are not joined."""
-        self._num_waiting = 0
         self.forget()
 
     def forget(self) -> None:
@@ -150,13 +143,6 @@ class Recorder:
     def record(self, site: Site, seen: Reductions) -> None:
         """Add what was observed at a site to the open batch."""
         self._pending.append((site, seen))
-        if seen.sampled is not None and seen.sampled.device.type == "cpu":
-            count_samples([seen])  # many tensors at once are no faster there
-        kept = seen.parts if seen.sampled is None else (*seen.parts, seen.sampled)
-        self._waiting.append(seen)
-        self._num_waiting += sum(part.numel() for part in kept)
-        if self._num_waiting >= _MOST_WAITING:
-            self._finish_waiting()
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -167,7 +153,6 @@ class Recorder:
 
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
-        self._finish_waiting()
         sequences = self.batch.first, self.batch.first + self.batch.shape[0]
         self.is_settled = False
         _apply(update for site, seen in self._pending for update in self._update(site, seen))
@@ -180,13 +165,6 @@ class Recorder:
     def _drop_batch(self) -> None:
         self._pending.clear()
         self._inputs.clear()
-        self._waiting.clear()
-        self._num_waiting = 0
-
-    def _finish_waiting(self) -> None:
-        finish(self._waiting)
-        self._waiting.clear()
-        self._num_waiting = 0
 
     def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
         """Give the updates that add a tensor of the batch to the running statistics."""

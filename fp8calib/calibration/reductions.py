@@ -1,21 +1,29 @@
 """Reduce the hooked tensors of one batch to statistics, without padding.
 
+On a GPU a kernel of Triton does it where it can, else torch's operations; both give the same bits.
+
 Letters in shapes: B sequences, S tokens, R ranges of positions, H heads, D head size, C channels,
 N rows, K experts a token goes to.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from fp8calib.calibration.batch_view import INPUT_HISTOGRAM_TOKENS, BatchView
+from fp8calib.calibration.batch_view import (
+    HISTOGRAM_SEQUENCES,
+    INPUT_HISTOGRAM_TOKENS,
+    BatchView,
+)
 from fp8calib.calibration.hooks import ExpertsCall
-from fp8calib.errors import CalibrationError
+from fp8calib.errors import CalibrationError, Fp8CalibWarning, first_line
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.amax import (
     channel_amax,
@@ -26,7 +34,7 @@ from fp8calib.numerics.amax import (
     segment_amax,
     token_amax,
 )
-from fp8calib.numerics.histogram import count_bins_of_each
+from fp8calib.numerics.histogram import NUM_BINS, count_bins
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +45,6 @@ class Reductions:
     tensors: dict[str, torch.Tensor]
     """By name, in the shapes of `SiteStats`. `positions` ends with the last range that the batch
     reaches, and `sequences` has those of the batch."""
-    parts: tuple[torch.Tensor, ...] = ()
-    """The amax of each sequence in each range of positions, fp32 [B, C], until `finish`."""
-    sampled: torch.Tensor | None = None
-    """The values that enter the histogram, until `count_samples`."""
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -49,23 +53,30 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     Falcon repeats its KV heads before it caches them, and a server does not. A head's amax is
     therefore that of all its copies.
     """
-    counted = x
-    spans = batch.spans
+    token_stride = 0 if role is Role.Q else 1
+    if x.shape[2] == batch.shape[1] and has_kernel(x.device):
+        return _reduce_in_kernel(batch, x, num_heads, token_stride)
+    return _reduce_heads(batch, x, num_heads, token_stride)
+
+
+def _reduce_heads(
+    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
+) -> Reductions:
     is_whole = x.shape[2] == batch.shape[1]
-    if not is_whole:  # the model adds tokens of its own
-        spans = [(0, x.shape[2])]
-    elif batch.is_padded:
+    counted = x
+    if is_whole and batch.is_padded:
         counted = x.masked_fill(batch.padding(x.device)[:, None, :, None], 0)
+    spans = batch.spans if is_whole else [(0, x.shape[2])]  # the model adds tokens of its own
     parts = [head_amax(counted[:, :, slice(*span)]) for span in spans]
     if x.shape[1] != num_heads:
         parts = [part.view(len(part), num_heads, -1).amax(2) for part in parts]
-    tensors = {} if is_whole else {"amax": parts[0].amax(0), "sequences": parts.pop().amax(1)}
-    sampled = None
-    if role is not Role.Q and batch.sampled:
-        sampled = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device)]
-    return Reductions(
-        num_tokens=batch.num_tokens, tensors=tensors, parts=tuple(parts), sampled=sampled
-    )
+    tensors = _join_parts(parts)
+    if not is_whole:
+        del tensors["positions"]
+    if token_stride and batch.sampled:
+        chosen = x.transpose(1, 2).flatten(0, 1)[batch.sample(x.device)]
+        tensors["histogram"] = count_bins(chosen)
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 
 
 def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
@@ -76,8 +87,9 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
             padding.
     """
     num_rows = x.shape[:-1].numel()
-    parts: list[torch.Tensor] = []
-    tensors: dict[str, torch.Tensor] = {}
+    if num_rows == batch.num_rows and has_kernel(x.device):
+        heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])
+        return _reduce_in_kernel(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
     if num_rows == batch.num_rows or x.shape[-3:-1] == batch.shape:
         rows = x.reshape(-1, *batch.shape, x.shape[-1])
         if batch.is_padded:
@@ -86,6 +98,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
         parts = [token_amax(streams[:, slice(*span)]) for span in batch.spans]
         if len(rows) > 1:
             parts = [part.view(*rows.shape[:2], -1).amax(0) for part in parts]
+        tensors = _join_parts(parts)
     elif batch.is_padded:
         raise CalibrationError(
             f"{site}: its shape {tuple(x.shape)} does not show which rows are padding of the batch "
@@ -98,19 +111,13 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
         tensors = {"amax": amax}
         if batch.shape[0] == 1:
             tensors["sequences"] = amax.amax(0, keepdim=True)
-    sampled = None
     if batch.sampled:
         chosen: Any = batch.sample(x.device, INPUT_HISTOGRAM_TOKENS)
         if num_rows != batch.num_rows:  # as large a share of the rows
             chosen = slice(None, None, max(batch.num_rows // len(chosen), 1))
-        sampled = x.reshape(num_rows, -1)[chosen]
+        tensors["histogram"] = count_bins(x.reshape(num_rows, -1)[chosen])
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
-    return Reductions(
-        num_tokens=batch.num_tokens if is_whole else num_rows,
-        tensors=tensors,
-        parts=tuple(parts),
-        sampled=sampled,
-    )
+    return Reductions(num_tokens=batch.num_tokens if is_whole else num_rows, tensors=tensors)
 
 
 def observe_expert_input(
@@ -144,20 +151,19 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     else:
         place = batch.places(rows.device)[order // num_routed]
         places = segment_amax(by_row, place, num_places).view(batch.shape[0], -1)
-    sampled = None
-    if batch.sampled:
-        of_token = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        chosen = of_token.view(-1, num_routed)[batch.sample(rows.device, INPUT_HISTOGRAM_TOKENS)]
-        sampled = rows[chosen.flatten()]
     tensors = {
         "amax": channel_amax(counted),
         "positions": places.amax(0),
         "sequences": places.amax(1),
         **_reduce_experts(by_block, experts, call.num_experts),
     }
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors, sampled=sampled)
+    if batch.sampled:
+        of_token = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        chosen = of_token.view(-1, num_routed)[batch.sample(rows.device, INPUT_HISTOGRAM_TOKENS)]
+        tensors["histogram"] = count_bins(rows[chosen.flatten()])
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 
 
 def _reduce_experts(
@@ -170,36 +176,74 @@ def _reduce_experts(
     }
 
 
-def finish(seen: Sequence[Reductions]) -> None:
-    """Count the histograms and join the parts of many tensors, alike ones in a kernel."""
-    count_samples(seen)
-    groups = defaultdict[tuple[torch.device, tuple[int, ...]], list[Reductions]](list)
-    for each in seen:
-        if each.parts:
-            shape = len(each.parts), *each.parts[0].shape
-            groups[each.parts[0].device, () if shape[:2] == (1, 1) else shape].append(each)
-    for (_, shape), group in groups.items():
-        if not shape:  # one range of one sequence, of any number of channels
-            amax = [each.parts[0][0] for each in group]
-            positions = sequences = [largest.view(1) for largest in torch._foreach_max(amax)]
-        else:
-            parts = torch.stack([part for each in group for part in each.parts])
-            found = parts.view(len(group), *shape)
-            by_part = found.amax(3)
-            amax = list(found.amax((1, 2)))
-            positions, sequences = list(by_part.amax(2)), list(by_part.amax(1))
-        for each, *joined in zip(group, amax, positions, sequences, strict=True):
-            each.tensors |= dict(zip(("amax", "positions", "sequences"), joined, strict=True))
-            each.parts = ()
+def _join_parts(parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the amax of each sequence in each range of positions: fp32 [B, C] a range."""
+    if len(parts) == len(parts[0]) == 1:
+        largest = parts[0].amax(1)
+        return {"amax": parts[0][0], "positions": largest, "sequences": largest}
+    stacked = torch.stack(list(parts))
+    by_place = stacked.amax(2)
+    return {
+        "amax": stacked.amax((0, 1)),
+        "positions": by_place.amax(1),
+        "sequences": by_place.amax(0),
+    }
 
 
-def count_samples(seen: Iterable[Reductions]) -> None:
-    """Count the histograms of many tensors, alike ones in a kernel."""
-    groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
-    for each in seen:
-        if each.sampled is not None:
-            groups[each.sampled.device, each.sampled.dtype].append(each)
-    for group in groups.values():
-        sampled = [each.sampled for each in group if each.sampled is not None]
-        for each, histogram in zip(group, count_bins_of_each(sampled), strict=True):
-            each.tensors["histogram"], each.sampled = histogram, None
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def _reduce_in_kernel(
+    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
+) -> Reductions:
+    """Reduce [B, H, S, D] by head, or with `num_heads` 0 the channels of its one head."""
+    from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
+
+    amax, positions, sequences = (
+        batch.zeros(x.device, size)
+        for size in (num_heads or x.shape[-1], len(batch.spans), batch.shape[0])
+    )
+    histogram = batch.zeros(x.device, 2 * NUM_BINS).view(torch.int64)
+    kernels.reduce_heads(
+        *(x, num_heads, batch.counted(x.device)),
+        amax=amax,
+        positions=positions,
+        sequences=sequences,
+        histogram=histogram,
+        first=batch.first,
+        sequence_stride=HISTOGRAM_SEQUENCES,
+        token_stride=token_stride,
+    )
+    named = {"amax": amax, "positions": positions, "sequences": sequences}
+    tensors = {name: codes.view(torch.float32) for name, codes in named.items()}
+    if token_stride and batch.sampled:
+        tensors["histogram"] = histogram
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether tensors of a device are reduced by the kernel."""
+    return device.type == "cuda" and find_spec("triton") is not None and try_kernel(device)
+
+
+def try_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs on a device, and gives there what torch's operations give.
+
+    Without it everything is the same, but slower; a warning says why.
+    """
+    batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16)
+    try:
+        found = _reduce_in_kernel(batch, x.to(device), 3, 1).tensors
+    except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
+        text = f"kernels are not used on {device}: {first_line(error)}"
+        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
+        return False
+    expected = _reduce_heads(batch, x, 3, 1).tensors
+    differing = [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    if differing:
+        text = f"kernels are not used on {device}: {', '.join(differing)} differ from torch's"
+        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
+    return not differing

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +38,7 @@ from scripts.benchmarks.options import make_parser
 from tests import zoo
 from tests.simulated_gpus import simulated_gpus
 
+HAS_KERNELS = find_spec("triton") is not None
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
 _TENSORS_OF_A_KERNEL = 64
 """Pairs of tensors in one kernel of a `_foreach` operation (ATen's MultiTensorApply.cuh)."""
@@ -87,11 +91,31 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._launches = 0
         self._bytes_read = 0
         self._waits = 0
+        self._stack = ExitStack()
 
     @property
     def work(self) -> Work:
         """What was counted so far."""
         return Work(launches=self._launches, bytes_read=self._bytes_read, waits=self._waits)
+
+    def __enter__(self) -> Self:
+        """Count the launches of our own kernels too."""
+        if HAS_KERNELS:
+            kernels = import_module("fp8calib.calibration.kernels")
+            launch = kernels.launch
+
+            def count(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+                self._launches += 1
+                self._bytes_read += _num_bytes(arguments[0])
+                launch(kernel, grid, *arguments, **constants)
+
+            self._stack.enter_context(mock.patch.object(kernels, "launch", count))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Stop counting."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -289,7 +313,11 @@ def count_all() -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
         model = zoo.build(family, max_position_embeddings=SEQ_LEN, **changes).to(torch.bfloat16)
         names = {name: name for name, _ in model.named_parameters()}
         geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
-        with nullcontext() if torch.cuda.is_available() else simulated_gpus(1):
+        with (
+            nullcontext()
+            if torch.cuda.is_available()
+            else simulated_gpus(1, has_kernels=HAS_KERNELS)
+        ):
             model.to("cuda:0")
             emulations = {
                 name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN // 8)

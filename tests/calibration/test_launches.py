@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.benchmarks.launches import Work, WorkCounter, count_all
+from scripts.benchmarks.launches import HAS_KERNELS, Work, WorkCounter, count_all
 from tests import zoo
 from tests.calibration.running import LENGTHS, opened, rows_of
 from tests.simulated_gpus import simulated_gpus
@@ -18,22 +18,24 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
 def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder() -> None:
     """In llama a tensor takes one kernel, and all sites share those that update the statistics."""
     observed = {}
     for family, work, emulations in count_all():
         observed[family] = work.observation.launches
-        assert 0 < work.observation.launches <= 0.35 * work.decoder.launches, family
-        assert work.with_histograms.launches <= 0.6 * work.decoder.launches, family
+        assert 0 < work.observation.launches <= 0.3 * work.decoder.launches, family
+        assert work.with_histograms.launches <= 0.45 * work.decoder.launches, family
         assert work.observation.launches < work.with_histograms.launches
+        assert work.observation.waits == work.with_histograms.waits == 0
         shares = {n: each.launches / work.decoder.launches for n, each in emulations.items()}
         assert 0 < shares["kv"] <= 0.5, family
         assert shares["kv"] <= shares["kv + P"] <= 0.85, family
         assert 0 < shares["w8a8 static"] <= 1, family
         assert 0 < shares["w8a8 dynamic"] <= 1, family
     assert observed.keys() == {"llama", "mixtral", "qwen3_next", "deepseek_v3"}
-    # layers x (k, v, 4 different inputs), 5 for all sites
-    assert observed["llama"] == 4 * 6 + 5
+    # layers x (k, v, 4 different inputs), 4 for all sites
+    assert observed["llama"] == 4 * 6 + 4
 
 
 def test_the_host_waits_for_a_gpu_behind_the_passes_alone(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.histogram import count_bins
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 from tests.formats.handmade import (
     expert_stats,
@@ -25,7 +26,6 @@ from tests.formats.handmade import (
     plain_stats,
     shared_stats,
 )
-from tests.numerics.bins import count_bins
 from tests.numerics.test_histogram_estimates import UNIT_BIN, make_histogram
 
 RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.numerics.histogram import NUM_BINS
+from fp8calib.numerics.histogram import NUM_BINS, count_bins
 from fp8calib.numerics.histogram_estimates import clipped_share, spread_counts
-from tests.numerics.bins import count_bins
 
 FOREIGN = {
     E4M3FN: (ml_dtypes.float8_e4m3fn, 448.0, 2.0**-9),

@@ -11,8 +11,8 @@ import torch
 from fp8calib.errors import UsageError
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.histogram import count_bins
 from fp8calib.numerics.rules import AMAX, KNOWN_RULES, Rule, RuleKind, parse_rule
-from tests.numerics.bins import count_bins
 from tests.numerics.test_histogram_estimates import (
     FOREIGN,
     UNIT_BIN,
