@@ -10,7 +10,7 @@ from fp8calib.engines.facts.classes import (
     list_versions,
     make_pattern,
 )
-from fp8calib.engines.facts.release import VLLM_RELEASES
+from fp8calib.engines.facts.release import SGLANG_RELEASES, VLLM_RELEASES
 
 FACTS = {
     "config linear model.layers.*.mlp.down_proj": CreatedLinear(
@@ -48,9 +48,9 @@ def test_numbers_in_paths_become_stars() -> None:
     assert make_pattern("altup_projections.2") == "altup_projections.*"
 
 
-def test_the_newest_releases_of_vllm_have_a_map() -> None:
-    newest = [each.version for each in VLLM_RELEASES[-4:]]
-    assert list_versions("vllm") == newest
+def test_all_known_releases_have_a_map() -> None:
+    assert list_versions("vllm") == [each.version for each in VLLM_RELEASES]
+    assert list_versions("sglang") == [each.version for each in SGLANG_RELEASES]
 
 
 CREATED = [
@@ -59,6 +59,7 @@ CREATED = [
     ("MixtralForCausalLM", "model.layers.*.block_sparse_moe.gate", "plain", "gate"),
     ("MixtralForCausalLM", "model.layers.*.block_sparse_moe.experts.*.w3", "config", "experts"),
     ("GPTJForCausalLM", "transformer.h.*.attn.q_proj", "joined", "qkv_proj"),
+    ("Qwen3MoeForCausalLM", "model.layers.*.mlp.up_proj", "joined", "gate_up_proj"),
     ("BioGptForCausalLM", "biogpt.layers.*.self_attn.q_proj", "config", "q_proj"),
     ("FalconH1ForCausalLM", "model.layers.*.mamba.in_proj", "config", "in_proj"),
     ("Gemma2ForCausalLM", "lm_head", "refused", "lm_head"),

@@ -28,9 +28,11 @@ from tests import zoo
 from tests.architectures import families
 from tests.real_engines.class_reader import ClassReader, ReadLinear
 from tests.real_engines.package import Package, open_package
+from tests.real_engines.sglang_classes import SglangClasses
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON
 
 VLLM_CLASSES = FOLDER / "vllm_classes.json"
+SGLANG_CLASSES = FOLDER / "sglang_classes.json"
 LOADER_SCRIPT = Path(fp8calib.plugins.vllm.__file__).with_name("loader_script.py")
 _RECORDER = Path(__file__).with_name("vllm_classes.py")
 _KIMI: dict[str, Any] = {
@@ -74,7 +76,7 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
         for name, why in names.items():
             part = name.removesuffix(_SUFFIX)
             if part not in built[architecture]:
-                state = "skipped" if why == "left out" else "refused"
+                state = {"left out": "skipped", "another shape": "maybe"}.get(why, "refused")
                 linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
                 facts[linear.fact][architecture] = None
     for architecture, why in reasons.items():
@@ -91,7 +93,7 @@ def describe_run(found: Mapping[str, Any]) -> CreatedLinear:
     """
     parts = tuple(name.removesuffix(_SUFFIX) for name in found["names"])
     kind = find_kind(found["class"])
-    if "prefix" not in found:
+    if "prefix" not in found or kind == "embedding":  # methods give embeddings none
         return CreatedLinear(state="plain", kind=kind, path=parts[0], parts=parts)
     prefix, packed = found["prefix"], found["packed"]
     parent, _, own = prefix.rpartition(".")
@@ -196,8 +198,10 @@ def keep_unchanged(
 
 
 def _is_same(first: VllmClasses, second: VllmClasses, name: str) -> bool:
-    one = first.read(name)
-    return (name in first.registered) == (name in second.registered) and one == second.read(name)
+    one, other = first.read(name), second.read(name)
+    if isinstance(one, str) or isinstance(other, str):  # transformers' class
+        return one == other
+    return bool(other) and set(one) <= set(other)
 
 
 def update_file(
@@ -258,7 +262,8 @@ def run_vllm(*more: str) -> dict[str, list[str]]:
             str(result),
             *more,
         ]
-        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+        environment = {**os.environ, **ENVIRONMENT}
+        subprocess.run(command, check=True, env=environment)
         return list_run_facts(map(json.loads, result.read_text().splitlines()))
 
 
@@ -282,19 +287,23 @@ def read_classes(requirement: str) -> None:
 
     The release of vLLM that is installed here is run; others have what is read as in it.
     """
-    version = requirement.partition("==")[2]
+    package, _, version = requirement.partition("==")
+    if package == "sglang":
+        facts = SglangClasses(open_package(requirement)).list_facts()
+        update_file(SGLANG_CLASSES, requirement, facts, Evidence.READ)
+        return
     if version == VLLM_RUN.version:
         update_file(VLLM_CLASSES, requirement, run_vllm("all"), Evidence.RUN)
         return
     written = json.loads(VLLM_CLASSES.read_text())
     versions = [each["version"] for each in written["releases"]]
     place = versions.index(VLLM_RUN.version)
-    facts: defaultdict[str, list[str]] = defaultdict(list)
+    seen: defaultdict[str, list[str]] = defaultdict(list)
     for entry in written["facts"]:
         first = versions.index(entry["since"]) if entry["since"] else 0
         after = versions.index(entry["until"]) if entry["until"] else len(versions)
         if first <= place < after and not entry["fact"].startswith(UNBUILT):
-            facts[entry["fact"]] += entry["values"]
+            seen[entry["fact"]] += entry["values"]
     run = open_package(f"{VLLM_RUN.package}=={VLLM_RUN.version}")
-    kept = keep_unchanged(facts, run, open_package(requirement))
+    kept = keep_unchanged(seen, run, open_package(requirement))
     update_file(VLLM_CLASSES, requirement, kept, Evidence.READ)

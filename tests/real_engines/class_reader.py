@@ -8,6 +8,7 @@ linear whose config is sometimes given is `maybe`.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ _LISTS = ("ModuleList", "ModuleDict", "Sequential")
 _PREFIXES = ("maybe_prefix", "add_prefix")
 _FACTORIES = ("make_layers", "make_pp_layers", "make_layers_non_pp")
 _LIST_NODES = (ast.List, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.DictComp)
+_OTHER_METHODS = re.compile(r"!= '(modelopt_fp4|gguf|awq|bitsandbytes)'")
+"""A test that is true for all methods with FP8 weights."""
 _DEEPEST = 14
 
 
@@ -68,6 +71,8 @@ class Either:
     values: tuple[object, ...]
 
 
+EXPERTS = object()
+"""What `get_moe_impl_class` gives."""
 CONFIG, NONE, MAYBE = (Quantization(each) for each in ("config", "none", "maybe"))
 
 
@@ -84,6 +89,8 @@ class ReadLinear:
     state: str
     owner: str
     """The class that creates it."""
+    module: str
+    """That of this class."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +204,27 @@ class ClassReader:
                     value = getattr(node, "value", None)
                     if value is not None:
                         yield value
+
+    def find_literal(self, owner: Class, value: ast.expr) -> ast.expr:
+        """Follow a value to where it is written out, in a class or a module."""
+        for _ in range(_DEEPEST):
+            if isinstance(value, ast.Attribute):
+                scope = Scope(
+                    module=owner.module, owner="", path="", names={}, attributes={}, depth=0
+                )
+                found = self._value(value.value, scope)
+                if not isinstance(found, Class):
+                    return value
+                owner = found
+                value = next(self.list_assigned(found, value.attr), value)
+            elif isinstance(value, ast.Name):
+                tree = self.open(owner.module).tree
+                assigned = (each for each in tree.body if isinstance(each, ast.Assign))
+                named = (each.value for each in assigned if _name(each.targets[0]) == value.id)
+                value = next(named, ast.Constant(None))
+            else:
+                return value
+        return value
 
     def _create(
         self,
@@ -313,11 +341,16 @@ class ClassReader:
             return self._constant(node.id, scope)
         if isinstance(node, ast.Attribute):
             return self._attribute(node, scope)
+        if isinstance(node, ast.IfExp) and _OTHER_METHODS.search(ast.unparse(node.test)):
+            return self._value(node.body, scope, attribute)
         if isinstance(node, ast.IfExp):
             parts = [self._value(each, scope, attribute) for each in (node.body, node.orelse)]
             return _either(*parts)
         if isinstance(node, ast.BoolOp):
-            return _either(*(self._value(each, scope, attribute) for each in node.values))
+            values = [self._value(each, scope, attribute) for each in node.values]
+            if isinstance(node.op, ast.Or) and values[-1] == CONFIG:
+                return CONFIG if set(values) <= {None, NONE, CONFIG} else MAYBE
+            return _either(*values)
         if isinstance(node, ast.JoinedStr):
             return Text("".join(self._spell(each, scope) for each in node.values))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -381,11 +414,9 @@ class ClassReader:
 
     def _spell(self, node: ast.expr, scope: Scope) -> str:
         value = self._value(node.value if isinstance(node, ast.FormattedValue) else node, scope)
-        if isinstance(value, Either):
-            value = next((each for each in value.values if isinstance(each, Text)), None)
         return value.value if isinstance(value, Text) else "*"
 
-    def _call(  # noqa: PLR0911 -- a case for each kind of call
+    def _call(  # noqa: PLR0911, PLR0912 -- a case for each kind of call
         self, node: ast.Call, scope: Scope, attribute: str
     ) -> object:
         name = _name(node.func)
@@ -410,18 +441,46 @@ class ClassReader:
             for each in node.args:
                 self._value(each, scope, f"{_name(node.func.value)}.*")
             return None
-        if name == "replace" and isinstance(node.func, ast.Attribute):
+        if name == "replace" and isinstance(node.func, ast.Attribute) and len(node.args) > 1:
             texts = [self._spell(each, scope) for each in (node.func.value, *node.args[:2])]
             return Text(texts[0].replace(texts[1], texts[2]))
         if name == "partial" and node.args:
             made = self._value(node.args[0], scope)
             given = {key: self._value(each, scope) for key, each in named.items()}
             return Class(made.module, made.name, given) if isinstance(made, Class) else None
+        if name == "Parameter" and attribute == "weight":
+            self.found.append(
+                ReadLinear(
+                    path=scope.path,
+                    prefix=scope.path,
+                    kind="other",
+                    state="none",
+                    owner=scope.owner,
+                    module=scope.module,
+                )
+            )
+            return None
         kind = _find_kind(name)
-        if kind and not (kind == "linear" and name in self.open(scope.module).classes):
+        bound = scope.names.get(name) if isinstance(node.func, ast.Name) else None
+        if kind == "experts" and not attribute:
+            return EXPERTS
+        if bound is EXPERTS:
+            kind = "experts"
+        made = self.resolve(scope.module, name) if not kind and bound is None else None
+        if made is not None and self._is_linear(made):
+            kind = "linear"
+        if kind:
             self._note(kind, node, named, scope, attribute)
             return None
         return self._call_known(node, named, scope, attribute)
+
+    def _is_linear(self, made: Class) -> bool:
+        """Tell whether a class is a linear of the engine with more to it."""
+        for each in self.list_bases(made):
+            bases = self.open(each.module).classes[each.name].bases
+            if any(_find_kind(_name(base)) == "linear" for base in bases):
+                return True
+        return False
 
     def _call_known(
         self, node: ast.Call, named: Mapping[str, ast.expr], scope: Scope, attribute: str
@@ -594,7 +653,14 @@ class ClassReader:
         path = ".".join(filter(None, (scope.path, attribute)))
         prefix = self._spell(named["prefix"], scope) if "prefix" in named else path
         self.found.append(
-            ReadLinear(path=path, prefix=prefix, kind=kind, state=state.state, owner=scope.owner)
+            ReadLinear(
+                path=path,
+                prefix=prefix,
+                kind=kind,
+                state=state.state,
+                owner=scope.owner,
+                module=scope.module,
+            )
         )
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 
-from fp8calib.engines.facts.classes import UNBUILT
+from fp8calib.engines.facts.classes import UNBUILT, read_maps
 from fp8calib.engines.facts.release import VLLM_RUN
-from tests.real_engines.class_facts import VLLM_CLASSES, run_vllm
+from tests.real_engines.class_facts import VLLM_CLASSES, VllmClasses, run_vllm
+from tests.real_engines.package import open_release
+
+_STATES = {"config": "config", "joined": "config", "plain": "none"}
+"""What the reader calls a state of the map."""
 
 
 def test_vllm_builds_the_tiny_models_as_the_map_says() -> None:
@@ -28,3 +33,30 @@ def test_vllm_builds_the_tiny_models_as_the_map_says() -> None:
     }
     assert seen
     assert seen <= known
+
+
+def test_what_is_read_of_vllm_never_contradicts_what_was_seen() -> None:
+    """The source does not tell all: text models that a config names are not followed.
+
+    Of the linears that are found in both, some are created by the config in one of two branches.
+    """
+    classes = VllmClasses(open_release(VLLM_RUN))
+    counts: Counter[str] = Counter()
+    for architecture, created in read_maps("vllm")[VLLM_RUN.version].items():
+        read = classes.read(architecture)
+        if isinstance(read, str):  # transformers' class
+            continue
+        states: defaultdict[str, set[str]] = defaultdict(set)
+        for each in read:
+            for path in (each.path, each.prefix):
+                states[path].add(each.state)
+        for linear in {each for found in created.values() for each in found}:
+            if linear.kind in ("linear", "experts", "head") and linear.state in _STATES:
+                found = states.get(linear.path) or states.get(linear.parts[0]) or {"not read"}
+                wanted = {_STATES[linear.state]}
+                is_same = found == wanted
+                kind = "same" if is_same else "either" if len(found) > 1 else found.pop()
+                counts[kind] += 1
+                assert kind in ("same", "either", "maybe", "not read"), (architecture, linear)
+    assert counts["same"] > 50 * (counts["either"] + counts["maybe"])
+    assert counts["same"] > counts["not read"]

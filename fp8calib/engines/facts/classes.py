@@ -77,13 +77,24 @@ def make_pattern(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def list_numbers(path: str) -> tuple[str, ...]:
+    """List the numbers in a path."""
+    return tuple(_NUMBER.findall(path))
+
+
+def fill_pattern(pattern: str, path: str) -> str:
+    """Replace the stars of a pattern by the numbers of a path, in order."""
+    numbers = iter(list_numbers(path))
+    return re.sub(r"\*", lambda _: next(numbers, "*"), pattern)
+
+
 def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
     """Find what the class of an architecture creates; None where that is not known."""
-    return _read(engine).get(version, {}).get(architecture)
+    return read_maps(engine).get(version, {}).get(architecture)
 
 
 @cache
-def _read(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
+def read_maps(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
     """Read the file of an engine: the maps by release and architecture."""
     written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
     versions = [each["version"] for each in written["releases"]]
@@ -105,4 +116,4 @@ def _read(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
 
 def list_versions(engine: str) -> list[str]:
     """List the releases whose classes are known, the oldest first."""
-    return sorted(_read(engine), key=parse_version)
+    return sorted(read_maps(engine), key=parse_version)

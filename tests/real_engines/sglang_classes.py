@@ -1,0 +1,228 @@
+"""What SGLang's model classes create, read from their source.
+
+The checkpoint's names are those that transformers' classes save: as the map of vLLM has them, or
+of a class that is built here. What of them fills a linear is told by the names that the class
+joins, and where it renames more, by its own `load_weights`, run on names alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+import torch
+import transformers
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fp8calib.engines.facts.classes import UNBUILT, CreatedLinear, make_pattern
+from fp8calib.engines.facts.release import FOLDER
+from tests import zoo
+from tests.architectures import families
+from tests.real_engines.class_reader import ClassReader, ReadLinear
+from tests.real_engines.package import Package
+
+_MODELS = "sglang/srt/models/"
+_FOLDERS = (_MODELS, "sglang/srt/layers/")
+_STATES = {"config": "config", "none": "plain", "maybe": "maybe"}
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_KINDS = ("linear", "experts", "head", "other")
+_JOINED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+"""What loaders join in code, and not by a list."""
+_DRAFTERS = re.compile(r"MTP|NextN|Eagle|DSpark|DFlash|Draft")
+_STACKS = ("input_linear", "output_linear")
+_TRIPLE = 3
+
+
+class SglangClasses:
+    """The classes of a release of SGLang.
+
+    Args:
+        package: the release's.
+    """
+
+    def __init__(self, package: Package) -> None:
+        self._reader = ClassReader(package, _FOLDERS)
+        self.entries: dict[str, str] = {}
+        """The modules of the classes that an architecture of a config may name."""
+        for module in self._reader.list_modules(_MODELS):
+            for node in self._reader.open(module).tree.body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
+                    names = (each for each in ast.walk(node.value) if isinstance(each, ast.Name))
+                    own = {each.id: module for each in names if not _DRAFTERS.search(each.id)}
+                    self.entries |= own
+
+    def list_facts(self) -> dict[str, list[str]]:
+        """List the facts, with the architectures of each."""
+        facts: defaultdict[str, set[str]] = defaultdict(set)
+        stored = {**list_stored(), **read_stored()}
+        for architecture in sorted({*stored, *self.entries}):
+            names = stored.get(architecture, {})
+            if architecture in self.entries:
+                found = list(self.describe(architecture, names))
+                found += [_make_embedding(each) for each, k in names.items() if k == "embedding"]
+            else:
+                found = list(_describe_backend(names))
+            for each in found:
+                facts[each.fact].add(architecture)
+            if not found:
+                facts[f"{UNBUILT}nothing was read of the class"].add(architecture)
+        return {fact: sorted(facts[fact]) for fact in sorted(facts)}
+
+    def describe(self, architecture: str, stored: Iterable[str]) -> Iterator[CreatedLinear]:
+        """Describe what a class of its own creates, of a checkpoint with these linears."""
+        module = self.entries[architecture]
+        grouped: dict[str, list[ReadLinear]] = {}
+        for each in self._reader.read(module, architecture):
+            if each.kind in _KINDS:
+                grouped.setdefault(each.path, []).append(each)
+        joined, packed = self._list_joined(architecture, module, grouped)
+        names = set(stored)
+        for path, found in grouped.items():
+            states = {each.state for each in found}
+            state = _STATES[states.pop()] if len(states) == 1 else "maybe"
+            prefixes = [path, *dict.fromkeys(each.prefix for each in found)]
+            own = path.rpartition(".")[2]
+            kind = found[0].kind
+            if kind == "other" and path not in names:
+                continue
+            every = {**_JOINED, **joined, **packed}
+            parts = _find_parts([*prefixes, *_respell(prefixes)], own, kind, every, names)
+            if not parts:
+                continue
+            if len(parts) > 1 and kind == "linear" and state == "config" and own not in packed:
+                state = "joined"
+            listed = _find_listed(prefixes, own, kind, parts)
+            yield CreatedLinear(state=state, kind=kind, path=listed, parts=tuple(parts))
+
+    def _list_joined(
+        self, architecture: str, module: str, grouped: Mapping[str, Sequence[ReadLinear]]
+    ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """List what classes join of which parts: all loaders, and what configs are told."""
+        start = self._reader.resolve(module, architecture)
+        assert start is not None
+        bases = self._reader.list_bases(start)
+        modules = {module, *(each.module for each in bases)}
+        modules |= {each.module for found in grouped.values() for each in found}
+        joined: dict[str, list[str]] = {}
+        for name in sorted(modules):
+            for node in ast.walk(self._reader.open(name).tree):
+                if isinstance(node, ast.Tuple) and len(node.elts) == _TRIPLE:
+                    texts = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+                    if len(texts) == _TRIPLE and all(isinstance(each, str) for each in texts[:2]):
+                        whole, part = (str(each).strip(".") for each in texts[:2])
+                        if part not in joined.setdefault(whole, []):
+                            joined[whole].append(part)
+        packed: dict[str, list[str]] = {}
+        for value in self._reader.list_assigned(start, "packed_modules_mapping"):
+            node = self._reader.find_literal(start, value)
+            pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
+            for key, parts in pairs:
+                if isinstance(key, ast.Constant) and isinstance(parts, ast.List):
+                    packed[str(key.value)] = list(ast.literal_eval(parts))
+        return joined, packed
+
+
+def _respell(prefixes: Sequence[str]) -> Iterator[str]:
+    """List other spellings of paths, as loaders rename the checkpoint's."""
+    for each in prefixes:
+        parent, _, own = each.rpartition(".")
+        yield f"{parent}.self_attn.{own}"
+        if each.startswith("model."):
+            yield f"backbone.{each.removeprefix('model.')}"
+
+
+def _find_parts(
+    prefixes: Sequence[str],
+    own: str,
+    kind: str,
+    joined: Mapping[str, Sequence[str]],
+    names: set[str],
+) -> list[str]:
+    """Find the checkpoint's linears that fill one; its parts by name where nothing is known."""
+    if kind == "experts":
+        inside = [each for each in names for prefix in prefixes if each.startswith(f"{prefix}.")]
+        above = prefixes[0].rpartition(".")[0]
+        inside += [f"{above}.{end}" for end in _STACKS if f"{above}.{end}" in names]
+        ends = [f"{prefixes[0]}.*.{end}" for end in _EXPERTS]
+        return sorted(dict.fromkeys(inside)) or ([] if names else ends)
+    for prefix in prefixes:
+        parent = prefix.rpartition(".")[0]
+        for ends in (joined.get(own, ()), (own,)):
+            parts = [f"{parent}.{end}".lstrip(".") for end in ends]
+            if held := [each for each in parts if each in names]:
+                return held
+    if names:
+        return []
+    parent = prefixes[0].rpartition(".")[0]
+    return [f"{parent}.{end}".lstrip(".") for end in joined.get(own, (own,))]
+
+
+def _find_listed(prefixes: Sequence[str], own: str, kind: str, parts: Sequence[str]) -> str:
+    """Find the path that lists of a config have to name."""
+    parent = parts[0].rpartition(".")[0]
+    beside = f"{parent}.{own}".lstrip(".")
+    if kind == "experts":
+        end = parts[0].find(f".{own}")
+        beside = parts[0][: end + len(own) + 1] if end >= 0 else prefixes[0]
+    known = [each for each in prefixes[1:] if not each.startswith("*")]
+    return known[0] if len(known) == 1 and known[0] != own else beside
+
+
+def _make_embedding(name: str) -> CreatedLinear:
+    """Describe an embedding, for which no method of a config has FP8."""
+    return CreatedLinear(state="plain", kind="embedding", path=name, parts=(name,))
+
+
+def _describe_backend(stored: Mapping[str, str]) -> Iterator[CreatedLinear]:
+    """Describe what SGLang makes of a class of transformers: each linear by the config, alone."""
+    for name, kind in stored.items():
+        state = "plain" if kind in ("embedding", "other") else "config"
+        yield CreatedLinear(state=state, kind=kind, path=name, parts=(name,))
+
+
+def read_stored() -> dict[str, dict[str, str]]:
+    """Read the checkpoint's linears by architecture, with their kinds, from the map of vLLM."""
+    found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for entry in json.loads((FOLDER / "vllm_classes.json").read_text())["facts"]:
+        if not entry["fact"].startswith(UNBUILT):
+            created = CreatedLinear.parse(entry["fact"])
+            for architecture in entry["values"]:
+                found[architecture] |= dict.fromkeys(created.parts, created.kind)
+    return found
+
+
+@cache
+def list_stored() -> dict[str, dict[str, str]]:
+    """List the matrices that transformers' causal models save, with the kinds of their modules."""
+    found: dict[str, dict[str, str]] = {}
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        changes = {**families.SIZES, **zoo.CONFIGS[model_type]} if model_type in zoo.CONFIGS else {}
+        try:
+            config = transformers.AutoConfig.for_model(model_type, **changes)
+            with torch.device("meta"):
+                model = getattr(transformers, architecture)(config)
+            saved = revert_weight_conversion(model, model.state_dict())
+        except Exception:  # noqa: BLE001, S112 -- a config without defaults: nothing is known
+            continue
+        kinds = {f"{name}.weight": _find_kind(name, each) for name, each in model.named_modules()}
+        names = [each for each in saved if len(saved[each].shape) > 1 and "bias" not in each]
+        found[architecture] = {
+            make_pattern(each.removesuffix(".weight")): kinds.get(each, "other") for each in names
+        }
+    return found
+
+
+def _find_kind(name: str, module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "head" if name in ("lm_head", "embed_out", "output_projection") else "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
