@@ -9,6 +9,7 @@ from functools import cache, cached_property, partial
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.classes import make_pattern
 from fp8calib.engines.odd_weights import judge_weight_scales, map_measured, suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
@@ -17,7 +18,6 @@ from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linear_tensors import compare_linears
-from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.missing_tensors import (
     compare_parameters,
     describe_paths,
@@ -33,7 +33,7 @@ from fp8calib.engines.weights.rules import (
     apply_rules,
     list_split_expert_findings,
 )
-from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
+from fp8calib.engines.weights.stored import FindCreated, ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.dialect import Fp8Dialect
@@ -155,7 +155,8 @@ class WeightReplay:
             try:
                 reader = self._make_reader(engine)
                 reader.require_judged(self._folder)
-                yield from compare_linears(reader, opened.groups, opened.values, self._schemes)
+                groups = list_groups(opened.tensors, self._geometry, self._find_created(engine))
+                yield from compare_linears(reader, groups, opened.values, self._schemes)
             except Refusal as refusal:
                 yield Finding.of(refusal)
                 if not isinstance(refusal, Unjudged):
@@ -168,6 +169,13 @@ class WeightReplay:
                 is_quantized=_has_quantization(self._folder),
                 unties=_unties_head(self._folder),
             )
+
+    def _find_created(self, engine: Engine) -> FindCreated | None:
+        """Give what tells how an engine's class creates a linear; None without a map of classes."""
+        if engine.find_classes is None:
+            return None
+        classes = engine.find_classes(self._geometry.architecture) or {}
+        return lambda path: classes.get(make_pattern(path), ())
 
     def _make_reader(self, engine: Engine) -> LinearReader:
         if engine.make_reader is not None:
@@ -242,11 +250,6 @@ class _OpenedWeights:
     def wrong(self) -> Finding | None:
         """What makes them wrong without an error, whatever the engine; None for nothing."""
         return find_wrong_values(self._folder, self._geometry, self._files, self.located)
-
-    @cached_property
-    def groups(self) -> list[LinearGroup]:
-        """The linears that engines create."""
-        return list(list_groups(self.tensors, self._geometry))
 
     @cached_property
     def values(self) -> ScaleValues:

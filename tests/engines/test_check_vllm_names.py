@@ -121,7 +121,7 @@ def test_a_name_without_a_parameter_stops_the_loader(
     plain = save_folder(tmp_path / "plain", scales, quantization=quantization)
     stray = save_folder(tmp_path / "stray", {**scales, name: 0.5}, quantization=quantization)
 
-    assert ask("vllm", plain).ok
+    assert statuses(ask("vllm", plain)) == both("used")
     report = ask("vllm", stray)
     assert statuses(report) == both("refused")
     assert name in report.layers[0].k.why
@@ -189,7 +189,8 @@ def test_scales_of_weights_that_the_config_quantizes_have_a_place(tmp_path: Path
     quantization = {**PER_TENSOR, "ignore": [], "config_groups": {"group_0": group}}
     scales = spell(*PAIR) | WEIGHTS | spell("o_proj.weight_scale")
 
-    assert ask("vllm", save_folder(tmp_path / "f", scales, quantization=quantization)).ok
+    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=quantization))
+    assert statuses(report) == both("used")
 
 
 OUTPUTS = ("k_proj.output_scale", "v_proj.output_scale")

@@ -354,7 +354,7 @@ def make_group(path: str) -> LinearGroup:
             f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
         ]
     members = (StoredLinear(module=each, shape=(256, 256), tensors={}) for each in modules)
-    return LinearGroup(path=path, kind=kind, members=tuple(members), is_known=True)
+    return LinearGroup(path=path, kind=kind, members=tuple(members), state="config")
 
 
 def describe_group(make: Callable[[], LinearReader], path: str) -> str:

@@ -87,6 +87,13 @@ class SglangClasses:
                 grouped.setdefault(each.path, []).append(each)
         joined, packed = self._list_joined(architecture, module, grouped)
         names = set(stored)
+        start = self._reader.resolve(module, architecture)
+        assert start is not None
+        # Lists of configs are renamed as the checkpoint's names are.
+        is_renamed = bool(
+            list(self._reader.list_assigned(start, "hf_to_sglang_mapper"))
+            or self._reader.find_method(start, "get_hf_to_sglang_mapper")
+        )
         for path, found in grouped.items():
             states = {each.state for each in found}
             state = _STATES[states.pop()] if len(states) == 1 else "maybe"
@@ -101,7 +108,7 @@ class SglangClasses:
                 continue
             if len(parts) > 1 and kind == "linear" and state == "config" and own not in packed:
                 state = "joined"
-            listed = _find_listed(prefixes, own, kind, parts)
+            listed = _find_listed([] if is_renamed else prefixes[1:], own, kind, parts)
             yield CreatedLinear(state=state, kind=kind, path=listed, parts=tuple(parts))
 
     def _list_joined(
@@ -129,6 +136,12 @@ class SglangClasses:
             for key, parts in pairs:
                 if isinstance(key, ast.Constant) and isinstance(parts, ast.List):
                     packed[str(key.value)] = list(ast.literal_eval(parts))
+        for each in bases:
+            for node in ast.walk(self._reader.open(each.module).classes[each.name]):
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                    target = node.targets[0]
+                    if ast.unparse(target.value) == "self.packed_modules_mapping":
+                        packed[ast.literal_eval(target.slice)] = ast.literal_eval(node.value)
         return joined, packed
 
 
@@ -173,8 +186,8 @@ def _find_listed(prefixes: Sequence[str], own: str, kind: str, parts: Sequence[s
     beside = f"{parent}.{own}".lstrip(".")
     if kind == "experts":
         end = parts[0].find(f".{own}")
-        beside = parts[0][: end + len(own) + 1] if end >= 0 else prefixes[0]
-    known = [each for each in prefixes[1:] if not each.startswith("*")]
+        beside = parts[0][: end + len(own) + 1] if end >= 0 else parts[0].rpartition(".")[0]
+    known = [each for each in prefixes if not each.startswith("*")]
     return known[0] if len(known) == 1 and known[0] != own else beside
 
 

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
-from tests.real_engines.package import Package, list_names
+from tests.real_engines.package import Package
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
     LAYER,
@@ -33,13 +33,10 @@ from tests.real_engines.release_configs import (
     open_sglang_configs,
 )
 from tests.real_engines.sglang_attention import (
-    Place,
     gives_scales_a_place,
-    read_definitions,
-    resolve,
 )
 from tests.real_engines.sglang_loader import list_models_with_scales
-from tests.real_engines.sglang_sources import REQUIREMENT, list_entries, read_models
+from tests.real_engines.sglang_sources import REQUIREMENT, list_entries
 from tests.real_engines.sglang_survey import gives_parameters, hold_zeros, survey
 from tests.real_engines.test_sglang_models import MODELS, OTHERS, WRAPPERS
 from tests.real_engines.type_facts import read_demanded, read_own_types
@@ -50,7 +47,6 @@ _O = f"{LAYER}.self_attn.o_proj"
 _COMPRESSED = "compressed_tensors/compressed_tensors.py"
 _CONFIG = "srt/configs/model_config.py"
 _MODELS = "srt/models/"
-_JOINED = ("qkv_proj", "gate_up_proj")
 _FAILING_LOADERS = (
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
@@ -141,57 +137,7 @@ def list_types_with_files() -> Iterable[str]:
     return sorted(each for each, name in _list_types().items() if name in classes)
 
 
-def list_joining(joined: str) -> list[str]:
-    """List the classes whose `packed_modules_mapping` says what one module joins."""
-    return sorted(
-        {
-            node.name
-            for module, tree in read_models().items()
-            for node in tree.body
-            if isinstance(node, ast.ClassDef) and joined in _find_packed(module, node.name)
-        }
-    )
-
-
-@cache
-def _find_packed(module: str, name: str) -> frozenset[str]:
-    """Find the keys of a class's mapping, which may be that of another class, or of a base."""
-    node = read_definitions().get((module, name))
-    if not isinstance(node, ast.ClassDef):
-        return frozenset()
-    for item in node.body:
-        if not isinstance(item, ast.Assign | ast.AnnAssign) or item.value is None:
-            continue
-        if "packed_modules_mapping" not in list_names(item):
-            continue
-        if isinstance(item.value, ast.Dict):
-            keys = (key for key in item.value.keys if isinstance(key, ast.Constant))
-            return frozenset(key.value for key in keys)
-        other = ast.unparse(item.value).split(".")[-2]
-        return _find_packed(*_find_place((module, name), other))
-    bases = (ast.unparse(base).rpartition(".")[2] for base in node.bases)
-    found = (_find_packed(*_find_place((module, name), base)) for base in bases)
-    return next((keys for keys in found if keys), frozenset())
-
-
-def _find_place(owner: Place, name: str) -> Place:
-    """Find the class that another one names, which may be one of its own name elsewhere."""
-    local = resolve(owner[0], name)
-    if local is not None and local != owner:
-        return local
-    places = (place for place in read_definitions() if place[1] == name and place != owner)
-    return next(places, ("", name))
-
-
 _FACTS: Mapping[str, tuple[Callable[[], Iterable[str] | bool], str, Evidence]] = {
-    **{
-        f"class says which projections {joined} joins (packed_modules_mapping)": (
-            lambda joined=joined: list_joining(joined),
-            _MODELS,
-            Evidence.READ,
-        )
-        for joined in _JOINED
-    },
     "attention of this model type has no parameters for KV scales": (
         list_placeless,
         f"{_MODELS} RadixAttention",

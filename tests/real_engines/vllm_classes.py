@@ -72,6 +72,9 @@ _NESTED_ONLY = ("_name_or_path", "output_attentions")
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")
 _MATRIX = 2
 _STACK = 3
+_SPELLINGS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_SPELLINGS |= {other: name for name, other in _SPELLINGS.items()}
+"""The two ways of naming the projections of an expert."""
 
 
 def main() -> None:
@@ -110,7 +113,9 @@ def _build(recorder: Recorder, job: dict[str, Any]) -> dict[str, Any]:
         return recorder.build(job)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM says is the reason
         frames = traceback.extract_tb(error.__traceback__)
-        place = f"{frames[-1].filename.rpartition('/site-packages/')[2]}:{frames[-1].name}"
+        _, _, package = frames[-1].filename.rpartition("/site-packages/")
+        file = package if package != frames[-1].filename else Path(package).name
+        place = f"{file}:{frames[-1].name}"
         text = _FOLDER_NAME.sub("FOLDER", " ".join(str(error).split()))
         return {"error": f"{type(error).__name__}: {text[:160]} ({place})"}
 
@@ -298,7 +303,7 @@ class Recorder:
             names, source = guess_stored(model, config), f"guessed: {type(error).__name__}"
         filled: dict[str, list[tuple[str, str, str]]] = {}
         unfilled: dict[str, str] = {}
-        chosen = choose_layers({**names, **dict(_split_stacks(names))}, modules)
+        chosen = choose_layers({**names, **dict(_spell_experts(names))}, modules)
         for name, (parameters, why) in fill(model, chosen).items():
             if why and name in names:
                 unfilled.setdefault(_NUMBER.sub("*", name), why)
@@ -384,10 +389,13 @@ def list_stored(job: dict[str, Any]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
-def _split_stacks(stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
-    """List the linears of the first expert of stacks, as other tools write them one by one."""
+def _spell_experts(stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    """List the linears of the first expert as other tools write them: one by one, or renamed."""
     for name, shape in stored.items():
         above, _, leaf = name.rpartition(".")
+        expert, _, projection = above.rpartition(".")
+        if expert.endswith("experts.0") and projection in _SPELLINGS:
+            yield f"{expert}.{_SPELLINGS[projection]}.{leaf}", shape
         if len(shape) == _STACK and leaf == "gate_up_proj":
             for part in ("gate_proj", "up_proj"):
                 yield f"{above}.0.{part}.weight", (shape[2] // 2, shape[1])

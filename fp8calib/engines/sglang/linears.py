@@ -9,14 +9,13 @@ compressed-tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.sglang.model_types import find_unlisted
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
@@ -31,7 +30,6 @@ from fp8calib.engines.weights.reader import (
 )
 from fp8calib.formats.fp8.compressed_tensors import FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _GROUP_FORMATS = "the format of a config group is read"
@@ -54,9 +52,7 @@ _MX_ERRORS = {
 _UNMATCHED_FIX = "list it in `ignore`, or in a config group"
 
 
-def make_sglang_reader(
-    folder: ScaleFolder, geometry: ModelGeometry, release: Release
-) -> LinearReader:
+def make_sglang_reader(folder: ScaleFolder, release: Release) -> LinearReader:
     """Make the reader of a folder's linears.
 
     Raises:
@@ -65,8 +61,7 @@ def make_sglang_reader(
     quantization = find_sglang_config(folder) or {}
     is_replaced = quantization.get("quant_method") == "w4afp8"
     section = _W4AFP8_LINEARS if is_replaced else quantization
-    unlisted = find_unlisted(geometry.architecture, release)
-    return SglangReader(folder, section, release, unlisted)
+    return SglangReader(folder, section, release)
 
 
 class SglangReader(LinearReader):
@@ -76,22 +71,35 @@ class SglangReader(LinearReader):
         folder: the checkpoint.
         section: the config that SGLang uses; empty where there is none.
         release: whose rules hold.
-        unlisted: the names of what the model's class joins without saying of which projections.
     """
 
     formats = (*FORMATS, "pack-quantized")
 
-    def __init__(
-        self, folder: ScaleFolder, section: Section, release: Release, unlisted: Collection[str]
-    ) -> None:
+    def __init__(self, folder: ScaleFolder, section: Section, release: Release) -> None:
         self._release = release
-        self._unlisted = unlisted
         super().__init__(folder, section)
         algorithm = str(self.section.get("quant_algo")).upper()
         self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
         self._is_mixed = algorithm == "MIXED_PRECISION"
         if self._is_mx:
             self.excluded = self._read_mx_exclusions(self.section)
+
+    def find_scheme(self, group: LinearGroup) -> Found:
+        """Find the scheme by which SGLang creates a group.
+
+        Raises:
+            Refusal: it does not start, or that cannot be told: its names are read, not run.
+        """
+        found = super().find_scheme(group)
+        own = group.path.rpartition(".")[2]
+        if not group.is_by_config or group.kind is not GroupKind.LINEAR:
+            return found
+        if len(group.members) == 1 and group.members[0].projection != own:
+            raise Unjudged(f"{group.path} is joined of more than the checkpoint has")
+        beside = self.find_configured(group)
+        if isinstance(found, Unquantized) is not isinstance(beside, Unquantized):
+            raise Unjudged(f"lists of the config may have to name {group.path} {group.listed}")
+        return found
 
     def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group."""
@@ -151,7 +159,7 @@ class SglangReader(LinearReader):
 
     def _lists_parts(self, group: LinearGroup) -> bool:
         """Tell whether the model's class says which projections a module joins."""
-        return group.path.rpartition(".")[2] not in self._unlisted
+        return group.state != "joined"
 
     def _skips_group(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Replay `is_layer_skipped` for linears that are no experts."""

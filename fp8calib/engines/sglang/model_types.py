@@ -13,8 +13,6 @@ from fp8calib.model.shapes import ModelGeometry
 CLASS = "class"
 """Without a class SGLang runs transformers' code, whose attention has no parameters of its own
 (`models/transformers.py`)."""
-_LISTS_PARTS = "class says which projections {} joins (packed_modules_mapping)"
-"""In other classes a list of modules has to name the joined one, `qkv_proj`."""
 _PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
 _PLACELESS = "attention of this model type has no parameters for KV scales"
 _READS_FILE = "class of this model type reads a file of scales"
@@ -43,7 +41,6 @@ _OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
 LOSING_TYPES = ("llama4",)
 """Model types that rename every KV scale but then do not load it (`mllama4.py`,
 `_handle_scale_remapping`): 1.0."""
-_JOINED = ("qkv_proj", "gate_up_proj")
 _WRAPPERS = {
     "Gemma3nForConditionalGeneration": "gemma3n",
     "GlmAsrForConditionalGeneration": "glmasr",
@@ -64,15 +61,6 @@ def has_class(architecture: str, release: Release) -> bool:
     """Tell whether a release is not older than a model's class."""
     is_later = bool(release.begins[CLASS].get(architecture))
     return not is_later or architecture in release.list_values(CLASS)
-
-
-def find_unlisted(architecture: str, release: Release) -> frozenset[str]:
-    """Find what a model's class joins without saying of which projections."""
-    return frozenset(
-        joined
-        for joined in _JOINED
-        if architecture not in release.list_values(_LISTS_PARTS.format(joined))
-    )
 
 
 def find_own_names(model_type: str, release: Release) -> Mapping[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
+from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
@@ -15,14 +15,7 @@ from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.vllm.model_types import (
-    CREATED_LINEARS,
-    HEADLESS_TYPES,
-    PLAIN_HEAD_TYPES,
-    RENAMED_LINEARS,
     RENAMING_TYPES,
-    SEPARATE_TYPES,
-    UNPACKED_TYPES,
-    UNQUANTIZED_LINEARS,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
 from fp8calib.engines.weights.expected import Expected, OtherScheme
@@ -78,13 +71,9 @@ class VllmReader(LinearReader):
         if str(self.section.get("quant_algo")).upper() == "MXFP8":
             _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in RENAMING_TYPES
-        self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
-        self._is_separate = geometry.model_type in SEPARATE_TYPES
-        self._is_unpacked = geometry.model_type in UNPACKED_TYPES
-        self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
-        self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
-        self._created = CREATED_LINEARS.get(geometry.model_type, ())
-        self._has_no_head = geometry.model_type in HEADLESS_TYPES
+        classes = find_class_map("vllm", release.version, geometry.architecture)
+        heads = [each for name in HEADS for each in (classes or {}).get(name, ())]
+        self._has_head = classes is None or any(each.is_by_config for each in heads)
 
     def require_judged(self, folder: ScaleFolder) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.
@@ -95,7 +84,7 @@ class VllmReader(LinearReader):
         Raises:
             Unjudged: it is created in FP8, and its scales are not set.
         """
-        if self._has_no_head:
+        if not self._has_head:
             return
         tensors = {name: each for held in folder.tensors.values() for name, each in held.items()}
         has_weights = any(each.dtype in WEIGHT_FORMATS for each in tensors.values())
@@ -103,29 +92,28 @@ class VllmReader(LinearReader):
         if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
             return
         linear = StoredLinear(module=HEADS[0], shape=(0, 0), tensors={})
-        head = LinearGroup(path=HEADS[0], kind=GroupKind.HEAD, members=(linear,), is_known=True)
+        head = LinearGroup(path=HEADS[0], kind=GroupKind.HEAD, members=(linear,), state="config")
         if not isinstance(self.find_scheme(head), Unquantized):
             why = "the config quantizes the output layer, which is tied: nothing is stored for it"
             raise Unjudged(why)
 
-    def joins(self, group: LinearGroup) -> bool:
-        """Tell whether vLLM joins a group."""
-        return not (self._is_separate and group.path.endswith("qkv_proj"))
-
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
-        if group.kind is GroupKind.HEAD and self._has_plain_head:
-            return Unquantized(why="vLLM does not quantize the output layer of this model")
-        if group.path.endswith(self._plain):
-            return Unquantized(why="vLLM does not quantize this linear")
-        if self.method == "quark" and self.creates(group):
-            self._require_excluded(self._rename(group))
-        found = self.find_configured(self._rename(group))
+        if self.method == "quark" and group.is_by_config:
+            self._require_excluded(self.name_as_listed(group))
+        found = super().find_scheme(group)
         if isinstance(found, StoredScheme) and found.is_mx:
             require_mx(self._release, self._mx_form, group, "ValueError")
         elif group.kind is GroupKind.HEAD and _has_blocks(found):
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
+
+    def name_as_listed(self, group: LinearGroup) -> LinearGroup:
+        """Give a group its paths; one whose parts no list may name has that of the whole."""
+        listed = super().name_as_listed(group)
+        if group.state != "joined":
+            return listed
+        return replace(listed, members=(replace(listed.members[0], module=listed.path),))
 
     def _require_excluded(self, group: LinearGroup) -> None:
         """Check that a Quark config that is for the KV cache alone excludes a group.
@@ -154,26 +142,6 @@ class VllmReader(LinearReader):
             )
             fix = "exclude it by this name, or export with Quark 0.13"
             raise Refusal(f"{why}layer_type_quant_config)", fix=fix)
-
-    def _rename(self, group: LinearGroup) -> LinearGroup:
-        """Give a group the paths that vLLM compares with the lists of a config."""
-        members = group.members
-        if self._is_unpacked and group.kind is GroupKind.LINEAR:
-            members = (replace(members[0], module=group.path),)
-        return replace(
-            group,
-            path=self._rename_path(group.path),
-            members=tuple(replace(m, module=self._rename_path(m.module)) for m in members),
-        )
-
-    def _rename_path(self, path: str) -> str:
-        for pattern, new in self._renamings:
-            path = re.sub(pattern, new, path)
-        return path
-
-    def creates(self, group: LinearGroup) -> bool:
-        """Tell whether vLLM creates a group by the config: some routers and mixers too."""
-        return super().creates(group) or group.path.endswith(self._created)
 
     def list_expected(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme

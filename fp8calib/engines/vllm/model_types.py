@@ -17,74 +17,12 @@ EXPANDED_TYPES = ("minicpm3", "youtu")
 """Model types with latent attention whose K and V vLLM caches expanded to heads: vLLM's class
 does so itself (minicpm3, read), or runs transformers' (youtu, run)."""
 
-CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
-    "falcon_h1": (".mamba.in_proj", ".mamba.out_proj"),
-    "gemma3n_text": (
-        *(f".altup_{name}projections.{index}" for name in ("", "unembed_") for index in range(3)),
-        *(".altup.correction_coefs", ".altup.modality_router", ".altup.prediction_coefs"),
-        *(".laurel.linear_left", ".laurel.linear_right"),
-        *(".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection"),
-    ),
-    "gemma4_text": (
-        *(".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection"),
-    ),
-    "granitemoehybrid": (".mamba.in_proj", ".mamba.out_proj"),
-    "lfm2": (".conv.in_proj", ".conv.out_proj"),
-    "lfm2_moe": (".conv.in_proj", ".conv.out_proj", ".feed_forward.gate"),
-    "nemotron_h": (".mixer.in_proj", ".mixer.out_proj"),
-    "hunyuan_v1_moe": (".mlp.gate.wg",),
-    "phimoe": (".block_sparse_moe.gate", ".mlp.router"),
-    "qwen3_moe": (".mlp.gate",),
-    "qwen3_next": tuple(
-        f".linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
-    ),
-}
-"""Linears outside of attention and MLPs that vLLM 0.32.0 creates by the quantization config, by
-model type: the ends of their paths. Run, on tiny models."""
-UNQUANTIZED_LINEARS: Mapping[str, tuple[str, ...]] = {
-    "granitemoe": (".router.layer",),
-    "granitemoehybrid": (".router.layer",),
-    "jamba": tuple(f".mamba.{name}_proj" for name in ("in", "x", "dt", "out")),
-    "llama4_text": (".router",),
-    "qwen2_moe": (".shared_expert_gate",),
-    "qwen3_next": (".shared_expert_gate",),
-}
-"""Linears that vLLM 0.32.0 creates without the quantization config, by model type: the ends of
-their paths. Run, on tiny models."""
-RENAMED_LINEARS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "falcon_h1": ((r"^.*\.(\d+)\.mamba\.", r"model.\1.mixer."), (r"\.self_attn\.", ".")),
-    "gemma3n_text": (
-        (
-            r"^model\.(altup_projections|per_layer_model_projection)",
-            r"model.self_decoder.\1",
-        ),
-    ),
-    "granitemoehybrid": ((r"\.mamba\.", ".mixer."),),
-    "lfm2": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
-    "lfm2_moe": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
-    "minimax_m2": ((r"\.block_sparse_moe\.", ".mlp."),),
-    "phimoe": ((r"\.block_sparse_moe\.gate$", ".mlp.router"),),
-}
-"""Expressions for paths, by model type, and what they become where vLLM 0.32.0 compares the paths
-of linears with the lists of a config: the prefixes in its classes, where no `hf_to_vllm_mapper`
-renames the lists alike (run; `models/falcon_h1.py` adds the number of layers to the index)."""
 TYPES_WITH_QUARK_EXPERTS = ("gpt_oss",)
 """Model types with another loader for Quark's checkpoints, which finds no experts in one tensor
 (vLLM 0.32.0 `models/gpt_oss.py`, _load_weights_quark, run)."""
 RENAMING_TYPES = ("mistral3",)
 """Model types whose `load_weights` takes weight_scale_inv and activation_scale for scales of
 tensors (`models/mistral3.py`)."""
-UNPACKED_TYPES = (
-    *("gptj", "hrm_text", "iquestloopcoder", "kimi_linear", "orion", "stablelm", "step3_text"),
-)
-"""Model types whose classes fuse projections in vLLM 0.32.0, but have no `packed_modules_mapping`:
-lists of a config match them by the name of the fused one alone. The attribute was read of all
-classes; gptj run."""
-SEPARATE_TYPES = ("biogpt",)
-"""Model types whose q_proj vLLM 0.32.0 does not join with k_proj and v_proj: the class has them in
-another order. Run."""
-PLAIN_HEAD_TYPES = ("falcon_h1", "gpt_oss", "jamba", "qwen3_next")
-"""Model types whose output layer vLLM 0.32.0 creates without a quantization config. Run."""
 
 
 class LoaderKind(StrEnum):

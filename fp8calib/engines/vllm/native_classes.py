@@ -5,31 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.engines.facts.release import VLLM_RUN, Release
-from fp8calib.engines.vllm.model_types import (
-    CREATED_LINEARS,
-    LOADERS,
-    NATIVE_WRAPPERS,
-    PLAIN_HEAD_TYPES,
-    RENAMED_LINEARS,
-    SEPARATE_TYPES,
-    UNPACKED_TYPES,
-    UNQUANTIZED_LINEARS,
-    UNSUPPORTED_TYPES,
-)
+from fp8calib.engines.facts.release import Release
+from fp8calib.engines.vllm.model_types import LOADERS, NATIVE_WRAPPERS, UNSUPPORTED_TYPES
 from fp8calib.model.shapes import ModelGeometry
 
 CLASS = "class"
 BACKEND_PLACES = "transformers' classes have parameters for KV scales"
-_TABLES_HOLD = "classes join and name linears as model_types.py says"
 _BASES_WITH_HEAD = ("Gemma2Model", "LlamaModel", "Qwen2Model")
 """Base classes that the registry has as the class with an output layer."""
 _BASES_OF_OTHERS = ("MistralModel",)
 """Those that it has as another model's class."""
-_TABLES_OF_LINEARS = (
-    *(CREATED_LINEARS, PLAIN_HEAD_TYPES, RENAMED_LINEARS, SEPARATE_TYPES, UNPACKED_TYPES),
-    UNQUANTIZED_LINEARS,
-)
 
 
 def has_class(geometry: ModelGeometry, release: Release) -> bool:
@@ -74,14 +59,3 @@ def is_unsupported(geometry: ModelGeometry, release: Release) -> bool:
     is_later = is_later and not release.has(BACKEND_PLACES)
     is_dropped = geometry.model_type in UNSUPPORTED_TYPES
     return (is_later or is_dropped) and not has_class(geometry, release)
-
-
-def is_other_class(geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether a release has a class that joins or names linears in its own way.
-
-    The tables of `model_types.py` were found by running one release.
-    """
-    if release.has(_TABLES_HOLD):
-        return False
-    is_listed = any(geometry.model_type in table for table in _TABLES_OF_LINEARS)
-    return is_listed or has_class(geometry, release) is not has_class(geometry, VLLM_RUN)

@@ -38,14 +38,12 @@ from fp8calib.engines.vllm.native_classes import (
     CLASS,
     generates_nothing,
     has_class,
-    is_other_class,
     is_unsupported,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
-from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import NVFP4_CACHE
 
@@ -378,13 +376,7 @@ def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool
 
 
 def _note_release(context: LoadContext, method: KvMethod | None, release: Release) -> None:
-    """Note what is not judged in an older release, and its conditions."""
-    dtypes = {entry.dtype for entry in context.tensors.values() if len(entry.shape) > 1}
-    if dtypes & WEIGHT_FORMATS.keys() and is_other_class(context.geometry, release):
-        context.problems.append(
-            f"how {release.title}'s class of {context.geometry.model_type} joins and names the "
-            "linears is judged by the rules of vLLM 0.32"
-        )
+    """Note the conditions of an older release."""
     if context.scales and method is not None and release.has(_CALCULATES_EXISTS):
         context.problems.append(_CALCULATES)
 

@@ -7,7 +7,6 @@ may stop, which only its own loader can tell; what it does without an error is j
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
@@ -36,6 +35,12 @@ _VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
 _CAST = "its values are cast to another dtype"
 _NO_NUMBERS = ("NaN", "infinity")
 _TOLERANCE = 1e-5
+_UNKNOWN = {
+    "": "is a linear of which it is not known how the engine's class creates it",
+    "maybe": "is a linear that the engine's class creates by the config in some cases",
+    "refused": "has no place in the engine's class",
+}
+"""What only the engine's own loader can tell, by how the class creates a linear."""
 _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
 """Projections of an expert, and those that engines load into the same tensor after them."""
 
@@ -54,11 +59,7 @@ def compare_linears(
         values: of scales.
         schemes: that the config gives to paths of linears, where it gives several.
     """
-    parts = [
-        part
-        for group in groups
-        for part in ((group,) if reader.joins(group) else split_group(group))
-    ]
+    parts = list(groups)
     yield from join_alike([each for p in parts for each in _compare_group(reader, p, values)])
     yield from join_alike([each for p in parts for each in _compare_scheme(reader, p, schemes)])
 
@@ -78,19 +79,19 @@ def _compare_scheme(
         yield Finding(status=Status.USED, subject=group.path, why=why, fix=_CONFIG_FIX)
 
 
-def split_group(group: LinearGroup) -> Iterator[LinearGroup]:
-    """List the linears of a group, each as a group of its own."""
-    for linear in group.members:
-        yield replace(group, path=linear.module, members=(linear,))
-
-
 def _compare_group(
     reader: LinearReader, group: LinearGroup, values: ScaleValues
 ) -> Iterator[Finding]:
+    if group.state == "skipped":
+        return
     try:
         scheme = reader.find_scheme(group)
     except Refusal as refusal:
         yield Finding.of(refusal)
+        return
+    if group.state in _UNKNOWN:
+        if not isinstance(scheme, Unquantized) or _find_codes(group):
+            yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
         return
     if isinstance(scheme, Unquantized):
         for linear in group.members:
@@ -99,16 +100,13 @@ def _compare_group(
     if twin := _find_unequal(group, values.numbers):
         what = f"has other input scales for gate and up ({twin})"
         yield Finding.doubt(group.path, what, fix="", if_loaded="one of them is lost")
-    has_codes = any(
-        WEIGHT in each.tensors and each.tensors[WEIGHT].dtype not in PLAIN_DTYPES
-        for each in group.members
-    )
+    has_codes = _find_codes(group)
     for linear in group.members:
         expected = reader.list_expected(group, linear, scheme)
         yield from _list_strays(linear, expected, "the config")
         weight = linear.tensors.get(WEIGHT)
         if weight is not None and weight.dtype in PLAIN_DTYPES:
-            if has_codes or reader.creates(group):
+            if has_codes or group.is_by_config:
                 why = "is not quantized, but the config quantizes it: it is cast without a scale"
                 yield Finding(
                     status=Status.MISREAD,
@@ -117,9 +115,16 @@ def _compare_group(
                     fix=_PLAIN_FIX,
                     is_silent=True,
                 )
-        elif reader.creates(group) or not linear.tensors.keys().isdisjoint(expected):
+        elif group.is_by_config or not linear.tensors.keys().isdisjoint(expected):
             for suffix, tensor in expected.items():
                 yield from _compare_tensor(group, linear, suffix, tensor, values)
+
+
+def _find_codes(group: LinearGroup) -> bool:
+    return any(
+        WEIGHT in each.tensors and each.tensors[WEIGHT].dtype not in PLAIN_DTYPES
+        for each in group.members
+    )
 
 
 def _compare_unquantized(linear: StoredLinear, why: str) -> Iterator[Finding]:

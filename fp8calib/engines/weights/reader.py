@@ -104,14 +104,6 @@ class LinearReader:
     def require_judged(self, folder: ScaleFolder) -> None:
         """Raise `Unjudged` where more than the stored linears tells what the engine does."""
 
-    def joins(self, group: LinearGroup) -> bool:  # noqa: ARG002 -- overridden
-        """Tell whether the engine joins a group; otherwise each linear is a group of its own."""
-        return True
-
-    def creates(self, group: LinearGroup) -> bool:
-        """Tell whether the engine creates a group by the config, whatever is stored."""
-        return group.is_known
-
     def list_expected(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
     ) -> Mapping[str, Expected]:
@@ -124,7 +116,13 @@ class LinearReader:
         Raises:
             Refusal: the engine does not start, or that cannot be told.
         """
-        return self.find_configured(group)
+        if group.state == "plain":
+            return Unquantized(why="the engine's class creates it without the config")
+        return self.find_configured(self.name_as_listed(group))
+
+    def name_as_listed(self, group: LinearGroup) -> LinearGroup:
+        """Give a group the paths that the engine compares with the lists of a config."""
+        return group.name_as_listed()
 
     def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group.

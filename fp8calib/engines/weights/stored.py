@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.engines.facts.classes import (
+    CreatedLinear,
+    fill_pattern,
+    list_numbers,
+    make_pattern,
+)
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.formats.fp8.weights import is_linear_scale
+from fp8calib.formats.kv.parse_names import is_of_draft_layer
 from fp8calib.model.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.numerics.encode import decode_scale
@@ -33,6 +40,8 @@ _STACKED = {
 """The names of a layer's experts in one tensor, and the projections in it; the last two are
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
+FindCreated = Callable[[str], Sequence[CreatedLinear]]
+"""Gives what an engine's class may make of a linear, by its path."""
 LAYER = re.compile(r"(.*?\.)(\d+)\.")
 """The beginning of a path, up to the number of its layer."""
 
@@ -93,12 +102,18 @@ def _describe_bad(values: torch.Tensor, smallest: float) -> str:
 
 
 def list_groups(
-    tensors: Mapping[str, TensorEntry], geometry: ModelGeometry
+    tensors: Mapping[str, TensorEntry], geometry: ModelGeometry, find: FindCreated | None = None
 ) -> Iterator[LinearGroup]:
-    """List the linears that engines create for a checkpoint, in groups that they join.
+    """List the linears that an engine creates for a checkpoint, in groups that it joins.
 
     These are the linears of the model, and whatever else is stored as a matrix or has the scale of
     one.
+
+    Args:
+        tensors: of the checkpoint.
+        geometry: the model's.
+        find: what the engine's class creates of a path; None for an engine without a map of
+            classes, which joins what most engines join.
     """
     beside: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in tensors.items():
@@ -117,9 +132,73 @@ def list_groups(
             experts[expert[0]].append((expert[1], expert[2]))
         else:
             plain.append(module)
-    yield from _group_plain(plain, known, linears, beside)
-    yield from _group_experts(experts, _place_experts(experts, known, geometry), beside)
-    yield from _group_stacks(tensors)
+    made = {
+        module: _make_linear(module, known.get(module), linears.get(module), beside.get(module, {}))
+        for module in plain
+    }
+    if find is None:
+        yield from _join_by_name(made, known)
+    else:
+        yield from _join_by_class(made, find, geometry)
+    counts = _place_experts(experts, known, geometry)
+    for group in (*_group_experts(experts, counts, beside), *_group_stacks(tensors)):
+        yield group if find is None else _find_experts(group, find)
+
+
+def _join_by_class(
+    linears: Mapping[str, StoredLinear], find: FindCreated, geometry: ModelGeometry
+) -> Iterator[LinearGroup]:
+    """Join linears as the engine's class does."""
+    leftovers = set(geometry.leftovers)
+    joined: dict[tuple[tuple[str, ...], CreatedLinear], dict[str, StoredLinear]] = defaultdict(dict)
+    for module, linear in linears.items():
+        created = _choose(module, linears, find(module))
+        if created is None:
+            # Drafters have classes of their own; other leftovers are judged with the parameters.
+            is_left = f"{module}.{WEIGHT}" in leftovers or is_of_draft_layer(geometry, module)
+            state = "stored" if is_left else ""
+            yield LinearGroup(path=module, kind=_find_kind(module), members=(linear,), state=state)
+        else:
+            joined[list_numbers(module), created][make_pattern(module)] = linear
+    for (_, created), members in joined.items():
+        ordered = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)
+        first = ordered[0].module
+        own = created.path.rpartition(".")[2]
+        parent = first.rpartition(".")[0]
+        yield LinearGroup(
+            path=first if len(created.parts) == 1 else f"{parent}.{own}".lstrip("."),
+            kind=GroupKind.HEAD if created.kind == "head" else GroupKind.LINEAR,
+            members=ordered,
+            state=created.state,
+            listed=fill_pattern(created.path, first),
+        )
+
+
+def _choose(
+    module: str, linears: Collection[str], created: Sequence[CreatedLinear]
+) -> CreatedLinear | None:
+    """Choose what a linear becomes: what has all its parts in the checkpoint, or else the first."""
+
+    def is_whole(each: CreatedLinear) -> bool:
+        return all(fill_pattern(part, module) in linears for part in each.parts)
+
+    ordered = sorted(created, key=lambda each: len(each.parts), reverse=True)
+    return next(filter(is_whole, ordered), ordered[-1] if ordered else None)
+
+
+def _find_experts(group: LinearGroup, find: FindCreated) -> LinearGroup:
+    """Find how the engine's class creates the experts of a layer."""
+    paths = [each.module for each in group.members[:1]]
+    paths += [f"{group.path}.{name}" for name in ("gate_up_proj", "down_proj")]
+    paths += [f"{group.path.rpartition('.')[0]}.input_linear"]
+    created = next((each for path in paths for each in find(path)), None)
+    if created is None:
+        return replace(group, state="")
+    return replace(group, state=created.state, listed=fill_pattern(created.path, group.path))
+
+
+def _find_kind(path: str) -> GroupKind:
+    return GroupKind.HEAD if path.rpartition(".")[2] in HEADS else GroupKind.LINEAR
 
 
 def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
@@ -144,26 +223,18 @@ def _list_known(
     return known
 
 
-def _group_plain(
-    modules: list[str],
-    known: Mapping[str, Linear],
-    linears: Mapping[str, tuple[int, int]],
-    beside: Mapping[str, Mapping[str, TensorEntry]],
+def _join_by_name(
+    linears: Mapping[str, StoredLinear], known: Collection[str]
 ) -> Iterator[LinearGroup]:
     joined: dict[tuple[str, str], dict[str, StoredLinear]] = defaultdict(dict)
-    for module in modules:
+    for module, linear in linears.items():
         parent, _, projection = module.rpartition(".")
-        linear = _make_linear(
-            module, known.get(module), linears.get(module), beside.get(module, {})
-        )
-        fused = name_fused_group(module).rpartition(".")[2]
-        joined[parent, fused][projection] = linear
+        joined[parent, name_fused_group(module).rpartition(".")[2]][projection] = linear
     for (parent, fused), members in joined.items():
         parts = fused.split("+")
         if len(members) == len(parts) > 1:
             path = f"{parent}.{FUSED_PATHS[fused]}" if parent else FUSED_PATHS[fused]
-            ordered = tuple(members[part] for part in parts)
-            yield _make_group(path, ordered, known)
+            yield _make_group(path, tuple(members[part] for part in parts), known)
         else:
             for each in members.values():
                 yield _make_group(each.module, (each,), known)
@@ -172,13 +243,10 @@ def _group_plain(
 def _make_group(
     path: str, members: tuple[StoredLinear, ...], known: Collection[str]
 ) -> LinearGroup:
-    is_head = path.rpartition(".")[2] in HEADS
-    return LinearGroup(
-        path=path,
-        kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
-        members=members,
-        is_known=is_head or all(each.module in known for each in members),
-    )
+    kind = _find_kind(path)
+    is_known = kind is GroupKind.HEAD or all(each.module in known for each in members)
+    state = "config" if is_known else "stored"
+    return LinearGroup(path=path, kind=kind, members=members, state=state)
 
 
 def _make_linear(
@@ -257,7 +325,7 @@ def _group_experts(
             for expert in numbers
             for projection, every in shapes.items()
         )
-        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), state="config")
 
 
 def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
@@ -281,7 +349,7 @@ def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
             )
             for projection, entry in held.items()
         )
-        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), state="config")
 
 
 def _find_commonest(shapes: Counter[Shape]) -> Shape:
