@@ -298,7 +298,7 @@ def check_path(
     opened = model
     if is_folder:
         opened = model if request.model is None else open_folder(path)
-        for file in list_opened_files(opened, Opened.SINGLE):  # engines differ in which they open
+        for file in list_opened_files(opened, prefers_single=True):  # in all engines
             if (fault := opened.faults.get(file)) is not None:
                 raise ModelError(fault, hint="download or copy the file again")
         report = check_folder(

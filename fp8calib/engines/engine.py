@@ -17,7 +17,6 @@ from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_gener
 from fp8calib.numerics.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:
-    from fp8calib.engines.facts.classes import ClassMap
     from fp8calib.engines.numerics import Numerics
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
@@ -29,8 +28,6 @@ ViewFolder = Callable[["ScaleFolder"], "ScaleFolder"]
 """Give a folder as an engine opens it; raise `Refusal` where it finds no file."""
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
 """Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
-FindClasses = Callable[[str], "ClassMap | None"]
-"""Find what the engine's class of an architecture creates."""
 MakeReader = Callable[["ScaleFolder", "ModelGeometry"], "LinearReader"]
 """Make the `LinearReader` (`fp8calib/engines/weights/`) of a folder.
 
@@ -130,12 +127,9 @@ class Engine:
     replay_json: ReplayJson | None = None
     no_json: str = ""
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
-    find_classes: FindClasses | None = None
-    """Finds what its class of a model creates; None where no map of its classes is known."""
     make_reader: MakeReader | None = None
-    """How it reads the config; None where it does so as compressed-tensors and ModelOpt do."""
-    judges_weights: bool = False
-    """Its own loader is run: `replay_folder` reports on the weights too."""
+    """How it reads the quantization config; None for one whose own loader is run: `replay_folder`
+    reports on the weights too."""
     explain_type: Callable[[object], str] = field(default=lambda _: "")
     """Says why it does not know a model_type; empty where it does, or where that is not known."""
     splits_heads: bool = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights, apply_rules
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
@@ -167,23 +170,31 @@ def test_vllms_fp8_method_does_not_check(tmp_path: Path) -> None:
 
 def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
     """Its `fp8.py` looks at every part; `fp8_utils.py`, for compressed-tensors, at all but it."""
-    linears = tuple(
-        QuantizedLinear(
-            module=f"model.layers.0.self_attn.{name}_proj",
-            shape=(rows, 256),
-            scheme="fp8-block",
-            block=(128, 128),
-        )
-        for name, rows in (("q", 256), ("k", 128), ("v", 100))
-    )
+    sizes = (("q", 256), ("k", 128), ("v", 100))
+    linears = {f"model.layers.0.self_attn.{name}_proj": (rows, 256) for name, rows in sizes}
     for dialect, engines in (("compressed-tensors", []), ("autofp8", ["sglang"])):
-        weights = QuantizedWeights(dialect=dialect, config={}, linears=linears, unquantized=())
+        weights = describe(linears, "fp8-block", dialect=dialect)
         found = [
             engine
             for engine in ("vllm", "sglang")
-            if list_block_findings(engine, weights, EMPTY, 1)
+            if list(list_block_findings(engine, weights, EMPTY, 1))
         ]
         assert found == engines
+
+
+def describe(
+    linears: Mapping[str, tuple[int, int]],
+    scheme: str,
+    *,
+    dialect: str = "compressed-tensors",
+    config: Mapping[str, object] = types.MappingProxyType({}),
+    kind: GroupKind = GroupKind.LINEAR,
+) -> QuantizedWeights:
+    """Describe linears that an engine joins, all in one scheme."""
+    members = (StoredLinear(module=each, shape=linears[each], tensors={}) for each in linears)
+    group = LinearGroup(path="joined", kind=kind, members=tuple(members), state="config")
+    schemes = dict.fromkeys(linears, StoredScheme.of(find_scheme(scheme)))
+    return QuantizedWeights(dialect=dialect, config=config, groups=(group,), schemes=schemes)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +501,7 @@ QUARK_LISTS = {"key": "exclude", "quant_method": "quark", "export": {"kv_cache_g
         ("gptj", FP8_LISTS, "transformer.h.0.attn."),
         ("stablelm", FP8_LISTS, "model.layers.0.self_attn."),
         ("granitemoehybrid", FP8_LISTS, "model.layers.0.mamba.in_proj"),  # vLLM: mixer.in_proj
-        ("falcon_h1", FP8_LISTS, "model.layers.0.self_attn."),  # model.layers.0.qkv_proj
+        ("falcon_h1", FP8_LISTS, "model.layers.0.mamba.in_proj"),  # model.layers.0.mixer.in_proj
         ("minimax_m2", FP8_LISTS, "model.layers.0.block_sparse_moe.experts"),  # mlp.experts
         ("lfm2", FP8_LISTS, ""),
         # self_decoder.altup_projections.0
@@ -649,19 +660,12 @@ def test_what_transformers_makes_of_other_types_and_blocks(
 @pytest.mark.parametrize(("states", "is_refused"), [(8, True), (128, False)])
 def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: bool) -> None:
     """8 states of one group do not fill a block (granitemoehybrid, vLLM 0.32.0, run)."""
-    linear = QuantizedLinear(
-        module="model.layers.0.mamba.in_proj",
-        shape=(2 * 512 + 2 * states + 8, 256),
-        scheme="fp8-block",
-        block=(128, 128),
-    )
+    linears = {"model.layers.0.mamba.in_proj": (2 * 512 + 2 * states + 8, 256)}
     config = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": states}
-    weights = QuantizedWeights(
-        dialect="compressed-tensors", config=config, linears=(linear,), unquantized=()
-    )
+    weights = describe(linears, "fp8-block", config=config)
 
     for engine in ("vllm", "sglang"):
-        found = list_block_findings(engine, weights, EMPTY, 1)
+        found = list(list_block_findings(engine, weights, EMPTY, 1))
         assert bool(found) is (is_refused and engine == "vllm")
 
 
@@ -677,19 +681,8 @@ def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: boo
 )
 def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refused: bool) -> None:
     """As it does the weight (0.32.0, run)."""
-    weights = QuantizedWeights(
-        dialect="compressed-tensors",
-        config={"model_type": name},
-        linears=(
-            QuantizedLinear(
-                module="transformer.h.0.self_attention.query_key_value",
-                shape=(768, 256),
-                scheme=scheme,
-                block=(128, 128) if scheme == "fp8-block" else None,
-            ),
-        ),
-        unquantized=(),
-    )
+    linears = {"transformer.h.0.self_attention.query_key_value": (768, 256)}
+    weights = describe(linears, scheme, config={"model_type": name})
 
     rules = find_replayed("vllm").weight_rules
     found = [each.status for each in apply_rules(rules, weights)]

@@ -188,12 +188,12 @@ def test_engines_find_the_scheme_of_each_weight_that_they_load(
     folder = open_folder(write(family, choice, tmp_path).out)
     geometry = read_geometry(folder.path, folder.config)
     tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
-    groups = list(list_groups(tensors, geometry))
     for engine in ("vllm", "sglang"):
         make_reader = ENGINES[engine].make_reader
         assert make_reader is not None
         loader = make_reader(folder, geometry)
         compared = 0
+        groups = list_groups(tensors, geometry, loader.classes)
         for group in groups:
             found = loader.find_scheme(group)
             if isinstance(found, StoredScheme):

@@ -342,8 +342,8 @@ def _describe(method: Any, layer: Any, *, needs_method: bool) -> str:
     return "alone" if is_alone else "quantized"
 
 
-def make_group(path: str) -> LinearGroup:
-    """Make the group of a module."""
+def make_group(path: str, state: str) -> LinearGroup:
+    """Make the group of a module, which the engine's class creates in this way."""
     parent, _, name = path.rpartition(".")
     kind = {"FusedMoE": GroupKind.EXPERTS, "ParallelLMHead": GroupKind.HEAD}.get(
         PATHS[path], GroupKind.LINEAR
@@ -354,13 +354,13 @@ def make_group(path: str) -> LinearGroup:
             f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
         ]
     members = (StoredLinear(module=each, shape=(256, 256), tensors={}) for each in modules)
-    return LinearGroup(path=path, kind=kind, members=tuple(members), state="config")
+    return LinearGroup(path=path, kind=kind, members=tuple(members), state=state)
 
 
-def describe_group(make: Callable[[], LinearReader], path: str) -> str:
+def describe_group(make: Callable[[], LinearReader], path: str, state: str = "config") -> str:
     """Give what `check` expects of a module in one word; "unknown" where it expects nothing."""
     try:
-        found = make().find_configured(make_group(path))
+        found = make().find_configured(make_group(path, state))
     except Unjudged:
         return "unknown"
     except Refusal:

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.linears import GroupKind
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (
     PAIRS,
     WHOLE,
     ask,
+    describe,
     explain_refusal,
     forget,
     make,
@@ -213,15 +214,7 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
     geometry = ModelGeometry(
         architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=(layer,)
     )
-    quantized = QuantizedLinear(
-        module=linear.module,
-        shape=(sum(rows), columns),
-        scheme="fp8-block",
-        block=(128, 128),
-    )
-    weights = QuantizedWeights(
-        dialect="compressed-tensors", config={}, linears=(quantized,), unquantized=()
-    )
+    weights = describe({linear.module: (sum(rows), columns)}, "fp8-block")
     return [each.why for each in list_block_findings("vllm", weights, geometry, tp)]
 
 
@@ -250,17 +243,12 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
     )
     for case, expected in zip(cases, json.loads(done.stdout), strict=True):
         tp, rank, hidden = case
-        linear = QuantizedLinear(
-            module="model.layers.0.mlp.experts.0.gate_proj",
-            shape=(rank * tp, hidden),
-            scheme="fp8-block",
-            block=(128, 128),
-        )
-        weights = QuantizedWeights(dialect="autofp8", config={}, linears=(linear,), unquantized=())
+        linears = {"model.layers.0.mlp.experts.0.gate_proj": (rank * tp, hidden)}
+        weights = describe(linears, "fp8-block", dialect="autofp8", kind=GroupKind.EXPERTS)
         geometry = ModelGeometry(
             architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
         )
-        faults = list_block_findings("vllm", weights, geometry, tp, repeats_scales=True)
+        faults = [*list_block_findings("vllm", weights, geometry, tp, repeats_scales=True)]
         assert all(each.status in (Status.USED, Status.REFUSED) for each in faults)
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case

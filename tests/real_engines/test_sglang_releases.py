@@ -36,6 +36,7 @@ from tests.real_engines.release_configs import (
     CONFIGS as CLASSES,
 )
 from tests.real_engines.release_configs import (
+    EMPTY,
     NOTHING,
     PARTS,
     PATHS,
@@ -178,14 +179,15 @@ def test_linears_have_the_scheme_that_the_release_chooses(
     release: Release, name: str, lists_parts: bool
 ) -> None:
     configs = open_sglang_configs(open_release(release), name)
-    parts, unlisted = (PARTS, ()) if lists_parts else ({}, tuple(PARTS))
+    parts, state = (PARTS, "config") if lists_parts else ({}, "joined")
     for section in CLASSES[name]():
         for path in PATHS:
             whole = {**section, "packed_modules_mapping": parts}
             expected = configs.choose(name, whole, path)
             found = describe_group(
-                lambda each=section: SglangReader(NOTHING, each, release, unlisted),  # type: ignore[misc]
+                lambda each=section: SglangReader(NOTHING, each, EMPTY, release),  # type: ignore[misc]
                 path,
+                state,
             )
             is_ruled = PATHS[path] == "FusedMoE" and (found, expected) == ("alone", "refused")
             assert is_ruled or found in (expected, "unknown"), (section, path)

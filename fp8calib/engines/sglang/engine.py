@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch
-from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release, explain_type
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.status import Status
@@ -108,10 +107,9 @@ _NUMERICS = Numerics(
 
 
 def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-    from fp8calib.engines.sglang.linears import make_sglang_reader  # noqa: PLC0415
+    from fp8calib.engines.sglang.linears import SglangReader  # noqa: PLC0415
 
-    del geometry
-    return make_sglang_reader(folder, release)
+    return SglangReader.open(folder, geometry, release)
 
 
 _WEIGHT_RULES = (
@@ -193,7 +191,6 @@ def _make_engine(release: Release) -> Engine:
         replay_json=partial(_replay_json, release),
         explain_type=partial(explain_type, release),
         splits_heads=True,
-        find_classes=partial(find_class_map, "sglang", release.version),
         make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES,
         name_rules=_NAME_RULES,

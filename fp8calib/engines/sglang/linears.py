@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -30,6 +31,7 @@ from fp8calib.engines.weights.reader import (
 )
 from fp8calib.formats.fp8.compressed_tensors import FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 
 _GROUP_FORMATS = "the format of a config group is read"
@@ -52,32 +54,36 @@ _MX_ERRORS = {
 _UNMATCHED_FIX = "list it in `ignore`, or in a config group"
 
 
-def make_sglang_reader(folder: ScaleFolder, release: Release) -> LinearReader:
-    """Make the reader of a folder's linears.
-
-    Raises:
-        Refusal: SGLang refuses the config.
-    """
-    quantization = find_sglang_config(folder) or {}
-    is_replaced = quantization.get("quant_method") == "w4afp8"
-    section = _W4AFP8_LINEARS if is_replaced else quantization
-    return SglangReader(folder, section, release)
-
-
 class SglangReader(LinearReader):
     """The linears that a release creates.
 
     Args:
         folder: the checkpoint.
         section: the config that SGLang uses; empty where there is none.
+        geometry: the model's.
         release: whose rules hold.
     """
 
     formats = (*FORMATS, "pack-quantized")
 
-    def __init__(self, folder: ScaleFolder, section: Section, release: Release) -> None:
+    @classmethod
+    def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> SglangReader:
+        """Find the config.
+
+        Raises:
+            Refusal: SGLang refuses it.
+        """
+        quantization = find_sglang_config(folder) or {}
+        is_replaced = quantization.get("quant_method") == "w4afp8"
+        section = _W4AFP8_LINEARS if is_replaced else quantization
+        return cls(folder, section, geometry, release)
+
+    def __init__(
+        self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
+    ) -> None:
         self._release = release
-        super().__init__(folder, section)
+        classes = find_class_map("sglang", release.version, geometry.architecture)
+        super().__init__(folder, section, classes or {})
         algorithm = str(self.section.get("quant_algo")).upper()
         self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
         self._is_mixed = algorithm == "MIXED_PRECISION"
@@ -153,19 +159,15 @@ class SglangReader(LinearReader):
             return self._skips_group(group, matches)
         is_named = any(path in self.excluded for path in self.spell(group.path))
         is_linear = group.kind is not GroupKind.EXPERTS
-        if is_linear and (is_named or not self._lists_parts(group)):
+        if is_linear and (is_named or group.state == "joined"):
             return matches(group.path)
         return covers_parts(group, matches)
-
-    def _lists_parts(self, group: LinearGroup) -> bool:
-        """Tell whether the model's class says which projections a module joins."""
-        return group.state != "joined"
 
     def _skips_group(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Replay `is_layer_skipped` for linears that are no experts."""
         name = group.path.rpartition(".")[2]
         is_joined = len(group.members) > 1
-        if is_joined and (self._lists_parts(group) or name in _FALLBACK_PROJECTIONS):
+        if is_joined and (group.state != "joined" or name in _FALLBACK_PROJECTIONS):
             return covers_parts(group, matches)
         if "experts" in group.path and not is_joined:
             paths = self.spell(group.path)
@@ -216,7 +218,7 @@ class SglangReader(LinearReader):
         layers = self.section.get("quantized_layers")
         if not self._is_mixed:
             return True
-        is_found = self._lists_parts(group) or (isinstance(layers, dict) and group.path in layers)
+        is_found = group.state != "joined" or (isinstance(layers, dict) and group.path in layers)
         is_read = algorithm in self._release.list_values(f"mixed precision {what}")
         return is_found and (is_read or algorithm != "FP8_PB_WO")
 
@@ -226,7 +228,7 @@ class SglangReader(LinearReader):
             return next((each for each in self.targets if self.ignores(each, group.path)), None)
         if group.kind is GroupKind.EXPERTS:
             return super().find_target(group)
-        parts = self.find_part_target(group) if self._lists_parts(group) else None
+        parts = self.find_part_target(group) if group.state != "joined" else None
         return self.find_path_target(group.path) or self.find_class_target(group) or parts
 
     def probe_expert(self, group: LinearGroup) -> LinearGroup:

@@ -30,5 +30,4 @@ TRANSFORMERS = Engine(
     "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
     "QuantizedCache, whose other backends, quanto and hqq, are not emulated",
     replay_folder=_replay_folder,
-    judges_weights=True,
 )

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, Storage
-from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release, explain_type
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
@@ -74,9 +73,9 @@ def _replay_folder(
 
 
 def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-    from fp8calib.engines.vllm.linears import make_vllm_reader  # noqa: PLC0415
+    from fp8calib.engines.vllm.linears import VllmReader  # noqa: PLC0415
 
-    return make_vllm_reader(folder, geometry, release)
+    return VllmReader.open(folder, geometry, release)
 
 
 _BLOOM_RESHAPES = WeightRule(
@@ -219,7 +218,6 @@ def _make_engine(release: Release) -> Engine:
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         explain_type=partial(explain_type, release),
         splits_heads=True,
-        find_classes=partial(find_class_map, "vllm", release.version),
         make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES
         if release.has(_WHOLE_RANGE)

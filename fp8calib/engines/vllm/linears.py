@@ -41,21 +41,19 @@ _CLASS_FIRST = "joined projections have the target of their class before that of
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
-def make_vllm_reader(
-    folder: ScaleFolder, geometry: ModelGeometry, release: Release
-) -> LinearReader:
-    """Make the reader of a folder's linears.
-
-    Raises:
-        Refusal: vLLM refuses the config.
-    """
-    section = find_quantization(folder, keys=CONFIG_KEYS) or {}
-    section = section if name_method(section, release) else {}
-    return VllmReader(folder, section, geometry, release)
-
-
 class VllmReader(LinearReader):
     """The linears that vLLM creates by a folder's quantization config."""
+
+    @classmethod
+    def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> VllmReader:
+        """Find the config.
+
+        Raises:
+            Refusal: vLLM refuses it.
+        """
+        section = find_quantization(folder, keys=CONFIG_KEYS) or {}
+        section = section if name_method(section, release) else {}
+        return cls(folder, section, geometry, release)
 
     def __init__(
         self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
@@ -67,13 +65,13 @@ class VllmReader(LinearReader):
             listed = {"exclude_modules": list_strings(section, "ignored_layers")}
             nested = {"quant_algo": "MXFP8", **listed}
             section = {"quant_method": "modelopt", "quantization": nested}
-        super().__init__(folder, section)
+        found = find_class_map("vllm", release.version, geometry.architecture)
+        super().__init__(folder, section, found or {})
         if str(self.section.get("quant_algo")).upper() == "MXFP8":
             _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in RENAMING_TYPES
-        classes = find_class_map("vllm", release.version, geometry.architecture)
-        heads = [each for name in HEADS for each in (classes or {}).get(name, ())]
-        self._has_head = classes is None or any(each.is_by_config for each in heads)
+        heads = [each for name in HEADS for each in self.classes.get(name, ())]
+        self._has_head = found is None or any(each.is_by_config for each in heads)
 
     def require_judged(self, folder: ScaleFolder) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.

@@ -6,7 +6,7 @@ may stop, which only its own loader can tell; what it does without an error is j
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
@@ -47,7 +47,7 @@ _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
 
 def compare_linears(
     reader: LinearReader,
-    groups: Iterable[LinearGroup],
+    groups: Sequence[LinearGroup],
     values: ScaleValues,
     schemes: Mapping[str, StoredScheme],
 ) -> Iterator[Finding]:
@@ -57,11 +57,35 @@ def compare_linears(
         reader: the engine's.
         groups: the linears of the checkpoint.
         values: of scales.
-        schemes: that the config gives to paths of linears, where it gives several.
+        schemes: that the config gives to paths of linears.
     """
-    parts = list(groups)
-    yield from join_alike([each for p in parts for each in _compare_group(reader, p, values)])
-    yield from join_alike([each for p in parts for each in _compare_scheme(reader, p, schemes)])
+    split = (each for each in groups if _splits_experts(each, schemes))
+    if (layer := next(split, None)) is not None:
+        # vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang
+        # 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)
+        yield Finding(
+            status=Status.MISREAD,
+            why="it joins the experts of a layer, and only a part of them is quantized "
+            f"({layer.path}): it stops, or its answers are wrong",
+            fix="quantize all of them, or none",
+        )
+    yield from join_alike([each for p in groups for each in _compare_group(reader, p, values)])
+    if len(set(schemes.values())) > 1:
+        yield from join_alike(
+            [each for p in groups for each in _compare_scheme(reader, p, schemes)]
+        )
+
+
+def _splits_experts(group: LinearGroup, schemes: Mapping[str, StoredScheme]) -> bool:
+    """Tell whether only some experts of a layer are quantized."""
+    return (
+        group.kind is GroupKind.EXPERTS
+        and any(each.module in schemes for each in group.members)
+        and any(
+            WEIGHT in each.tensors and each.tensors[WEIGHT].dtype in PLAIN_DTYPES
+            for each in group.members
+        )
+    )
 
 
 def _compare_scheme(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.checkpoint.header import TensorEntry
@@ -57,21 +57,3 @@ class LinearGroup:
     def is_by_config(self) -> bool:
         """Whether the engine's class creates it by the quantization config."""
         return self.state in ("config", "joined")
-
-    def name_as_listed(self) -> LinearGroup:
-        """Give it the paths that are compared with the lists of a config."""
-        path = self.listed or self.path
-        if path == self.path:
-            return self
-        parent = path.rpartition(".")[0]
-        names = (
-            path
-            if self.kind is not GroupKind.EXPERTS and len(self.members) == 1
-            else f"{path}{each.module.removeprefix(self.path)}"
-            if self.kind is GroupKind.EXPERTS
-            else f"{parent}.{each.projection}"
-            for each in self.members
-        )
-        pairs = zip(self.members, names, strict=True)
-        members = tuple(replace(each, module=name) for each, name in pairs)
-        return replace(self, path=path, members=members)

@@ -22,8 +22,8 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
 from fp8calib.engines.weights.finding import CUT, Finding, join_alike
-from fp8calib.engines.weights.stored import LAYER, count_experts
-from fp8calib.engines.weights.weight_rule import NameRules, Opened
+from fp8calib.engines.weights.stored import LAYER, count_experts, find_decoder
+from fp8calib.engines.weights.weight_rule import NameRules
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
@@ -53,15 +53,15 @@ _PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
 
-def list_opened_files(folder: ScaleFolder, opened: Opened) -> tuple[str, ...]:
+def list_opened_files(folder: ScaleFolder, *, prefers_single: bool = False) -> tuple[str, ...]:
     """List the files that an engine opens, readable or not, in order.
 
     Some folders contain the same weights again, under other names, in files that the index does not
-    name.
+    name. transformers prefers `model.safetensors` to those that it names.
     """
     weight_map = folder.indexed
     named = set(folder.files) if weight_map is None else set(weight_map.values())
-    if opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.files:
+    if prefers_single and SINGLE_FILE_NAME in folder.files:
         named = {SINGLE_FILE_NAME}
     return tuple(file for file in folder.files if file in named)
 
@@ -200,10 +200,10 @@ def find_first_fault(
 def compare_parameters(
     rules: NameRules,
     geometry: ModelGeometry,
-    located: Located,
+    tensors: Mapping[str, TensorEntry],
     *,
     is_quantized: bool,
-    unties: bool = False,
+    unties: bool,
 ) -> list[Finding]:
     """List the model's parameters that the checkpoint lacks, or stores otherwise.
 
@@ -213,11 +213,10 @@ def compare_parameters(
     Args:
         rules: the engine's.
         geometry: the model's; one whose class is not known has no parameters to compare.
-        located: the tensors that the engine opens.
+        tensors: those that the engine opens.
         is_quantized: there is a quantization config.
         unties: config.json gives the output layer a weight of its own.
     """
-    tensors = {name: entry for name, (_, entry) in located.items()}
     doubts = list(_list_name_doubts(rules, geometry, tensors))
     if are_elsewhere(geometry, tensors) and not doubts:
         return []
@@ -308,7 +307,7 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
 def _list_surplus_experts(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
-    prefix, counts = _find_decoder(geometry), count_experts(geometry)
+    prefix, counts = find_decoder(geometry), count_experts(geometry)
     for name in sorted(tensors.keys() - set(geometry.leftovers)):
         expert, layer = split_expert(name.rpartition(".")[0]), _find_layer(prefix, name)
         if expert is not None and expert[1] >= counts.get(layer, expert[1] + 1):
@@ -394,7 +393,7 @@ class _StoredNames:
 
     def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
         """List the weights that some experts of decoder layers lack, and others have."""
-        prefix = _find_decoder(geometry)
+        prefix = find_decoder(geometry)
         counts = count_experts(geometry)
         projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
         for path in sorted({path for path, _ in self._experts}):
@@ -409,13 +408,6 @@ def _is_other_weight(name: str, entry: TensorEntry) -> bool:
     return (
         len(entry.shape) > 1 and not name.endswith((".weight", "bias")) and not is_companion(name)
     )
-
-
-def _find_decoder(geometry: ModelGeometry) -> str | None:
-    """Find what the names of tensors in decoder layers begin with, before the layer's number."""
-    modules = (attention.checkpoint_module for _, attention in geometry.attentions())
-    found = LAYER.match(next(modules, ""))
-    return None if found is None else found[1]
 
 
 def _find_layer(decoder: str | None, path: str) -> int:
@@ -463,7 +455,7 @@ def _list_expert_misfits(
             (linear.out_features, linear.in_features),
         )
     }
-    decoder = _find_decoder(geometry)
+    decoder = find_decoder(geometry)
     if not expected or decoder is None:
         return
     for name, entry in tensors.items():

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
+from fp8calib.engines.facts.classes import ClassMap
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
@@ -69,12 +69,14 @@ class LinearReader:
         folder: the checkpoint. Paths of the text part of a multimodal model are compared in all
             spellings, which engines map to their own.
         section: the config that the engine uses; empty where there is none.
+        classes: what the engine's class of the model creates.
     """
 
     formats: Collection[str] = FORMATS
     """The formats of compressed-tensors for which the engine has schemes of FP8 weights."""
 
-    def __init__(self, folder: ScaleFolder, section: Section) -> None:
+    def __init__(self, folder: ScaleFolder, section: Section, classes: ClassMap) -> None:
+        self.classes = classes
         self._is_wrapped = any(isinstance(folder.config.get(key), dict) for key in _TEXT_KEYS)
         nested = section.get("quantization")
         self._is_nested = isinstance(nested, dict)
@@ -122,7 +124,18 @@ class LinearReader:
 
     def name_as_listed(self, group: LinearGroup) -> LinearGroup:
         """Give a group the paths that the engine compares with the lists of a config."""
-        return group.name_as_listed()
+        path = group.listed or group.path
+        if path == group.path:
+            return group
+        parent = path.rpartition(".")[0]
+
+        def rename(linear: StoredLinear) -> StoredLinear:
+            name = path if len(group.members) == 1 else f"{parent}.{linear.projection}"
+            if group.kind is GroupKind.EXPERTS:
+                name = f"{path}{linear.module.removeprefix(group.path)}"
+            return replace(linear, module=name)
+
+        return replace(group, path=path, members=tuple(map(rename, group.members)))
 
     def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group.
@@ -191,13 +204,9 @@ class LinearReader:
         for entry, name in pairs:
             is_part = entry != name and entry in name
             is_expert = group.kind is GroupKind.EXPERTS and self.skips_experts(entry, name)
-            if is_part or is_expert or self.matches_glob(entry, name):
+            if is_part or is_expert or fnmatch(name, entry):
                 return entry
         return None
-
-    def matches_glob(self, entry: str, path: str) -> bool:
-        """Match a path with an entry of ModelOpt's list as a glob."""
-        return fnmatch(path, entry)
 
     def find_target(self, group: LinearGroup) -> str | None:
         """Find the first target of compressed-tensors: by path, all projections, or class.
@@ -351,16 +360,6 @@ class LinearReader:
         if scheme is None:
             raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
         return scheme
-
-
-def make_plain_reader(folder: ScaleFolder) -> LinearReader:
-    """Make the reader of an engine without rules of its own: it takes the config as it is meant.
-
-    Raises:
-        Refusal: the config is no object.
-    """
-    section = find_quantization(folder, keys=CONFIG_KEYS) or {}
-    return LinearReader(folder, section)
 
 
 def require_mx(release: Release, form: str, group: LinearGroup, error: str) -> None:

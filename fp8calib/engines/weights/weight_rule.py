@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fp8calib.engines.status import Status
 from fp8calib.numerics.schemes import Granularity
@@ -36,13 +35,6 @@ class WeightRule:
     ignore: tuple[str, ...] = ()
     """Values of `quantize --ignore` that leave these linears unquantized."""
     fix: str = ""
-
-
-class Opened(StrEnum):
-    """The files of a folder that an engine opens."""
-
-    INDEXED = "those that the index names, or all without one"
-    SINGLE = "model.safetensors, or those that the index names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
