@@ -179,7 +179,7 @@ def test_linears_have_the_scheme_that_the_release_chooses(
     release: Release, name: str, lists_parts: bool
 ) -> None:
     configs = open_sglang_configs(open_release(release), name)
-    parts, state = (PARTS, "config") if lists_parts else ({}, "joined")
+    parts = PARTS if lists_parts else {}
     for section in CLASSES[name]():
         for path in PATHS:
             whole = {**section, "packed_modules_mapping": parts}
@@ -187,7 +187,7 @@ def test_linears_have_the_scheme_that_the_release_chooses(
             found = describe_group(
                 lambda each=section: SglangReader(NOTHING, each, EMPTY, release),  # type: ignore[misc]
                 path,
-                state,
+                "config" if lists_parts or path.rpartition(".")[2] not in PARTS else "joined",
             )
             is_ruled = PATHS[path] == "FusedMoE" and (found, expected) == ("alone", "refused")
             assert is_ruled or found in (expected, "unknown"), (section, path)
