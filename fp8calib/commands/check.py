@@ -281,7 +281,6 @@ def check_path(
         from fp8calib.engines.replay.folder import open_folder
         from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
         from fp8calib.engines.weights.missing_tensors import list_opened_files
-        from fp8calib.engines.weights.weight_rule import Opened
         from fp8calib.formats.metadata import read_file_origin
         from fp8calib.formats.read import require_kv_scales
     engines = _choose_engines(request)
