@@ -26,6 +26,7 @@ from fp8calib.errors import (
 if TYPE_CHECKING:
     from fp8calib.commands._calibrate import calibrate
     from fp8calib.commands._verify import VerifyResult, verify
+    from fp8calib.commands.auto import AutoResult, auto
     from fp8calib.commands.calibrate import CalibrateResult
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.dequantize import DequantizeResult, dequantize
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _PLACES = {
+    "AutoResult": "commands.auto",
     "CheckResult": "commands.check",
     "CalibrationStats": "commands.stats",
     "CalibrateResult": "commands.calibrate",
@@ -54,6 +56,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "AutoResult",
     "CalibrateResult",
     "CalibrationError",
     "CalibrationStats",
@@ -73,6 +76,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "VerifyResult",
+    "auto",
     "calibrate",
     "check",
     "dequantize",

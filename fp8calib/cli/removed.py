@@ -12,7 +12,6 @@ _GPTQ = "it was an option of `quantize --rounding gptq`: `fp8calib gptq` has it"
 
 REMOVED: dict[str, str] = {
     "--log": "log the object that `--json` prints by a script of your own",
-    "auto": "`calibrate`, then `verify --scheme NAME`, then `quantize`; a small one comes back",
     "calibrate --engine": "`fp8calib vllm calibrate` runs the text in vLLM",
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
     "calibrate --pipeline-parallel-size": "it is an option of `fp8calib vllm calibrate`",

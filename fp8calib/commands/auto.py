@@ -1,0 +1,273 @@
+"""Calibrate, quantize, verify and check in one command: the smallest checkpoint that passes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fp8calib.checkpoint.disk import format_size
+from fp8calib.commands import options as shared
+from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.option import Option
+from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.quantize import run as quantize
+from fp8calib.commands.result import Overview, Record, Result, WrittenCheck, describe_checks
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.registry import find_emulated
+from fp8calib.errors import ExportError, UsageError, VerificationError
+from fp8calib.numerics.schemes import SCHEMES, InputScaling
+from fp8calib.text import Answer, Block, Line, Table
+from fp8calib.verification.figures import format_mean_kld
+
+if TYPE_CHECKING:
+    from fp8calib.data.sequences import DataPlan
+    from fp8calib.verification.report import CandidateResult
+
+_CALIBRATED, _LEAST = 4 / 5, 5
+_ALIKE = 1.05
+"""Sizes within this factor are alike: then the KLD decides."""
+_OVERLAY, _UNSCALED = "kv-overlay", "scale-1.0"
+
+
+@dataclass(frozen=True)
+class AutoRequest(shared.TextOptions):
+    """Calibrate, write FP8 checkpoints, and keep the smallest one that passes the gate.
+
+    Four fifths of the text calibrate. On the rest the model is compared with an FP8 KV cache,
+    without scales and with calibrated ones, and with each FP8 scheme that the GPU multiplies.
+
+    Example: fp8calib auto meta-llama/Llama-3.1-8B-Instruct --data chats.jsonl --out llama-fp8
+    """
+
+    out: Annotated[
+        str | Path,
+        Option("--out", metavar="DIR", reads=Path, help="Output folder; must not exist."),
+    ]
+    data: shared.DataOption = None
+    _: KW_ONLY
+    gpu: Annotated[
+        str,
+        Option("--gpu", metavar="NAME", check=find_gpu, help="The GPU that serves, such as L40S."),
+    ] = "H100"
+    gate: Annotated[
+        str | None,
+        Option(
+            "--gate",
+            metavar="kv|w8a8|FILE",
+            check=shared.check_gate,
+            help="Thresholds; default: w8a8 for FP8 weights, kv for an FP8 KV cache alone.",
+        ),
+    ] = None
+    tokenizer: shared.TokenizerArgument = None
+
+
+class Choice(Record):
+    """A candidate, as `verify` measured it."""
+
+    name: str
+    """A folder in `out`, or scale-1.0: the model itself, with an FP8 KV cache."""
+    size_bytes: int
+    """Of its tensors."""
+    verdict: str
+    kld_mean: float | None
+    kld_se: float | None
+    ppl_ratio: float
+
+
+class AutoResult(Result):
+    """What was chosen, and what else was measured."""
+
+    out: Path
+    chosen: str
+    """The name of the choice; empty where none passes."""
+    choices: tuple[Choice, ...]
+    serve: str
+    """The command that serves it in vLLM."""
+    checked: tuple[WrittenCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether a choice passes the gate."""
+        return bool(self.chosen)
+
+    @property
+    def exit_code(self) -> int:
+        """8 where no choice passes the gate."""
+        return 0 if self.passed else VerificationError.exit_code
+
+    @property
+    def answer(self) -> str:
+        """The choice in a sentence."""
+        if not self.chosen:
+            return "No choice passes the gate: serve the model in 16 bits, or see fp8calib plan."
+        one = next(each for each in self.choices if each.name == self.chosen)
+        place = "the model itself" if one.name == _UNSCALED else self.out / one.name
+        return f"Serve {place}: KLD {format_mean_kld(one.kld_mean, one.kld_se)}."
+
+    def tabulate(self) -> Table:
+        """Make the table of the choices, the smallest first."""
+        columns = ["choice", "size", "verdict", "KLD mean ± se", "ratio"]
+        rows = [
+            [
+                each.name + " *" * (each.name == self.chosen),
+                format_size(each.size_bytes),
+                each.verdict,
+                format_mean_kld(each.kld_mean, each.kld_se),
+                f"{each.ppl_ratio:.4f}",
+            ]
+            for each in sorted(self.choices, key=lambda choice: choice.size_bytes)
+        ]
+        return Table(columns=columns, rows=rows, words=(0, 2))
+
+    def overview(self) -> Overview:
+        """Give the choices."""
+        table = self.tabulate()
+        return Overview(self.answer, table.columns, table.texts, [self.serve])
+
+
+def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
+    """Choose how to serve a model in FP8.
+
+    Raises:
+        UsageError: an option is invalid, the folder exists, or the text has media or is too short.
+        ModelError: the model cannot be read, or is quantized.
+        DataError: the text cannot be read.
+        CalibrationError: a forward pass failed.
+        ExportError: a checkpoint cannot be written.
+        VerificationError: a model gives NaN or infinity.
+    """
+    with slow_imports():
+        from fp8calib.commands._calibrate import run as calibrate
+        from fp8calib.commands._verify import run as verify
+        from fp8calib.commands.calibrate import CalibrateRequest
+        from fp8calib.commands.verify import VerifyRequest
+        from fp8calib.commands.written import check_written
+    out, schemes = Path(request.out), list(list_schemes(request.gpu))
+    if out.exists():
+        raise UsageError(f"--out {out}: exists", hint="name another folder")
+    text, size = _read_text(request)
+    cut = round(len(text.sequences) * _CALIBRATED)
+    first, rest = text.sequences[:cut], text.sequences[cut:]
+    steps = [
+        f"calibrate on {len(first)} of {len(text.sequences)} sequences",
+        *(f"write {name}" for name in schemes),
+        f"verify on the other {len(rest)} sequences, keep the smallest that passes, and check it",
+    ]
+    if request.dry_run:
+        return RunPlan(
+            plan={"model": str(request.model), "weights_size_bytes": size, "steps": steps}
+        )
+    numbered = iter([f"step {i} of {len(steps)}: {each}" for i, each in enumerate(steps, 1)])
+    places = ("model", "device", "dtype", "memory", "revision", "trust_remote_code", "progress")
+    common: dict[str, Any] = {name: getattr(request, name) for name in places}
+    common |= {"seq_len": text.seq_len, "pack": False}
+
+    reporter.say(next(numbered))
+    common |= {"data": first, "samples": len(first)}
+    calibrate(CalibrateRequest(**common, out=out, check=False), reporter)
+    written = {_OVERLAY: out / _OVERLAY}
+    for name in schemes:
+        reporter.say(next(numbered))
+        named: dict[str, Any] = {"stats": out, "revision": request.revision, "check": False}
+        try:
+            quantize(QuantizeRequest(request.model, name, out / name, **named), reporter)
+            written[name] = out / name
+        except ExportError as error:  # no engine can load it, for one
+            reporter.warn(f"{name} is no choice: {error.message}")
+    reporter.say(next(numbered))
+    common |= {"data": rest, "samples": len(rest), "report": out / "report.html"}
+    scales = list(written.values())
+    verified = verify(VerifyRequest(**common, scales=scales, gate=request.gate), reporter)
+    assert not isinstance(verified, RunPlan)  # noqa: S101 -- it is no dry run
+    choices = _list_choices(verified.candidates, written, size)
+    left = {Path(name).name for name in verified.unusable}
+    if verified.kv is not None and verified.kv.answer == "no":
+        left.add(_OVERLAY)  # another rounding alone
+    chosen = choose([each for each in choices if each.name not in left])
+    for name, path in written.items():
+        if name != chosen:
+            shutil.rmtree(path)
+    checked = check_written(out / chosen, out / chosen, path=chosen) if chosen in written else ()
+    own = verified.next if chosen == _UNSCALED else ""
+    serve = next((each.command for each in checked), own)
+    return AutoResult(out=out, chosen=chosen, choices=tuple(choices), serve=serve, checked=checked)
+
+
+def _read_text(request: AutoRequest) -> tuple[DataPlan, int]:
+    """Read the text, and the bytes of the model's weights."""
+    from fp8calib.commands.model import open_run_model, plan_text, read_settings
+    from fp8calib.data.sources import split_data
+
+    specs, rows = split_data(request.data, text_column=request.text_column)
+    with open_run_model(request) as model:
+        data = read_settings(request, specs)
+        text = plan_text(
+            model.source, data, rows=rows, part="calibrate", tokenizer=request.tokenizer
+        )
+        size = model.checkpoint.total_size_bytes
+    if text.media:
+        raise UsageError("auto takes text alone", hint="run calibrate and verify")
+    if len(text.sequences) < _LEAST:
+        raise UsageError(f"{len(text.sequences)} sequences are too few", hint="use 40 or more")
+    return text, size
+
+
+def list_schemes(gpu: str) -> Iterator[str]:
+    """List the schemes whose inputs a GPU multiplies as they are stored; without any, w8a16."""
+    engine = find_emulated("vllm")[0]
+    multiplied = [
+        name
+        for name, scheme in SCHEMES.items()
+        if scheme.inputs is not InputScaling.NONE
+        and not engine.explain_unmultiplied(scheme, find_gpu(gpu))
+    ]
+    yield from multiplied or ["w8a16"]
+
+
+def choose(choices: Sequence[Choice]) -> str:
+    """Name the smallest that passes, of sizes that are alike the one of the smallest KLD."""
+    passing = [each for each in choices if each.verdict not in {"fail", "cannot-tell"}]
+    least = min((each.size_bytes for each in passing), default=0)
+    small = [each for each in passing if each.size_bytes <= least * _ALIKE]
+    best = min(small, key=lambda each: each.kld_mean or 0.0, default=None)
+    return "" if best is None else best.name
+
+
+def _list_choices(
+    candidates: Sequence[CandidateResult], written: Mapping[str, Path], size: int
+) -> list[Choice]:
+    """Name candidates by their folders; `size` is that of the model in 16 bits, in bytes."""
+    sizes = {
+        name: sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        for name, path in written.items()
+    }
+    return [
+        Choice(
+            name=Path(one.name).name,
+            size_bytes=sizes.get(Path(one.name).name, size),
+            verdict=one.verdict,
+            kld_mean=one.kld_mean,
+            kld_se=one.kld_se,
+            ppl_ratio=one.ppl_ratio,
+        )
+        for one in candidates
+    ]
+
+
+def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
+    """Give the choice, what else was measured, and how to serve it."""
+    yield Answer(result.answer)
+    yield Line()
+    yield result.tabulate()
+    yield Line()
+    yield Line(f"written to {result.out}; all figures: {result.out / 'report.html'}")
+    for text in describe_checks(result.checked) if result.checked else [result.serve]:
+        yield Line(text)
+
+
+auto = as_function("auto", AutoRequest, run)

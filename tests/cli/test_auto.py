@@ -1,0 +1,111 @@
+"""`auto`: what it writes, what it keeps, and that it says what `verify` says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.commands.auto import Choice, choose, list_schemes
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, run, succeed
+
+ROWS = [{"input_ids": [0, *(3 + (i * j) % 90 for j in range(1, 24))]} for i in range(40)]
+OPTIONS = ("--samples", 40, "--seq-len", 24, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("text") / "rows.jsonl", ROWS)
+
+
+def test_the_smallest_that_passes_is_kept_and_verify_agrees(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    found = succeed("auto", model, "--data", rows, *OPTIONS, "--out", out, "--json")
+    report = found.json
+    kept = {path.name for path in out.iterdir()}
+    assert kept == {report["chosen"], "stats.safetensors", "report.json", "report.html"}
+    steps = [line for line in found.err.splitlines() if line.startswith("step ")]
+    assert steps[0] == "step 1 of 5: calibrate on 32 of 40 sequences"
+    assert len(steps) == 5
+    rest = write_rows(tmp_path / "rest.jsonl", ROWS[32:])
+    command = ("verify", model, "--data", rest, *OPTIONS, "--samples", 8, "--scales")
+    again = succeed(*command, out / report["chosen"], "--no-pack", "--json").json
+    choices = {each["name"]: each for each in report["choices"]}
+    mine, verified = choices[report["chosen"]], again["candidates"][0]
+    for key in ("kld_mean", "kld_se", "ppl_ratio", "verdict"):
+        assert mine[key] == verified[key]
+    assert report["serve"].startswith(f"vllm serve {out / report['chosen']}")
+    assert mine["size_bytes"] < choices["kv-overlay"]["size_bytes"]
+
+
+def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.5\nfail_above: 2.0\nkld_fail_above: 1.0e-12\n")
+    command = ("auto", model, "--data", rows, *OPTIONS, "--gate", gate, "--out", tmp_path / "out")
+    found = run(*command)
+    assert found.code == 8
+    assert found.out.startswith("No choice passes the gate: ")
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+
+
+def test_a_dry_run_names_the_steps_and_writes_nothing(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    command = ("auto", model, "--data", rows, *OPTIONS, "--gpu", "a100", "--out", tmp_path / "out")
+    plan = succeed(*command, "--dry-run", "--json").json["plan"]
+    assert plan["steps"][:2] == ["calibrate on 32 of 40 sequences", "write w8a16"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--samples", 4), "4 sequences are too few"),
+        (("--gpu", "abacus"), "this GPU is not known"),
+        (("--gate", "none"), "neither a gate"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: Path, rows: Path, tmp_path: Path, options: tuple[object, ...], words: str
+) -> None:
+    out = ("--out", tmp_path / "out")
+    assert words in fail(2, "auto", model, "--data", rows, *OPTIONS, *options, *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    assert f"--out {tmp_path}: exists" in fail(2, "auto", model, "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "names"),
+    [
+        ("A100", ["w8a16"]),
+        ("H100", ["fp8-static", "fp8-dynamic", "fp8-block"]),
+        ("B200", ["fp8-static", "fp8-dynamic", "fp8-block", "mxfp8"]),
+    ],
+)
+def test_the_gpu_decides_which_schemes_are_tried(gpu: str, names: list[str]) -> None:
+    assert list(list_schemes(gpu)) == names
+
+
+def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen() -> None:
+    def make(name: str, size: int, kld: float, verdict: str = "pass") -> Choice:
+        return Choice(
+            name=name,
+            size_bytes=size,
+            verdict=verdict,
+            kld_mean=kld,
+            kld_se=None,
+            ppl_ratio=1.0,
+        )
+
+    whole, static = make("scale-1.0", 200, 0.001), make("static", 100, 0.03)
+    dynamic, failed = make("dynamic", 104, 0.02, "warn"), make("block", 90, 0.01, "fail")
+    assert choose([whole, static, dynamic, failed]) == "dynamic"
+    assert choose([whole, static, make("dynamic", 106, 0.02)]) == "static"
+    assert choose([whole, failed]) == "scale-1.0"
+    assert not choose([failed, make("x", 1, 0.1, "cannot-tell")])
