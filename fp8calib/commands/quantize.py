@@ -131,6 +131,13 @@ class QuantizeRequest:
             "norms, routers, towers and projectors are never quantized.",
         ),
     ] = None
+    drafters: Annotated[
+        bool,
+        Option(
+            "--drafters",
+            help="Quantize drafters (multi-token prediction) too, which stay in 16 bits otherwise.",
+        ),
+    ] = False
     allow_unservable: Annotated[
         bool,
         Option(
@@ -324,6 +331,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     settings = make_settings(
         *(request.scheme, request.layer_schemes, request.ignore),
         dialect=request.dialect,
+        drafters=request.drafters,
         measures_inputs=request.stats is not None,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)

@@ -25,13 +25,19 @@ from fp8calib.engines.weights.missing_tensors import (
     list_tensors,
 )
 from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
-from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
+from fp8calib.engines.weights.stored import (
+    ScaleValues,
+    find_decoder,
+    list_groups,
+    read_scale_values,
+)
 from fp8calib.engines.weights.weight_rule import NameRules
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.model.drafters import find_promise, is_drafted
 from fp8calib.model.shapes import ModelGeometry
 
 _SUFFIX = ".weight"
@@ -137,6 +143,15 @@ class WeightReplay:
                 unties=any(each.get("tie_word_embeddings") is False for each in sections),
             )
         yield from (Finding(status=Status.UNKNOWN, why=why) for why in self._doubts)
+        if (promise := find_promise(self._folder.config)) and self._lacks_drafter():
+            why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
+            yield Finding(status=Status.USED, why=f"{why}: decoding with it is not possible")
+
+    def _lacks_drafter(self) -> bool:
+        tensors = self._opened.tensors
+        num_layers, decoder = len(self._geometry.layers), find_decoder(self._geometry)
+        has_weights = any(len(each.shape) > 1 for each in tensors.values())
+        return has_weights and not any(is_drafted(name, num_layers, decoder) for name in tensors)
 
     def _compare_linears(self, engine: Engine) -> Iterator[Finding]:
         """Compare what the config and the model's class mean with what is stored.

@@ -21,7 +21,6 @@ _KEPT = "a linear that engines keep unquantized"
 _GENERATOR = "a part that generates sound or images"
 _HYPER = "a mixer of residual streams, as AutoRound leaves it"
 _LATENT = "a projection of latent experts, as ModelOpt leaves it"
-_DRAFTER = "a drafter (multi-token prediction), as other tools leave it"
 _DELTA_GATE = "a projection to the gates of linear attention, as ModelOpt leaves it"
 _PARTS = (
     ("an output head", r"head|.+_head|embed_out|output_layer|score|classifier|pooler"),
@@ -45,9 +44,6 @@ _PARTS = (
     # ModelOpt 0.47.0, `configs/ptq/units/mamba_moe_disabled_quantizers.yaml`; vLLM 0.32.0 then
     # sums over ranks once (`models/nemotron_h.py`).
     (_LATENT, r"fc[12]_latent_proj"),
-    # ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
-    # copies it too (compressed-tensors 0.20.0, `utils/mtp.py`).
-    (_DRAFTER, r"mtp"),
 )
 """Why a module stays unquantized, and the parts of a path that mark it."""
 _OUTER_PARTS = (

@@ -54,6 +54,8 @@ class PlanSettings:
     schemes: LayerSchemes
     dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
+    drafters: bool = False
+    """Quantize drafters too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
-    selection = select(checkpoint, ignore=settings.ignore)
+    selection = select(checkpoint, ignore=settings.ignore, drafters=settings.drafters)
     check_layer_schemes(settings.schemes, selection)
     _refuse_partial_mx_blocks(settings.schemes, selection)
     return selection
@@ -183,6 +185,7 @@ def make_plan(
         settings.schemes.default.name,
         settings.dialect.name,
         sorted(settings.ignore),
+        *(["drafters"] if settings.drafters else []),
         *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
         *([settings.schemes.names] if settings.schemes.by_pattern else []),
         *([[name, float(value)] for name, value in sorted(part.items())] for part in calibrated),

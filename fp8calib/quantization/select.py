@@ -10,6 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
+from fp8calib.model.drafters import count_layers, is_drafted
 from fp8calib.model.expert_layouts import list_configs
 from fp8calib.model.module_paths import split_expert
 from fp8calib.quantization.ignored import (
@@ -37,6 +38,9 @@ _HEADS: Mapping[str, str] = {
 _MAMBA_SIGNS = ("x_proj", "dt_proj")
 _MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
 """vLLM 0.32.0 builds these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
+_DRAFTER = Reason("a drafter (multi-token prediction), as other tools leave it")
+"""ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
+copies it too (compressed-tensors 0.20.0, `utils/mtp.py`)."""
 _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
@@ -67,20 +71,24 @@ class Selection:
     """Why no FP8 checkpoint of the model can be written."""
 
 
-def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
+def select(
+    checkpoint: Checkpoint, *, ignore: Collection[str] = (), drafters: bool = False
+) -> Selection:
     """Choose the linears of a checkpoint that can be written in FP8 (`find_selection`).
 
     Raises:
         UsageError: a pattern names no linear.
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
     """
-    found = find_selection(checkpoint, ignore=ignore)
+    found = find_selection(checkpoint, ignore=ignore, drafters=drafters)
     if found.refusal is not None:
         raise found.refusal
     return found
 
 
-def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
+def find_selection(
+    checkpoint: Checkpoint, *, ignore: Collection[str] = (), drafters: bool = False
+) -> Selection:
     """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
 
     Experts in stacks of a known layout are chosen one by one. Only headers and config.json are
@@ -89,6 +97,7 @@ def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> S
     Args:
         checkpoint: an unquantized checkpoint.
         ignore: the user's patterns (`match_patterns`).
+        drafters: quantize drafters too.
 
     Raises:
         UsageError: a pattern names no linear.
@@ -107,7 +116,7 @@ def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> S
     is_tied = config.get("tie_word_embeddings", True)
     tied = [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
     ignored = match_patterns(ignore, [*matrices, *experts, *tied])
-    find_reason = _make_reason_finder(checkpoint, config, ignored)
+    find_reason = _make_reason_finder(checkpoint, config, ignored, drafters=drafters)
     quantized: list[Matrix] = []
     unquantized: list[UnquantizedMatrix] = []
     unquantized_experts: list[Matrix] = []
@@ -199,9 +208,12 @@ def _make_reason_finder(
     checkpoint: Checkpoint,
     config: Mapping[str, object],
     ignored: Mapping[str, str],
+    *,
+    drafters: bool,
 ) -> Callable[[str, TensorEntry, Collection[Matrix]], Reason | None]:
     """Make the function that gives the reason why a tensor stays unquantized, or None."""
     sizes = {size for size in _find_values(config, "vocab_size") if isinstance(size, int)}
+    num_layers = count_layers(config)
     has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
     # the modules with the projections of a first-generation Mamba mixer
     signs = (f".{sign}{SUFFIX}" for sign in _MAMBA_SIGNS)
@@ -217,6 +229,8 @@ def _make_reason_finder(
         known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
         if reason := known or _find_reason_of_experts(name, inside, ignored):
             return reason
+        if not drafters and is_drafted(module, num_layers):
+            return _DRAFTER
         if module.rpartition(".")[0] in mixers and _is_linear(name, entry):
             return _MAMBA
         is_encoder = has_text_part and module.startswith(_ENCODER)

@@ -18,6 +18,7 @@ def make_settings(
     ignore: Sequence[str] | None = None,
     *,
     dialect: str = COMPRESSED_TENSORS.name,
+    drafters: bool = False,
     power_of_two: bool = False,
     measures_inputs: bool = True,
 ) -> PlanSettings:
@@ -28,6 +29,7 @@ def make_settings(
         layer_schemes: those of other linears, by pattern.
         ignore: patterns of linears that stay unquantized.
         dialect: of the checkpoint.
+        drafters: whether drafters are quantized too.
         power_of_two: whether scales of blocks are powers of two.
         measures_inputs: whether the scales of static inputs are known, or will be.
 
@@ -52,4 +54,6 @@ def make_settings(
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
             f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
-    return PlanSettings(schemes=schemes, dialect=written, ignore=tuple(ignore or ()))
+    return PlanSettings(
+        schemes=schemes, dialect=written, ignore=tuple(ignore or ()), drafters=drafters
+    )

@@ -154,9 +154,10 @@ TABLE = (
     Pattern(
         SPECIAL,
         "step3p5: eh_proj, shared_head, layers.45",
-        ("model.layers.45.eh_proj", "model.layers.45.shared_head.output"),
-        ("model.layers.45.mlp.up_proj",),
-        "the file's reason is g_idx, a tensor of GPTQ",
+        (
+            *("model.layers.45.eh_proj", "model.layers.45.shared_head.output"),
+            "model.layers.45.mlp.up_proj",
+        ),
     ),
     Pattern(SPECIAL, "kimi_k25: vision_tower, mm_projector", ("mm_projector.proj.0",)),
     Pattern(SPECIAL, "Qwen4: hyper_connection", (f"{LAYER}.hyper_connection.fc",)),
@@ -209,7 +210,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         f"{LAYER}.{module}.weight": torch.zeros(48, 1, 4)
         for module in ("linear_attn.conv1d", "self_attention.conv1d", "mixer.conv1d")
     }
-    folder = save(tmp_path_factory.mktemp("lists") / "m", tensors)
+    folder = save(tmp_path_factory.mktemp("lists") / "m", tensors, num_hidden_layers=45)
     with Checkpoint.open(folder) as checkpoint:
         return {matrix.module for matrix in select(checkpoint).quantized}
 

@@ -364,7 +364,7 @@ def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path
         for layer, names in enumerate((("x_proj", "dt_proj", "in_proj", "out_proj"), ("in_proj",)))
         for name in names
     }
-    save(tmp_path, tensors)
+    save(tmp_path, tensors, num_hidden_layers=2)
     with Checkpoint.open(tmp_path) as checkpoint:
         found = select(checkpoint)
     assert [matrix.module for matrix in found.quantized] == ["model.layers.1.mamba.in_proj"]

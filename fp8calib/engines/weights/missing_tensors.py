@@ -26,7 +26,8 @@ from fp8calib.engines.weights.stored import LAYER, count_experts, find_decoder
 from fp8calib.engines.weights.weight_rule import NameRules
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
-from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
+from fp8calib.formats.kv.parse_names import parse_name
+from fp8calib.model.drafters import is_drafted
 from fp8calib.model.module_paths import split_expert
 from fp8calib.model.shapes import ModelGeometry
 
@@ -40,7 +41,6 @@ _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
 _TIED = "is of its own by config.json, but the class may take the embedding instead"
 _HEADLESS = "is of its own by config.json, but the engine's class has no output layer, and stops"
 _HEAD = "lm_head.weight"
-_DRAFT = "mtp"
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
 _FORMATS = (*PLAIN_DTYPES, *WEIGHT_FORMATS)
@@ -292,6 +292,7 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
         for name, entry in tensors.items()
         if entry.dtype not in _FORMATS and split_expert(module := name.rpartition(".")[0])
     }
+    num_layers, decoder = len(geometry.layers), find_decoder(geometry)
     for name in geometry.leftovers:
         entry, module = tensors.get(name), name.rpartition(".")[0]
         if entry is None or is_companion(name) or name.endswith(_SKIPPED):
@@ -299,8 +300,7 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
         starts = (name[: each.start()] for each in re.finditer("_", name))
         if module in absent or not absent.isdisjoint(starts):
             continue
-        is_drafted = _DRAFT in name.split(".") or is_of_draft_layer(geometry, module)
-        if not (geometry.num_draft_layers and is_drafted):
+        if not geometry.num_draft_layers or not is_drafted(name, num_layers, decoder):
             yield name
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.formats.fp8.weights import is_linear_scale
-from fp8calib.formats.kv.parse_names import is_of_draft_layer
+from fp8calib.model.drafters import is_drafted
 from fp8calib.model.module_paths import split_expert
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.encode import decode_scale
@@ -39,6 +40,8 @@ _STACKED = {
 """The names of a layer's experts in one tensor, and the projections in it; the last two are
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
+FindCreated = Callable[[str], Sequence[CreatedLinear]]
+"""Gives what an engine's class may make of a linear, by its path."""
 LAYER = re.compile(r"(.*?\.)(\d+)\.")
 """The beginning of a path, up to the number of its layer."""
 
@@ -128,10 +131,27 @@ def list_groups(
         else:
             shape = shapes.get(module) or _read_matrix(held[WEIGHT].shape if WEIGHT in held else ())
             linears[module] = StoredLinear(module=module, shape=shape, tensors=held)
-    yield from _join(linears, classes, geometry)
+    find = partial(_find_created, classes, find_decoder(geometry))
+    yield from _join(linears, find, geometry)
     counts = _place_experts(experts, geometry) if stored else {}
-    yield from _group_experts(experts, counts, beside, classes)
-    yield from _group_stacks(tensors, classes)
+    yield from _group_experts(experts, counts, beside, find)
+    yield from _group_stacks(tensors, find)
+
+
+def _find_created(classes: ClassMap, decoder: str | None, path: str) -> Sequence[CreatedLinear]:
+    """Find what a linear may become; in a drafter, what one of the decoder's layers does."""
+    pattern = make_pattern(path)
+    if pattern in classes or not is_drafted(path, 0):
+        return classes.get(pattern, ())
+    layer = f"{decoder}*."
+    for found in re.finditer(r"\*\.", pattern):
+        own, rest = pattern[: found.end()], pattern[found.end() :]
+        for each in classes.get(f"{layer}{rest}", ()):
+            if all(name.startswith(layer) for name in (each.path, *each.parts)):
+                parts = tuple(f"{own}{part.removeprefix(layer)}" for part in each.parts)
+                path = f"{own}{each.path.removeprefix(layer)}"
+                return (replace(each, path=path, parts=parts),)
+    return ()
 
 
 def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
@@ -140,18 +160,18 @@ def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
 
 
 def _join(
-    linears: Mapping[str, StoredLinear], classes: ClassMap, geometry: ModelGeometry
+    linears: Mapping[str, StoredLinear], find: FindCreated, geometry: ModelGeometry
 ) -> Iterator[LinearGroup]:
     """Join linears as the engine's class does."""
     leftovers = set(geometry.leftovers)
+    num_layers, decoder = len(geometry.layers), find_decoder(geometry)
     joined: dict[tuple[tuple[str, ...], CreatedLinear], dict[str, StoredLinear]] = defaultdict(dict)
     for module, linear in linears.items():
-        pattern = make_pattern(module)
-        created = _choose(module, linears, classes.get(pattern, ()))
+        created = _choose(module, linears, find(module))
         if created is None:
             is_head = module.rpartition(".")[2] in HEADS
             # Drafters have classes of their own; other leftovers are judged with the parameters.
-            is_left = f"{module}.{WEIGHT}" in leftovers or is_of_draft_layer(geometry, module)
+            is_left = f"{module}.{WEIGHT}" in leftovers or is_drafted(module, num_layers, decoder)
             yield LinearGroup(
                 path=module,
                 kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
@@ -159,7 +179,7 @@ def _join(
                 state="stored" if is_left else "",
             )
         else:
-            joined[list_numbers(module), created][pattern] = linear
+            joined[list_numbers(module), created][make_pattern(module)] = linear
     for (_, created), members in joined.items():
         ordered = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)
         first = ordered[0].module
@@ -215,7 +235,7 @@ def _group_experts(
     experts: Mapping[str, Collection[tuple[int, str]]],
     counts: Mapping[str, int],
     beside: Mapping[str, Mapping[str, TensorEntry]],
-    classes: ClassMap,
+    find: FindCreated,
 ) -> Iterator[LinearGroup]:
     """Group the experts of each layer, each with all projections that any expert has.
 
@@ -223,7 +243,7 @@ def _group_experts(
         experts: the number and the projection of each expert's linear, by the path of the layer's.
         counts: how many experts the model has, by path.
         beside: all tensors of the checkpoint.
-        classes: what the engine's class creates.
+        find: gives what the engine's class creates.
     """
     shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
     own: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
@@ -243,10 +263,10 @@ def _group_experts(
                 shape = _read_matrix(commonest[0][0] if commonest else ())
                 held = beside.get(module, {})
                 members.append(StoredLinear(module=module, shape=shape, tensors=held))
-        yield _make_experts(path, members, classes)
+        yield _make_experts(path, members, find)
 
 
-def _group_stacks(tensors: Mapping[str, TensorEntry], classes: ClassMap) -> Iterator[LinearGroup]:
+def _group_stacks(tensors: Mapping[str, TensorEntry], find: FindCreated) -> Iterator[LinearGroup]:
     """Group the experts of layers that store them in one tensor of 16 bits, as linears of one.
 
     Stacks in FP8 are not judged.
@@ -261,14 +281,14 @@ def _group_stacks(tensors: Mapping[str, TensorEntry], classes: ClassMap) -> Iter
                 for each in _STACKED[stack[2]]
             )
     for path, members in found.items():
-        yield _make_experts(path, members, classes)
+        yield _make_experts(path, members, find)
 
 
-def _make_experts(path: str, members: Sequence[StoredLinear], classes: ClassMap) -> LinearGroup:
+def _make_experts(path: str, members: Sequence[StoredLinear], find: FindCreated) -> LinearGroup:
     """Make the group of a layer's experts, and find how the engine's class creates them."""
     names = [f"{path}.gate_up_proj", f"{path}.down_proj", f"{path.rpartition('.')[0]}.input_linear"]
-    paths = map(make_pattern, [*(each.module for each in members[:1]), *names])
-    created = next((each for name in paths for each in classes.get(name, ())), None)
+    paths = [*(each.module for each in members[:1]), *names]
+    created = next((each for name in paths for each in find(name)), None)
     return LinearGroup(
         path=path,
         kind=GroupKind.EXPERTS,

@@ -1,0 +1,56 @@
+"""Drafters: what a checkpoint stores for speculative decoding, and the decoder's class leaves out.
+
+Engines run them in classes of their own (vLLM 0.32.0 `models/registry.py`,
+_SPECULATIVE_DECODING_MODELS). Their names in checkpoints: `mtp.*` (Qwen3-Next, Qwen3.5, Nemotron-H,
+LongCat, DeepSeek-V4), `mtp_layers` (MiMo), `mtp_block` (Ernie), or layers after the decoder's
+(DeepSeek-V3, GLM-4.5, Step 3.5).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_PART = re.compile(r"(?:.*\.)?mtp(?:_[^.]+)?(?:\..*)?")
+_LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,6})\..+?")
+_PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where configs say how many layers the drafter has (vLLM 0.32.0 `config/speculative.py`)."""
+_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+
+
+def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
+    """Tell whether a module or tensor is of a drafter.
+
+    Args:
+        path: its path.
+        num_layers: of the decoder; 0 where that is not known.
+        decoder: the path of its list of layers with a dot at its end; None for any list.
+    """
+    if _PART.fullmatch(path):
+        return True
+    found = _LAYER.match(path)
+    if found is None or not num_layers or int(found[2]) < num_layers:
+        return False
+    return decoder in (None, path[: found.start(2)])
+
+
+def find_promise(config: Mapping[str, object]) -> str:
+    """Find where a config promises a drafter, in words; empty where it does not."""
+    for section in _list_sections(config):
+        for key in _PROMISES:
+            number = section.get(key)
+            if isinstance(number, int) and number > 0:
+                return f"{key} {number:d}"
+    return ""
+
+
+def count_layers(config: Mapping[str, object]) -> int:
+    """Count the layers of the decoder by its config; 0 where it does not say."""
+    numbers = (section.get("num_hidden_layers") for section in _list_sections(config))
+    return next((number for number in numbers if isinstance(number, int)), 0)
+
+
+def _list_sections(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """List a config and that of its text part."""
+    inner = (config.get(key) for key in _TEXT_KEYS)
+    return [config, *(each for each in inner if isinstance(each, dict))]

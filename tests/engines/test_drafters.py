@@ -1,0 +1,136 @@
+"""Drafters stay in 16 bits unless they are asked for, and are judged like the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.model.drafters import find_promise, is_drafted
+from tests import zoo
+from tests.cli.program import run as program
+from tests.engines.test_check_weights import ask
+from tests.kit.checkpoints import change_config, change_quantization
+from tests.quantization.by_hand import run
+
+PLACES = {
+    "deepseek_v3": "model.layers.2.",
+    "glm4_moe": "model.layers.2.",
+    "qwen3_next": "mtp.layers.0.",
+    "qwen3_5_text": "mtp.layers.0.",
+}
+KEYS = {"mtp": "mtp_num_hidden_layers", "model": "num_nextn_predict_layers"}
+OUTER = {"mtp": "mtp.fc", "model": "model.layers.2.eh_proj"}
+LAST = "model.layers.1."
+both = pytest.mark.parametrize("engine", ["vllm", "sglang"])
+by_family = pytest.mark.parametrize("family", PLACES)
+
+
+def save(folder: Path, family: str, *, promised: bool = True, stored: bool = True) -> Path:
+    """Save a model whose drafter is a copy of its last layer, and a linear before it."""
+    zoo.save(family, folder)
+    place = PLACES[family]
+    root = place.partition(".")[0]
+    change_config(folder, **dict.fromkeys(KEYS.values()))
+    if promised:
+        change_config(folder, **{KEYS[root]: 1})
+    if stored:
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        last = {name: each for name, each in tensors.items() if name.startswith(LAST)}
+        tensors |= {name.replace(LAST, place): each.clone() for name, each in last.items()}
+        hidden = tensors["model.embed_tokens.weight"].shape[1]
+        tensors[f"{OUTER[root]}.weight"] = torch.ones(hidden, 2 * hidden, dtype=torch.bfloat16)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def list_drafted(folder: Path, family: str) -> dict[str, torch.dtype]:
+    """List the dtypes of the drafter's matrices."""
+    (file,) = folder.glob("*.safetensors")
+    start = PLACES[family]
+    held = {name: each for name, each in load_file(file).items() if name.startswith(start)}
+    return {name: each.dtype for name, each in held.items() if each.ndim == 2}
+
+
+def is_fine(report: EngineReport) -> bool:
+    """Tell whether weights load as the checkpoint means."""
+    return report.weights is None and not report.unknown
+
+
+@by_family
+def test_a_drafter_is_carried_in_16_bits_and_listed(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "model", family)
+    before = list_drafted(model, family)
+    folder = run(model, tmp_path / "out", "fp8-dynamic").out
+    assert list_drafted(folder, family) == before
+    for engine in ("vllm", "sglang"):
+        assert is_fine(ask(folder, engine))
+
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    others = [each for each in section["ignore"] if not each.startswith(PLACES[family])]
+    change_quantization(folder, ignore=others)
+    for engine in ("vllm", "sglang"):
+        verdict = ask(folder, engine).weights
+        assert verdict is not None
+        assert f"{PLACES[family]}" in verdict.why
+        assert "is not quantized, but the config quantizes it" in verdict.why
+
+
+@by_family
+def test_drafters_are_quantized_where_that_is_asked(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "model", family)
+    out = tmp_path / "out"
+    done = program("quantize", model, "--scheme", "fp8-dynamic", "--drafters", "--out", out)
+    assert done.code == 0, done.err
+    drafted = list_drafted(out, family)
+    assert torch.float8_e4m3fn in drafted.values()
+    assert all(is_fine(ask(out, engine)) for engine in ("vllm", "sglang"))
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name, dtype in drafted.items() if dtype == torch.float8_e4m3fn)
+    del tensors[f"{name}_scale"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert not is_fine(ask(out, "vllm"))
+
+
+@both
+@by_family
+def test_a_promised_drafter_that_is_absent_is_named(
+    tmp_path: Path, family: str, engine: str
+) -> None:
+    for promised, stored in ((True, False), (True, True), (False, False)):
+        folder = save(tmp_path / f"{promised}-{stored}", family, promised=promised, stored=stored)
+        report = ask(folder, engine)
+        is_said = any("promises a drafter" in problem for problem in report.problems)
+        assert is_said is (promised and not stored)
+        assert is_fine(report)
+
+
+@pytest.mark.parametrize(
+    ("path", "num_layers", "expected"),
+    [
+        ("mtp.fc", 0, True),
+        ("model.mtp.layers.0.mlp.up_proj", 0, True),
+        ("model.mtp_layers.0.mlp.up_proj", 2, True),
+        ("model.mtp_block.0.mlp.up_proj", 2, True),
+        ("model.layers.2.eh_proj", 2, True),
+        ("model.layers.1.mlp.up_proj", 2, False),
+        ("model.layers.2.mlp.up_proj", 0, False),
+        ("model.layers.1.mlp.experts.7.up_proj", 2, False),
+        ("model.layers.1.smtp_proj", 2, False),
+        ("vision_tower.layers.7.mlp.fc1", 2, False),
+    ],
+)
+def test_names_of_drafters(path: str, num_layers: int, expected: bool) -> None:
+    assert is_drafted(path, num_layers, "model.layers.") is expected
+
+
+def test_a_promise_may_be_in_the_config_of_the_text_part() -> None:
+    inner = {"mtp_num_hidden_layers": 1}
+    assert find_promise({"text_config": inner}) == "mtp_num_hidden_layers 1"
+    assert find_promise({"num_nextn_predict_layers": 0}) == ""
