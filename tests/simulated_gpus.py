@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import accelerate as placing
 
 from fp8calib.calibration import reductions
+from fp8calib.verification.emulation import emulate
 
 ROOM_BYTES = 64 << 30
 _CPU = torch.device("cpu")
@@ -120,13 +121,22 @@ def simulated_gpus(
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
             _simulated_kernels() if has_kernels else nullcontext(),
-            mock.patch.object(reductions, "has_kernel", return_value=has_kernels),
+            mock.patch.object(reductions, "has_kernel", _has_kernel if has_kernels else _has_none),
+            mock.patch.object(emulate, "has_kernel", _has_kernel if has_kernels else _has_none),
             _Simulation(),
         ):
             yield
     finally:
         future.set_overwrite_module_params_on_conversion(before[0])
         torch._C._set_only_lift_cpu_tensors(before[1])
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _has_none(device: torch.device) -> bool:  # noqa: ARG001
+    return False
 
 
 @contextmanager

@@ -76,6 +76,15 @@ def reduce_heads(
     )
 
 
+@triton.jit
+def widen(stored):  # type: ignore[no-untyped-def]
+    """Convert to fp32 exactly; the interpreter loses subnormals of bfloat16."""
+    if stored.dtype == tl.bfloat16:
+        return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 -- the compiler needs both branches
+        return stored.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "num_copies", "first", "sequence_stride"])  # type: ignore[untyped-decorator]
 def _reduce(  # type: ignore[no-untyped-def]
     x,
@@ -111,7 +120,7 @@ def _reduce(  # type: ignore[no-untyped-def]
         rows = at + tl.arange(0, _TILE_ROWS)
         is_inside = (rows < stop)[:, None] & is_column[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-        values = tl.load(place + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        values = widen(tl.load(place + offsets, mask=is_inside, other=0.0))
         codes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.maximum(largest, tl.max(codes, 0))
         if token_stride:  # noqa: SIM102 -- known to the compiler

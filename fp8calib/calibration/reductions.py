@@ -8,11 +8,9 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,7 +21,8 @@ from fp8calib.calibration.batch_view import (
     BatchView,
 )
 from fp8calib.calibration.hooks import ExpertsCall
-from fp8calib.errors import CalibrationError, Fp8CalibWarning, first_line
+from fp8calib.calibration.kernel_trial import Results, is_trusted
+from fp8calib.errors import CalibrationError
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.amax import (
     channel_amax,
@@ -224,26 +223,15 @@ def _reduce_in_kernel(
 @cache
 def has_kernel(device: torch.device) -> bool:
     """Whether tensors of a device are reduced by the kernel."""
-    return device.type == "cuda" and find_spec("triton") is not None and try_kernel(device)
+    return is_trusted(device, *make_trial(device))
 
 
-def try_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on a device, and gives there what torch's operations give.
-
-    Without it everything is the same, but slower; a warning says why.
-    """
+def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """Make a reduction of a padded batch by the kernel on a device, and by torch on the CPU."""
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16)
-    try:
-        found = _reduce_in_kernel(batch, x.to(device), 3, 1).tensors
-    except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
-        text = f"kernels are not used on {device}: {first_line(error)}"
-        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
-        return False
-    expected = _reduce_heads(batch, x, 3, 1).tensors
-    differing = [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
-    if differing:
-        text = f"kernels are not used on {device}: {', '.join(differing)} differ from torch's"
-        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
-    return not differing
+    return (
+        lambda: _reduce_in_kernel(batch, x.to(device), 3, 1).tensors,
+        lambda: _reduce_heads(batch, x, 3, 1).tensors,
+    )

@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8calib.calibration import kernels
+from fp8calib.verification.emulation import kernels as emulation
 
 ARCHITECTURES = (80, 90, 100)
 POINTERS = {
@@ -21,14 +22,18 @@ POINTERS = {
 }
 
 
-def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> None:
-    """Compile with all numbers as int32, pointers and strides as multiples of 16."""
-    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers
+EMULATED = {"x": "*bf16", "y": "*bf16", "scales": "*fp32", "sums": "*fp64"}
+FLOATS = dict.fromkeys(("limit", "bound", "smallest_scale", "inverse"), "fp32")
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile with numbers as int32 unless `types` has them, pointers and strides by 16 bytes."""
+    signature = dict.fromkeys(kernel.arg_names, "i32") | types
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = [
         number
         for number, name in enumerate(kernel.arg_names)
-        if name in pointers or name.startswith("stride") or name == "width"
+        if types.get(name, "").startswith("*") or name.startswith("stride") or name == "width"
     ]
     source = ASTSource(
         fn=kernel,
@@ -37,17 +42,30 @@ def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, A
         attrs={(number,): [["tt.divisibility", 16]] for number in aligned},
     )
     for architecture in ARCHITECTURES:
-        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        target = GPUTarget("cuda", architecture, 32)
+        found = triton.compile(source, target=target, options={"enable_fp_fusion": False})
         assert found.asm["cubin"]
         assert "ld.global.v4" in found.asm["ptx"], "rows are read 16 bytes at a time"
 
 
 if __name__ == "__main__":
     for by_channel, token_stride, num_columns in ((True, 4, 128), (False, 1, 128), (False, 0, 64)):
+        numbers = {"token_stride": token_stride, "num_columns": num_columns}
+        types = {"x": "*bf16", **POINTERS}
+        compile_kernel(kernels._reduce, types, {"by_channel": by_channel, **numbers})
+    for per_token, in_model_dtype, num_rows in ((True, False, 4), (False, True, 16)):
         constants = {
-            "by_channel": by_channel,
-            "token_stride": token_stride,
-            "num_columns": num_columns,
+            "per_head": False,
+            "per_token": per_token,
+            "by_reciprocal": not in_model_dtype,
+            "in_model_dtype": in_model_dtype,
+            "scale_by_reciprocal": False,
+            "most": 448.0,
+            "smallest_normal": 2.0**-6,
+            "carry": 2.0**20,
+            "flush_stride": 8,
+            "num_rows": num_rows,
+            "num_columns": 2048 // num_rows,
         }
-        compile_kernel(kernels._reduce, {"x": "*bf16", **POINTERS}, constants)
+        compile_kernel(emulation._fake_quantize, {**EMULATED, **FLOATS}, constants)
     print("compiled")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fp8calib.calibration import reductions
 from fp8calib.calibration.batch_view import BatchView
+from fp8calib.calibration.kernel_trial import agree
 from fp8calib.calibration.statistic import join
 from fp8calib.model.shapes import Role, Site
 
@@ -151,14 +152,14 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
+    trial = reductions.make_trial(torch.device(DEVICE))
+    assert agree(*trial)
     monkeypatch.setattr(kernels, "launch", fail)
-    with pytest.warns(UserWarning, match="no compiler"):
-        assert not reductions.try_kernel(torch.device(DEVICE))
+    with pytest.warns(UserWarning, match="a kernel is not used: no compiler"):
+        assert not agree(*trial)
     monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="amax, positions, sequences, histogram differ"):
-        assert not reductions.try_kernel(torch.device(DEVICE))
-    monkeypatch.undo()
-    assert reductions.try_kernel(torch.device(DEVICE))
+        assert not agree(*reductions.make_trial(torch.device(DEVICE)))
     assert not reductions.has_kernel(torch.device("cpu"))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from scripts.benchmarks.launches import HAS_KERNELS, Work, WorkCounter, count_all
 from tests import zoo
-from tests.calibration.running import LENGTHS, opened, rows_of
+from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
 from tests.simulated_gpus import simulated_gpus
 
 pytestmark = pytest.mark.skipif(
@@ -29,10 +29,11 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder() ->
         assert work.observation.launches < work.with_histograms.launches
         assert work.observation.waits == work.with_histograms.waits == 0
         shares = {n: each.launches / work.decoder.launches for n, each in emulations.items()}
-        assert 0 < shares["kv"] <= 0.5, family
-        assert shares["kv"] <= shares["kv + P"] <= 0.85, family
-        assert 0 < shares["w8a8 static"] <= 1, family
-        assert 0 < shares["w8a8 dynamic"] <= 1, family
+        assert 0 < shares["kv"] <= 0.15, family
+        assert shares["kv"] <= shares["kv + P"] <= 0.45, family
+        assert 0 < shares["w8a8 static"] <= 0.16, family
+        assert 0 < shares["w8a8 dynamic"] <= 0.16, family
+        assert not any(each.waits for each in emulations.values())
     assert observed.keys() == {"llama", "mixtral", "qwen3_next", "deepseek_v3"}
     # layers x (k, v, 4 different inputs), 4 for all sites
     assert observed["llama"] == 4 * 6 + 4
@@ -52,6 +53,20 @@ def test_the_host_waits_for_a_gpu_behind_the_passes_alone(tmp_path: Path) -> Non
         waits.append(counter.work.waits)
     copied = sum(len(each.tensors) for each in stats.sites.values())
     assert waits == [copied + 1] * 2  # one look for NaN
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
+def test_a_run_with_kernels_writes_the_same_file(tmp_path: Path) -> None:
+    """Padded batches, experts, and a histogram of the ninth sequence."""
+    zoo.save("mixtral", tmp_path / "model")
+    written = []
+    for has_kernels in (True, False):
+        with (
+            simulated_gpus(1, has_kernels=has_kernels),
+            opened(tmp_path / "model", device="cuda:0") as subject,
+        ):
+            written.append(as_bytes(subject.calibrate(batch_size=4), tmp_path))
+    assert written[0] == written[1]
 
 
 def test_waiting_is_counted() -> None:

@@ -163,7 +163,18 @@ class _Waiting:
     num_chosen: int
 
 
-DamageRow = torch.Tensor | _Waiting
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SummedDamage:
+    """The damage to a tensor, summed up by each program of a kernel."""
+
+    sums: torch.Tensor
+    """fp64 [N, 6]: x squared, the error squared, how many elements clipped, how many of the chosen
+    are not zero before and after, and the amax."""
+    num_elements: int
+    num_chosen: int
+
+
+DamageRow = torch.Tensor | _Waiting | SummedDamage
 """The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
 
 
@@ -206,6 +217,12 @@ class DamageSums(Generic[Key]):
             for group in groups.values()
             for each, row in zip(group, _reduce_waiting(group), strict=True)
         }
+        alike = defaultdict[tuple[torch.device, torch.Size], list[SummedDamage]](list)
+        for summed in {id(row): row for _, row in self._rows}.values():
+            if isinstance(summed, SummedDamage):
+                alike[summed.sums.device, summed.sums.shape].append(summed)
+        for parts in alike.values():
+            reduced |= zip(map(id, parts), _reduce_summed(parts), strict=True)
         updates: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, row in self._rows:
             new = row if isinstance(row, torch.Tensor) else reduced[id(row)]
@@ -242,49 +259,37 @@ def reduce_damage(
     """Measure the damage to `x` as `measure_damage` does; on a GPU, later."""
     if x.device.type == "cpu":
         return measure_damage(x, fake, fmt, saturates=saturates, flush_stride=flush_stride)
-    stacked = fake.map(lambda each: each.unsqueeze(0))
-    return reduce_stacked(
-        x.unsqueeze(0), stacked, fmt, saturates=saturates, flush_stride=flush_stride
-    )[0]
-
-
-def reduce_stacked(
-    x: torch.Tensor,
-    fake: FakeQuantized,
-    fmt: Fp8Format,
-    *,
-    saturates: bool = True,
-    flush_stride: int = 1,
-) -> list[DamageRow]:
-    """Measure the damage to each of some tensors on a GPU, stacked along the first axis."""
-    clipped: Sequence[torch.Tensor | None] = [None] * len(x)
+    clipped = None
     if fake.scaled is not None:
         limit = clip_limit(fmt, saturates=saturates)
         clipped = _count_nonzero(torch.nn.functional.hardshrink(fake.scaled, limit))
     chosen = _every(x, flush_stride)
-    before, after = _count_nonzero(chosen), _count_nonzero(_every(fake.values, flush_stride))
-    noise = fake.values - x
-    return [
-        _Waiting(
-            x=x[i],
-            version=x._version,
-            noise=noise[i],
-            clipped=clipped[i],
-            nonzero=(before[i], after[i]),
-            num_chosen=chosen[i].numel(),
-        )
-        for i in range(len(x))
-    ]
+    return _Waiting(
+        x=x,
+        version=x._version,
+        noise=fake.values - x,
+        clipped=clipped,
+        nonzero=(_count_nonzero(chosen), _count_nonzero(_every(fake.values, flush_stride))),
+        num_chosen=chosen.numel(),
+    )
 
 
-def _count_nonzero(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Count along all axes but the first, in one kernel: fp32 [] each.
+def _count_nonzero(x: torch.Tensor) -> torch.Tensor:
+    """Count in one kernel: fp32 []; counts up to 2**24 are exact, above, sums of parts round."""
+    found: torch.Tensor = torch.linalg.vector_norm(x, 0, dtype=torch.float32)
+    return found
 
-    Counts up to 2**24 are exact; above that, sums of parts are rounded.
-    """
-    axes = list(range(1, x.dim()))
-    found: torch.Tensor = torch.linalg.vector_norm(x, 0, axes, dtype=torch.float32)
-    return found.unbind(0)
+
+def _reduce_summed(parts: Sequence[SummedDamage]) -> Sequence[torch.Tensor]:
+    """Give the rows of tensors whose kernels had as many programs."""
+    stacked = torch.stack([each.sums for each in parts])
+    signal, noise, clipped, before, after, _ = stacked.sum(1).unbind(1)
+    sizes = [(each.num_elements, each.num_elements / each.num_chosen) for each in parts]
+    on_host = torch.tensor(sizes, dtype=torch.float64)
+    num_elements, factor = on_host.to(stacked.device, non_blocking=True).unbind(1)
+    flushed = (before - after).clamp(min=0) * factor
+    rows = (signal, noise, clipped, flushed, num_elements, stacked[..., -1].amax(1))
+    return torch.stack(rows, 1).unbind(0)
 
 
 def _reduce_waiting(waiting: Sequence[_Waiting]) -> Sequence[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from fp8calib.calibration.hooks import (
     HookedCache,
     open_hooks,
 )
+from fp8calib.calibration.kernel_trial import is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tokens_first
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
 from fp8calib.verification.emulation.damage import (
@@ -34,7 +36,6 @@ from fp8calib.verification.emulation.damage import (
     clip_limit,
     measure_heads,
     reduce_damage,
-    reduce_stacked,
     sum_damage,
 )
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
@@ -64,7 +65,6 @@ class EmulationHooks:
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
-        self._pairs: dict[tuple[Site, torch.device], Quantizer | None] = {}
         self._sums = DamageSums[Site]()
         self.weight_scales: dict[Site, ScaleRange] = {}
         """The scales that the weights were quantized with."""
@@ -103,23 +103,11 @@ class EmulationHooks:
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize K and V; on a GPU both in one kernel, where they differ in one scale alone."""
-        sites = attention.site(Role.K), attention.site(Role.V)
-        place = (sites[0], key.device)
-        if key.device.type != "cpu" and self._kept is None and key.shape == value.shape:
-            if place not in self._pairs:
-                self._pairs[place] = _pair(
-                    self._quantizers.get(sites[0]), self._quantizers.get(sites[1]), key
-                )
-            if (pair := self._pairs[place]) is not None:
-                both = torch.stack([key, value])
-                fake = pair.fake(both)
-                rows = reduce_stacked(both, fake, pair.fmt, saturates=pair.saturates)
-                for site, row in zip(sites, rows, strict=True):
-                    self._sums.add(site, row)
-                key, value = fake.values.to(key.dtype)
-                return key, value
-        return self._heads(sites[0], key), self._heads(sites[1], value)
+        """Quantize K and V."""
+        return (
+            self._heads(attention.site(Role.K), key),
+            self._heads(attention.site(Role.V), value),
+        )
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q before the factor that the model multiplies it by, as the engine does."""
@@ -174,8 +162,13 @@ class EmulationHooks:
         quantizer = self._quantizers.get(site)
         if quantizer is None:
             return x
-        quantizer = self._place(site, quantizer, x)
-        fake = quantizer.for_heads(x.shape[1]).fake(x)
+        quantizer = self._place(site, quantizer, x).for_heads(x.shape[1])
+        flush_stride = FLUSH_STRIDE if site.role is Role.Q else 1
+        if self._has_kernel(quantizer, x):
+            values, summed = _quantize_in_kernel(x, quantizer, flush_stride)
+            self._sums.add(site, summed)
+            return values
+        fake = quantizer.fake(x)
         before, after = x, fake
         if self._kept is not None:
             kept = self._kept.to(x.device)
@@ -185,7 +178,7 @@ class EmulationHooks:
             after,
             quantizer.fmt,
             saturates=quantizer.saturates,
-            flush_stride=FLUSH_STRIDE if site.role is Role.Q else 1,
+            flush_stride=flush_stride,
         )
         self._sums.add(site, damage)
         return fake.values.to(x.dtype)
@@ -203,17 +196,26 @@ class EmulationHooks:
         )
         if (found := next(known, None)) is None:
             rows = x.reshape(-1, x.shape[-1])
-            before, after = rows, (fake := self._place(sites[0], quantizer, x).fake(rows))
-            if self._kept is not None:
-                before = self._counted(rows, tokens)
-                after = fake.map(lambda t: self._counted(t, tokens))
-            damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
-            found = fake.values.to(x.dtype).reshape(x.shape), damage
+            placed = self._place(sites[0], quantizer, x)
+            if self._has_kernel(placed, x):
+                values, summed = _quantize_in_kernel(rows[None, None], placed, FLUSH_STRIDE)
+                found = values.reshape(x.shape), summed
+            else:
+                before, after = rows, (fake := placed.fake(rows))
+                if self._kept is not None:
+                    before = self._counted(rows, tokens)
+                    after = fake.map(lambda t: self._counted(t, tokens))
+                damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
+                found = fake.values.to(x.dtype).reshape(x.shape), damage
             self._inputs.append((x, x._version, quantizer, *found))
             del self._inputs[:-_REMEMBERED_INPUTS]
         for site in sites:
             self._sums.add(site, found[1])
         return found[0]
+
+    def _has_kernel(self, quantizer: Quantizer, x: torch.Tensor) -> bool:
+        """Whether the kernel of a GPU quantizes a tensor; it measures padding too."""
+        return self._kept is None and quantizer.fits_kernel and has_kernel(x.device)
 
     def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
         """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
@@ -235,15 +237,32 @@ class EmulationHooks:
         return rows
 
 
-def _pair(key: Quantizer | None, value: Quantizer | None, x: torch.Tensor) -> Quantizer | None:
-    """Join the quantizers of K and V for both stacked, [2, ...]; None where that is impossible."""
-    if key is None or value is None:
-        return None
-    scales = [each.scale for each in (key, value) if isinstance(each.scale, torch.Tensor)]
-    if [scale.numel() for scale in scales] != [1, 1] or replace(key, scale=value.scale) != value:
-        return None
-    stacked = torch.stack([scale.reshape(1) for scale in scales]).to(x.device)
-    return replace(key, scale=stacked.view(2, *[1] * x.dim()))
+def _quantize_in_kernel(
+    x: torch.Tensor, quantizer: Quantizer, flush_stride: int
+) -> tuple[torch.Tensor, DamageRow]:
+    """Quantize [B, H, S, D], and measure the damage."""
+    from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
+
+    return kernels.fake_quantize(x, quantizer, flush_stride=flush_stride)
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether tensors of a device are quantized by the kernel."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 40, 600, generator=numbers).to(torch.bfloat16)
+    quantizers = {
+        "a static scale": Quantizer(fmt=E4M3FN, scale=torch.tensor([0.005]), by_reciprocal=True),
+        "scales of tokens": Quantizer(fmt=E4M3FN, scale=Granularity.TOKEN),
+    }
+    return is_trusted(
+        device,
+        lambda: {
+            name: _quantize_in_kernel(x.to(device), each.to(device), 1)[0]
+            for name, each in quantizers.items()
+        },
+        lambda: {name: each.fake(x).values.to(x.dtype) for name, each in quantizers.items()},
+    )
 
 
 @contextmanager

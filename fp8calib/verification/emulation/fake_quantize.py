@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.numerics.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.numerics.cast import round_to_format_
-from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding
+from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding, Specials
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import BLOCK, Granularity
 
@@ -104,6 +104,27 @@ class Quantizer:
         octaves = torch.where(codes > 0, (codes / AT_THE_EDGE).log2().ceil(), 0.0)
         return replace(self, scale=scale * torch.exp2(octaves), saturates=True)
 
+    @property
+    def clips(self) -> bool:
+        """Whether values may exceed the largest one: scales of the values themselves cover all."""
+        is_free = isinstance(self.scale, Granularity) and not self.power_of_two
+        return not is_free or self.largest_amax is not None
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether the kernel of a GPU computes it; torch's operations compute everything."""
+        scale = self.scale
+        if self.round_trip is not None or self.power_of_two:
+            return False
+        if (
+            self.rounding is not Rounding.NEAREST_EVEN
+            or self.fmt.specials is Specials.NEGATIVE_ZERO
+        ):
+            return False
+        if isinstance(scale, torch.Tensor):
+            return scale.numel() in {1, *scale.shape[-3:-2]}
+        return scale is Granularity.TOKEN and not self.in_model_dtype
+
     def is_same(self, other: Quantizer) -> bool:
         """Tell whether both quantize every tensor alike."""
         if self is other:
@@ -124,9 +145,7 @@ class Quantizer:
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
         before, amax = None, None
-        # Scales that come from the values themselves cover all of them.
-        is_free = isinstance(self.scale, Granularity) and not self.power_of_two
-        if not (is_within or (is_free and self.largest_amax is None)):
+        if self.clips and not is_within:
             before, amax = self._find_excess(x, scale, scaled)
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)

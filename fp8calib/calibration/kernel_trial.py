@@ -1,0 +1,39 @@
+"""Whether a kernel may be used: it is tried on a device first, beside torch's operations."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+
+import torch
+
+from fp8calib.errors import Fp8CalibWarning, first_line
+
+Results = Mapping[str, torch.Tensor]
+
+
+def is_trusted(
+    device: torch.device, by_kernel: Callable[[], Results], by_torch: Callable[[], Results]
+) -> bool:
+    """Whether a device is CUDA's, Triton is installed, and the kernel gives torch's results.
+
+    Without the kernel everything is the same, but slower; a warning says why it is not used.
+    """
+    return device.type == "cuda" and find_spec("triton") is not None and agree(by_kernel, by_torch)
+
+
+def agree(by_kernel: Callable[[], Results], by_torch: Callable[[], Results]) -> bool:
+    """Compare what a kernel gives with what torch gives; a warning says what is wrong."""
+    try:
+        found = {name: x.cpu() for name, x in by_kernel().items()}
+    except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
+        text = f"a kernel is not used: {first_line(error)}"
+        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
+        return False
+    expected = by_torch()
+    differing = [name for name, x in expected.items() if not torch.equal(found[name], x.cpu())]
+    if differing:
+        text = f"a kernel is not used: {', '.join(differing)} differ from torch's"
+        warnings.warn(text, Fp8CalibWarning, stacklevel=2)
+    return not differing
