@@ -17,7 +17,6 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import BeforeAfter, Overview, Result, list_top_level
-from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -121,8 +120,6 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.quantization.dequantize import plan_files, write_files
         from fp8calib.quantization.quantize import list_files
         from fp8calib.quantization.sources.decoded import open_quantized
-    if request.dtype not in _DTYPES:
-        raise UsageError(f"--dtype {request.dtype}: not one of {', '.join(_DTYPES)}")
     started, out = time.monotonic(), Path(request.out)
     folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype

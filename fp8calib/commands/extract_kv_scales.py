@@ -23,7 +23,7 @@ from fp8calib.commands.result import (
     list_top_level,
 )
 from fp8calib.errors import UsageError
-from fp8calib.formats.registry import find_dialect, list_written
+from fp8calib.formats.registry import find_dialect
 from fp8calib.model.shapes import Attention, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.text import Block, Line
@@ -174,7 +174,13 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.formats.ranks import fits_heads
         from fp8calib.formats.read import check_origin, read_scales
         from fp8calib.quantization.related import relate_to_quantized
-    dialect, path = _check_options(request), fetch_hub_id(Path(request.quantized_model))
+    names = shared.split_names(request.formats) or ["kv-overlay"]
+    if len(names) > 1:
+        raise UsageError(
+            f"--format {' '.join(names)}: only one format can be written to --save-path",
+            hint="run the command once for each format",
+        )
+    dialect, path = find_dialect(names[0]), fetch_hub_id(Path(request.quantized_model))
     with Checkpoint.open(find_folder(str(request.model), request.revision)) as checkpoint:
         quantized = find_quantized(checkpoint)
         geometry = _find_geometry(request, checkpoint, is_quantized=quantized is not None)
@@ -196,13 +202,15 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
                 other_weights=request.other_weights,
                 replace_scales=request.replace_scales,
             )
-        fmt, tps = (
-            KV_FORMATS[request.fp8_dtype or E4M3FN.name],
-            tuple(dict.fromkeys(request.tp or ())),
-        )
+        tps = tuple(dict.fromkeys(request.tp or ())) if dialect.per_tp else ()
+        if request.tp and not tps:
+            reporter.warn(
+                f"--tp has no effect: {dialect.name} does not depend on the number of ranks"
+            )
         if not tps:
             is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
             tps = (found.table.tp if is_kept else 1,)
+        fmt = KV_FORMATS[request.fp8_dtype or E4M3FN.name]
         tables = convert_scales(found, dialect, fmt, tps, fingerprint)
         result = _write(request, dialect, found, tables, checkpoint, quantized, attachment)
     for note in result.notes:
@@ -275,28 +283,6 @@ def _write(
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         checked=checked,
     )
-
-
-def _check_options(request: ExtractRequest) -> Dialect:
-    """Check the options, and find the dialect of --format."""
-    names = shared.split_names(request.formats) or ["kv-overlay"]
-    if len(names) > 1:
-        raise UsageError(
-            f"--format {' '.join(names)}: only one format can be written to --save-path",
-            hint="run the command once for each format",
-        )
-    dialect = find_dialect(names[0])
-    named = {"--source-dtype": request.source_dtype, "--fp8-dtype": request.fp8_dtype}
-    for option, name in named.items():
-        if name is not None and name not in KV_FORMATS:
-            raise UsageError(f"{option} {name}: unknown", hint=f"use {' or '.join(KV_FORMATS)}")
-    if request.tp and not dialect.per_tp:
-        others = " or ".join(each.name for each in list_written() if each.per_tp)
-        raise UsageError(
-            f"--tp {request.tp[0]}: {dialect.name} does not depend on the number of ranks",
-            hint=f"leave out --tp, or choose --format {others}",
-        )
-    return dialect
 
 
 def _find_geometry(

@@ -107,7 +107,7 @@ def as_function(
         except TypeError as error:
             raise TypeError(f"{name}() {error}") from None
         for each in declared:
-            each.check_bounds(given.get(each.name))
+            each.check_choice(given.get(each.name))
         made = request(*args, **kwargs)
         reporter = PythonReporter(getattr(made, "progress", None))
         result = run(made, reporter)

@@ -84,8 +84,8 @@ def open_run_model(
 
 def _refuse_placement(request: RunOptions) -> None:
     """Refuse to place a model that is in memory already."""
-    for name in ("device", "dtype", "device_map", "memory"):
-        if getattr(request, name, None) not in ("auto", None):
+    for name in ("device", "dtype", "memory"):
+        if getattr(request, name) not in ("auto", None):
             raise UsageError(
                 f"{name}: the model is in memory already, where and as it is",
                 hint=f"leave {name} out, or pass the path of a checkpoint",
@@ -94,16 +94,7 @@ def _refuse_placement(request: RunOptions) -> None:
 
 def _open_path(request: RunOptions, recipe: Recipe | None, if_quantized: str) -> Iterator[RunModel]:
     device_map = getattr(request, "device_map", None)
-    if device_map not in (None, "auto"):
-        raise UsageError(f"--device-map {device_map}: must be auto")
-    if device_map and request.device != "auto":
-        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
-    if device_map and request.memory is not None:
-        raise UsageError(
-            "--memory streams a model through one device, but --device-map spreads it over several",
-            hint="leave out one of them",
-        )
-    device = choose_device(request.device)
+    device = choose_device("auto" if device_map else request.device)
     source = open_source(
         str(request.model),
         revision=request.revision,

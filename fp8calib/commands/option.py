@@ -87,34 +87,33 @@ class Declared:
         """As messages name it, those to callers in Python too."""
         return self.flags[0] if self.flags else self.name
 
-    def check_bounds(self, value: Any) -> None:
-        """Refuse a number outside its bounds; the parser does so on the command line.
+    def check_choice(self, value: Any) -> None:
+        """Refuse an unknown name, and a number outside its bounds; None is not given.
 
         Raises:
             UsageError: naming the option.
         """
-        least, most = self.option.least, self.option.most
+        least, most, choices = self.option.least, self.option.most, self.option.choices
+        wrong, known = "", tuple(choices)
         if value is None:
             return
         if least is not None and not value >= least:
-            raise UsageError(f"{self.spelled} {value}: must be {least} or more")
-        if most is not None and not value <= most:
-            raise UsageError(f"{self.spelled} {value}: must be {most} or less")
+            wrong = f"must be {least} or more"
+        elif most is not None and not value <= most:
+            wrong = f"must be {most} or less"
+        elif choices and value not in choices:
+            wrong = f"must be {join_or(choices)}"
+        if wrong:
+            raise UsageError(f"{self.spelled} {value}: {wrong}", hint=suggest(str(value), known))
 
     def check(self, value: Any) -> None:
-        """Refuse an unknown name or a missing file; None is not given.
+        """Refuse the same, and a missing file.
 
         Raises:
             Fp8CalibError: naming the option or the file.
         """
-        choices = self.option.choices
-        if value is None:
-            return
-        if choices and value not in choices:
-            raise UsageError(
-                f"{self.spelled} {value}: must be {join_or(choices)}", hint=suggest(value, choices)
-            )
-        if self.option.check is not None:
+        self.check_choice(value)
+        if self.option.check is not None and value is not None:
             for each in value if isinstance(value, list | tuple) else [value]:
                 self.option.check(each)
 

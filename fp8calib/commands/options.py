@@ -337,7 +337,11 @@ DtypeOption = Annotated[
 ]
 DeviceMapOption = Annotated[
     str | None,
-    Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
+    Option(
+        "--device-map",
+        choices=("auto",),
+        help="Spread the model over all GPUs; --device and --memory then have no effect.",
+    ),
 ]
 _UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
 _SIZE = re.compile(

@@ -91,7 +91,8 @@ class QuantizeRequest:
             "--scheme",
             metavar="|".join([*SCHEMES, "RECIPE"]),
             help=f"{'. '.join(_list_schemes())}. Static inputs need --stats. "
-            "Or a recipe, such as plan writes: a file with a section quantize.",
+            "Or a recipe, such as plan writes: a file with a section quantize, whose keys "
+            "--layer-scheme and --ignore replace.",
         ),
     ]
     out: Annotated[
@@ -363,11 +364,10 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
 
 def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
-    """Give a request the schemes of the recipe that it names, and the recipe or an empty one.
+    """Give a request what it leaves to the recipe that it names, and the recipe or an empty one.
 
     Raises:
         RecipeError: the recipe is invalid, or has no section `quantize`.
-        UsageError: the request has schemes beside it.
     """
     from fp8calib.commands.recipe import Recipe
     from fp8calib.commands.recipe_options import open_recipe
@@ -381,11 +381,11 @@ def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
             f"{request.scheme}: it has no section quantize",
             hint="name a scheme, or a recipe that writes a checkpoint",
         )
-    for option, given in (("--layer-scheme", request.layer_schemes), ("--ignore", request.ignore)):
-        if given:
-            raise UsageError(f"{option}: the schemes are those of {request.scheme}")
     changed = replace(
-        request, scheme=asked.scheme, layer_schemes=asked.layer_schemes, ignore=asked.ignore
+        request,
+        scheme=asked.scheme,
+        layer_schemes=request.layer_schemes or asked.layer_schemes,
+        ignore=request.ignore or asked.ignore,
     )
     return changed, recipe
 

@@ -19,7 +19,7 @@ from fp8calib.commands.magnitudes import summarize_layers, summarize_scales
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import Overview, Record, Result
 from fp8calib.commands.saturation import PositionSaturation, Saturation
-from fp8calib.errors import UsageError, cut_list, shorten
+from fp8calib.errors import cut_list, shorten
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.positions import range_starts
@@ -53,9 +53,10 @@ class ShowRequest:
     everything: Annotated[
         bool, Option("--all", help="Print every table instead of what stands out.", is_layout=True)
     ] = False
-    kv: Annotated[bool, Option("--kv", help="Print the table of K, V and q.", is_layout=True)] = (
-        False
-    )
+    kv: Annotated[
+        bool,
+        Option("--kv", help="Print the table of K, V and q; --all has it too.", is_layout=True),
+    ] = False
 
 
 class _Row(Record):
@@ -144,15 +145,12 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
     """Read a file, or what a folder holds.
 
     Raises:
-        UsageError: the options contradict each other.
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     with slow_imports():
         from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file, load_stats
         from fp8calib.formats.stored_scales import read_stored_scales
     path = Path(request.file)
-    if request.everything and request.kv:
-        raise UsageError("--all prints every row: leave out --kv")
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
@@ -330,7 +328,7 @@ def _format(value: object) -> str:
 
 
 def _describe_scales(result: ScalesShown, request: ShowRequest) -> Iterator[Block]:
-    shown = _KV_SUFFIXES if request.kv else ""
+    shown = _KV_SUFFIXES if request.kv and not request.everything else ""
     rows = [row for row in result.scales.items() if row[0].endswith(shown)]
     if not (request.everything or request.kv):
         yield Line(f"{shorten(str(result.path))}: {len(rows):,} scales")

@@ -315,7 +315,7 @@ def test_a_model_in_memory_runs_in_its_own_dtype() -> None:
     assert stats.geometry.checkpoint_dtype == "bfloat16"
     report = fp8calib.verify(model.double(), data=token_rows(), seq_len=LENGTH)
     assert report.dtype == "float64"
-    for name in ("device", "dtype", "device_map", "memory"):
+    for name in ("device", "dtype", "memory"):
         value: Any = 3.0 if name == "memory" else "cpu"
         with pytest.raises(fp8calib.UsageError, match=f"{name}: the model is in memory"):
             fp8calib.calibrate(model, token_rows(), **{name: value})

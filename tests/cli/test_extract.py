@@ -403,7 +403,6 @@ def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -
         ),
         (["--source-dtype", ""], 2, "--source-dtype '': the argument is empty"),
         (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: must be e4m3fn or e4m3fnuz"),
-        (["--tp", "2"], 2, "kv-overlay does not depend on the number of ranks"),
         (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),
         (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
         (["--model", "no-such-folder-or-model"], 4, "no-such-folder-or-model"),

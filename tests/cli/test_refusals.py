@@ -44,7 +44,6 @@ OPTIONS = [
     ("--device-map balanced", "--device-map balanced: must be auto"),
     ("--memory nan", "--memory"),
     ("--memory 1e300", "--memory"),
-    ("--memory 9 --device-map auto", "--device-map"),
     ("--seq-len 129", "above the model's maximum of 128 positions"),
     ("--recipe w8a16 --format rfc", "does not observe K and V"),
     ("--recipe w8a8-dynamic --format rfc", "needs inputs and weights"),

@@ -311,7 +311,7 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
 
-def test_a_recipe_takes_no_schemes_beside_its_own(
+def test_a_recipe_has_schemes_and_options_replace_them(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--passes", 2)
@@ -321,7 +321,9 @@ def test_a_recipe_takes_no_schemes_beside_its_own(
     outcome = succeed(*command, "--json").json
     planned = [linear for g in found["groups"] if g["choice"] == "w8a16" for linear in g["linears"]]
     assert sorted(outcome["quantized"]) == sorted(planned)
-    assert "--ignore: the schemes are those of" in fail(2, *command, "--ignore", "*.o_proj")
+    fewer = succeed(*command, "--force", "--ignore", "*.o_proj", "--json").json["quantized"]
+    assert fewer
+    assert not any(linear.endswith(".o_proj") for linear in fewer)
     empty = tmp_path / "kv.yaml"
     empty.write_text("name: kv\n")
     other = ("quantize", planted[0], "--scheme", empty, "--out", tmp_path / "other")
