@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +34,7 @@ from fp8calib.commands import (
 )
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.option import Declared, list_options
-from fp8calib.machine import ProcessRank, find_process_rank
+from fp8calib.machine import find_process_rank
 from fp8calib.plugin import find_plugins
 from fp8calib.text import Block, Line
 
@@ -62,44 +62,31 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class _Commands(Mapping[str, Any]):
-    """The commands of the program by name, each made when it is asked for."""
-
-    def __init__(self, requests: Mapping[str, str]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(typed.partition(" ")[0] for typed in self._requests))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __getitem__(self, typed: str) -> Any:
-        if typed in self._requests:
-            return _make_command(self._requests[typed], typed)
-        inner = {
-            full.removeprefix(f"{typed} "): place
-            for full, place in self._requests.items()
-            if full.startswith(f"{typed} ")
-        }
-        if not inner:
-            raise KeyError(typed)
-        return _Group(typed, inner, context_settings=HELP_NAMES, rich_markup_mode=None)
-
-
 class _Group(TyperGroup):
     """The program, or a group of commands in it; it imports the request of the one that runs."""
 
     def __init__(
-        self,
-        name: str | None = None,
-        requests: Mapping[str, str] | None = None,
-        **settings: Any,
+        self, name: str | None = None, requests: Mapping[str, str] | None = None, **settings: Any
     ) -> None:
         super().__init__(name=name, **settings)
         self._is_program = requests is None
         self._requests = spell_commands() if requests is None else requests
-        self.commands = _Commands(self._requests)  # type: ignore[assignment] # none is added
+        names = (typed.partition(" ")[0] for typed in self._requests)
+        self.commands = dict.fromkeys(names)  # type: ignore[assignment] # made when asked for
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Make a command, or a group such as `vllm`, of which only the names are known."""
+        if cmd_name in self._requests:
+            return _make_command(self._requests[cmd_name], cmd_name)
+        before = f"{cmd_name} "
+        inner = {
+            typed.removeprefix(before): place
+            for typed, place in self._requests.items()
+            if typed.startswith(before)
+        }
+        if not inner:
+            return None
+        return _Group(cmd_name, inner, context_settings=HELP_NAMES, rich_markup_mode=None)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the first line of every command's help, whose request is not imported."""
@@ -131,7 +118,7 @@ def _make_command(name: str, typed: str) -> Any:
 
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
         set_json(json)
-        given = request(**{each.name: _collect(each, options[each.name]) for each in declared})
+        given = request(**{each.name: each.read(options[each.name]) for each in declared})
         if hasattr(given, "on_command_line"):
             given = given.on_command_line()
         for each in names_first:
@@ -166,9 +153,10 @@ def _run(name: str, request: Any) -> int:
     _quiet_libraries()
     try:
         with ConsoleReporter() as reporter:
-            result: Result | None = implementation.run(
-                request, reporter, **_find_processes(implementation.run)
-            )
+            run, rank = implementation.run, find_process_rank(os.environ)
+            in_several = "process_rank" in inspect.signature(run).parameters
+            more = {"process_rank": rank} if in_several else {}
+            result: Result | None = run(request, reporter, **more)
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
             show(_describe(name, error.result, request))
@@ -176,8 +164,9 @@ def _run(name: str, request: Any) -> int:
     if result is None:  # the first of several processes has it
         return 0
     if prints_json():
-        for option in _list_layout(request):
-            warn(f"--json prints everything: {option} has no effect")
+        for each in list_options(type(request)):
+            if each.option.is_layout and getattr(request, each.name) != each.default:
+                warn(f"--json prints everything: {each.flags[0]} has no effect")
         print_json(result.to_json())
     show(_describe(name, result, request))
     if failure := getattr(result, "failure", ""):
@@ -196,13 +185,6 @@ def _quiet_libraries() -> None:
         logging.disable_progress_bar()
 
 
-def _find_processes(run: Callable[..., Any]) -> dict[str, ProcessRank]:
-    """Tell a command that can run in several processes which of them this is."""
-    if "process_rank" not in inspect.signature(run).parameters:
-        return {}
-    return {"process_rank": find_process_rank(os.environ)}
-
-
 def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
     """Describe a result as the module of its command does; plans of runs have one of their own."""
     from fp8calib.commands.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
@@ -212,22 +194,6 @@ def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
         return [Line(str(result))]
     described: Iterable[Block] = render.describe(result, request)
     return described
-
-
-def _list_layout(request: Any) -> Iterator[str]:
-    """List the options that were given and only choose what a terminal shows."""
-    for each in list_options(type(request)):
-        given = getattr(request, each.name)
-        if each.option.is_layout and given != each.default:
-            yield each.flags[0]
-
-
-def _collect(declared: Declared, value: Any) -> Any:
-    """Make the value of a field of what the parser read."""
-    option = declared.option
-    if option.negates:
-        return False if value else declared.default
-    return value if value is None or option.collect is None else option.collect(value)
 
 
 def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -87,6 +87,13 @@ class Declared:
         """As messages name it, those to callers in Python too."""
         return self.flags[0] if self.flags else self.name
 
+    def read(self, given: Any) -> Any:
+        """Make the field's value of what the command line read."""
+        if self.option.negates:
+            return False if given else self.default
+        collect = self.option.collect
+        return given if given is None or collect is None else collect(given)
+
     def check_choice(self, value: Any) -> None:
         """Refuse an unknown name, and a number outside its bounds; None is not given.
 

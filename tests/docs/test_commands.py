@@ -218,7 +218,7 @@ def _list_options(command: Any) -> Iterator[str]:
     for parameter in command.params:
         yield from (*parameter.opts, *parameter.secondary_opts)
     for name in getattr(command, "commands", ()):
-        yield from _list_options(command.commands[name])
+        yield from _list_options(command.get_command(None, name))
 
 
 def _check_script(words: list[str]) -> None:

@@ -41,7 +41,7 @@ def test_the_commands_and_options_are_those_of_the_program() -> None:
     for name, text in sections.items():
         command = group
         for word in name.split():
-            command = command.commands[word]
+            command = command.get_command(None, word)
         parameters = [each for each in command.params if each.opts[0].startswith("-")]
         spelled = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)}
         assert set(re.findall(r"`(--[\w-]+)`", text)) >= spelled - {"--json"}, name
