@@ -53,6 +53,7 @@ from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.options import TP
 from fp8calib.commands.quantize import QuantizeResult
+from fp8calib.commands.quantized import make_quantize_result
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import (
     apply_request,
@@ -480,7 +481,7 @@ def _write_checkpoint(
     job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
     device = torch.device("cpu")
     written = quantize(checkpoint, plan, folder, device=device, advance=job.reporter.advance)
-    return QuantizeResult.of(
+    return make_quantize_result(
         *(checkpoint, plan, written),
         out=job.folder / folder.name,
         started=started,

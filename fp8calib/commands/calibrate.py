@@ -247,25 +247,16 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     sizes = result.kv_bytes_per_token
     yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
     yield f"written to {result.out}: {list_top_level(result.files)}"
-    if result.shard is not None:
-        yield _describe_next(result.shard.index, result.shard.count)
+    if (shard := result.shard) is not None:
+        yield (
+            f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards "
+            "exist: fp8calib export SHARDS... --format kv-overlay --model MODEL --out DIR"
+        )
     yield from describe_checks(result.checked)
-    yield f"more: {'; '.join(_suggest_further(result))}"
-
-
-def _describe_next(index: int, count: int) -> str:
-    """Describe the next step after a shard."""
-    return (
-        f"shard {index} of {count} has no scales. When all {count} shards exist: "
-        "fp8calib export SHARDS... --format kv-overlay --model MODEL --out DIR"
-    )
-
-
-def _suggest_further(result: CalibrateResult) -> Iterator[str]:
-    """Spell the commands that print what these lines leave out."""
-    yield f"fp8calib show {shlex.quote(str(result.out))}"
+    more = [f"fp8calib show {shlex.quote(str(result.out))}"]
     if result.overlay is not None:
-        yield f"fp8calib check {shlex.quote(str(result.overlay))}"
+        more.append(f"fp8calib check {shlex.quote(str(result.overlay))}")
+    yield f"more: {'; '.join(more)}"
 
 
 _SHOWN_LAYERS = 20

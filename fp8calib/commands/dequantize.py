@@ -16,7 +16,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
-from fp8calib.commands.result import BeforeAfter, Overview, Result, list_top_level
+from fp8calib.commands.result import BeforeAfter, Overview, Result, list_checkpoint
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -211,10 +211,7 @@ def describe(
         f"{result.source}: {len(result.dequantized)} tensors are {result.dtype} now, weights "
         f"{result.describe_bytes()}, {result.duration_s:.1f} s"
     )
-    shards = [name for name in result.files if name.endswith(".safetensors")]
-    others = [name for name in result.files if name not in shards]
-    listed = result.files if len(shards) == 1 else (f"{len(shards)} shards", *others)
-    yield Line(f"written to {result.out}: {list_top_level(listed)}")
+    yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
 
 
 dequantize = as_function("dequantize", DequantizeRequest, run)

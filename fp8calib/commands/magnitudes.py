@@ -51,8 +51,12 @@ def _summarize(title: str, rows: Sequence[Magnitude]) -> str:
 def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]], most: int = _SHOWN_OUTLIERS) -> str:
     """Describe the few that are farthest from the median, and count the others."""
     farthest = sorted(outliers, key=lambda found: -max(found[1], 1 / found[1]))
-    described = [_describe_outlier(row, ratio) for row, ratio in farthest]
-    return cut_list(described, most)
+    times = [f"{r:,.0f} times" if r > 1 else f"1/{1 / r:,.0f} of" for _, r in farthest]
+    described = (
+        f"{row.place}: {row.value:.4g} ({far} the median)"
+        for (row, _), far in zip(farthest, times, strict=True)
+    )
+    return cut_list(list(described), most)
 
 
 def _find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
@@ -65,11 +69,6 @@ def _find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float
         for row in members:
             if not middle / FAR <= row.value <= middle * FAR:
                 yield row, row.value / middle
-
-
-def _describe_outlier(row: Magnitude, ratio: float) -> str:
-    times = f"{ratio:,.0f} times" if ratio > 1 else f"1/{1 / ratio:,.0f} of"
-    return f"{row.place}: {row.value:.4g} ({times} the median)"
 
 
 def summarize_layers(result: StatsShown) -> Iterator[str]:
@@ -132,17 +131,15 @@ def summarize_scales(rows: Iterable[tuple[str, Sequence[float | str] | str]]) ->
         title = f"{len(found):,} of {shorten(kind)}"
         if not found:
             yield f"{shorten(kind)}: too many values to read"
-        elif any(row.value for row in found):
-            yield _summarize_kind(title, found)
-        else:
+        elif not any(row.value for row in found):
             yield f"{title}: all zero"
+        elif usable := [row for row in found if 0 < row.value < inf]:
+            yield _summarize(title, usable) + _name_unusable(found)
+        else:
+            yield title + _name_unusable(found)
 
 
-def _summarize_kind(title: str, rows: Sequence[Magnitude]) -> str:
-    """Summarize scales of one kind; those that no engine can use are named."""
-    wrong = [row for row in rows if not 0 < row.value < inf]
-    if not wrong:
-        return _summarize(title, rows)
-    usable = [row for row in rows if 0 < row.value < inf]
-    named = cut_list([f"{row.place}: {row.value:.4g}" for row in wrong], _SHOWN_OUTLIERS)
-    return f"{_summarize(title, usable) or title}; not finite and above zero: {named}"
+def _name_unusable(rows: Iterable[Magnitude]) -> str:
+    """Name the scales that no engine can use."""
+    wrong = [f"{row.place}: {row.value:.4g}" for row in rows if not 0 < row.value < inf]
+    return f"; not finite and above zero: {cut_list(wrong, _SHOWN_OUTLIERS)}" if wrong else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self, TypeVar
+from typing import Annotated
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
@@ -22,30 +22,18 @@ from fp8calib.commands.result import (
     Result,
     WrittenCheck,
     describe_checks,
-    list_top_level,
+    list_checkpoint,
 )
-from fp8calib.errors import RecipeError, UsageError, cut_list
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.text import Block, Line
 
-if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_stats import CalibrationStats
-    from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.commands.recipe import Recipe
-    from fp8calib.quantization.plan import QuantizePlan
-    from fp8calib.quantization.quantize import Written
-    from fp8calib.quantization.shard_writer import WeightCodes
-
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
 """How the reason of a linear begins that a pattern leaves out."""
-
-
-def _list_schemes() -> Iterator[str]:
-    return (f"{scheme.name}: {scheme.description}" for scheme in SCHEMES.values())
 
 
 def _list_dialects() -> Iterator[str]:
@@ -90,7 +78,8 @@ class QuantizeRequest:
         Option(
             "--scheme",
             metavar="|".join([*SCHEMES, "RECIPE"]),
-            help=f"{'. '.join(_list_schemes())}. Static inputs need --stats. "
+            help="".join(f"{each.name}: {each.description}. " for each in SCHEMES.values())
+            + "Static inputs need --stats. "
             "Or a recipe, such as plan writes: a file with a section quantize, whose keys "
             "--layer-scheme and --ignore replace.",
         ),
@@ -211,61 +200,6 @@ class QuantizeResult(Result):
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        plan: QuantizePlan,
-        written: Written,
-        *,
-        out: Path,
-        started: float,
-        notes: Sequence[str] = (),
-        stats: CalibrationStats | None = None,
-        plain_caches: Sequence[int] = (),
-    ) -> Self:
-        """Make the result of a written checkpoint.
-
-        Args:
-            checkpoint: what it was made from.
-            plan: what was written.
-            written: the files.
-            out: their folder.
-            started: the value of time.monotonic() at the start.
-            notes: on its scales.
-            stats: those of K and V.
-            plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
-        """
-        from fp8calib.checkpoint.model_config import find_dtype
-        from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
-
-        size = (
-            kv_bytes_per_token(stats.geometry)
-            if stats is not None and plan.has_kv
-            else estimate_kv_bytes(plan.config, find_dtype(plan.config))
-        )
-        return cls(
-            out=out,
-            files=written.files,
-            scheme=plan.settings.schemes.default.name,
-            layer_schemes=list_layer_schemes(plan),
-            format=plan.settings.dialect.name,
-            bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),
-            duration_s=time.monotonic() - started,
-            resumed=written.resumed,
-            quantized=tuple(matrix.module for matrix in plan.selection.quantized),
-            left=tuple(
-                UnquantizedLinear(module=item.module, why=item.why)
-                for item in plan.selection.unquantized
-            ),
-            dead=written.all_zero,
-            has_kv_scales=plan.has_kv,
-            notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
-            kv_bytes_per_token=None
-            if size is None or plain_caches
-            else BeforeAfter(before=size[0], after=size[1]),
-        )
-
     def name_schemes(self) -> str:
         """Name all schemes, that of most linears first."""
         return ", ".join(dict.fromkeys([self.scheme, *(e.scheme for e in self.layer_schemes)]))
@@ -293,20 +227,6 @@ class QuantizeResult(Result):
         )
 
 
-def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
-    """List the patterns that give linears another scheme, with the number of these linears."""
-    schemes = plan.settings.schemes
-    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
-    return tuple(
-        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
-        for pattern, name in schemes.names.items()
-    )
-
-
-RequestT = TypeVar("RequestT", bound=QuantizeRequest)
-ResultT = TypeVar("ResultT", bound=QuantizeResult)
-
-
 def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     """Quantize a checkpoint.
 
@@ -320,6 +240,12 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     with slow_imports():
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
+        from fp8calib.commands.quantized import (
+            apply_recipe,
+            finish,
+            make_quantize_result,
+            write_plan,
+        )
         from fp8calib.commands.saved import saved_model
         from fp8calib.commands.stats import read_stats
         from fp8calib.commands.written import require_servable
@@ -352,7 +278,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             started = time.monotonic()
             written = write_plan(checkpoint, plan, request, reporter, inputs=inputs, rounded=kept)
             plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
-            result = QuantizeResult.of(
+            result = make_quantize_result(
                 *(checkpoint, plan, written),
                 out=out,
                 started=started,
@@ -363,137 +289,33 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         return finish(result, request, reporter, plain_caches)
 
 
-def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
-    """Give a request what it leaves to the recipe that it names, and the recipe or an empty one.
-
-    Raises:
-        RecipeError: the recipe is invalid, or has no section `quantize`.
-    """
-    from fp8calib.commands.recipe import Recipe
-    from fp8calib.commands.recipe_options import open_recipe
-
-    if not request.names_recipe:
-        return request, Recipe(name="")
-    recipe = open_recipe(request.scheme)
-    asked = recipe.quantize
-    if asked is None:
-        raise RecipeError(
-            f"{request.scheme}: it has no section quantize",
-            hint="name a scheme, or a recipe that writes a checkpoint",
-        )
-    changed = replace(
-        request,
-        scheme=asked.scheme,
-        layer_schemes=request.layer_schemes or asked.layer_schemes,
-        ignore=request.ignore or asked.ignore,
-    )
-    return changed, recipe
-
-
-def write_plan(
-    checkpoint: Checkpoint,
-    plan: QuantizePlan,
-    request: QuantizeRequest,
-    reporter: Reporter,
-    *,
-    inputs: Sequence[Path] = (),
-    rounded: WeightCodes | None = None,
-) -> Written:
-    """Write a planned checkpoint; codes in `rounded` are not computed again.
-
-    Raises:
-        UsageError: the folder is in use.
-        ExportError: the disk cannot hold the output.
-    """
-    import torch
-
-    from fp8calib.model.device import choose_device
-    from fp8calib.quantization.quantize import find_finished, quantize
-
-    out = Path(request.out)
-    if request.resume and (finished := find_finished(out, plan)) is not None:
-        reporter.say(f"{out} is finished already")
-        return finished
-    reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-    return quantize(
-        *(checkpoint, plan, out),
-        device=torch.device("cpu" if request.device == "auto" else choose_device(request.device)),
-        advance=reporter.advance,
-        resume=request.resume,
-        force=request.force,
-        inputs=inputs,
-        rounded=rounded,
-    )
-
-
-def finish(
-    result: ResultT, request: QuantizeRequest, reporter: Reporter, plain_caches: Sequence[int] = ()
-) -> ResultT:
-    """Look at a written checkpoint as `check` does, write its card, and warn of its notes."""
-    from fp8calib.commands.card import write_card
-    from fp8calib.commands.saved import warn_of_tokenizer
-    from fp8calib.commands.written import check_written
-
-    out = result.out
-    checked = check_written(out, out, plain_caches=plain_caches) if request.check else ()
-    card = write_card(
-        *(out, out, result.name_schemes(), request.model),
-        revision=request.revision,
-        checked=checked,
-    )
-    files = tuple(sorted({*result.files, card}))
-    result = result.model_copy(update={"checked": checked, "files": files})
-    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
-    for text in (*result.notes, *result.describe_dead(), *missing):
-        reporter.warn(text)
-    return result
-
-
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe the checkpoint and what engines do with it."""
     yield from map(Line, _describe(result))
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:
+    others: Counter[str] = Counter()
+    for each in result.layer_schemes:
+        others[each.scheme] += each.linears
+    schemes = ", ".join([result.scheme, *(f"{number} {name}" for name, number in others.items())])
     yield (
-        f"{len(result.quantized)} linears quantized ({_describe_schemes(result)}, "
-        f"{result.format}), weights {result.describe_bytes()}, {result.duration_s:.1f} s"
+        f"{len(result.quantized)} linears quantized ({schemes}, {result.format}), weights "
+        f"{result.describe_bytes()}, {result.duration_s:.1f} s"
     )
-    yield from _describe_unquantized(result.left)
+    reasons: dict[str, list[str]] = {}
+    for item in result.left:
+        reasons.setdefault(item.why, []).append(item.module)
+    ignored = [reason for reason in reasons if reason.startswith(_BY_PATTERN)]
+    if len(ignored) > _SHOWN:  # as a plan's recipe has them: one for each linear
+        reasons[_BY_PATTERN.strip()] = [n for reason in ignored for n in reasons.pop(reason)]
+    for reason, names in reasons.items():
+        yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
         yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
-    yield f"written to {result.out}: {_list_files(result.files)}"
+    yield f"written to {result.out}: {list_checkpoint(result.files)}"
     yield from describe_checks(result.checked)
-
-
-def _describe_schemes(result: QuantizeResult) -> str:
-    """Name the scheme, and how many linears have another."""
-    counts: Counter[str] = Counter()
-    for each in result.layer_schemes:
-        counts[each.scheme] += each.linears
-    return ", ".join([result.scheme, *(f"{number} {name}" for name, number in counts.items())])
-
-
-def _describe_unquantized(left: Sequence[UnquantizedLinear]) -> Iterator[str]:
-    """Describe what stays unquantized for each reason, with a few names."""
-    named: dict[str, list[str]] = {}
-    for item in left:
-        named.setdefault(item.why, []).append(item.module)
-    ignored = [reason for reason in named if reason.startswith(_BY_PATTERN)]
-    if len(ignored) > _SHOWN:  # as a plan's recipe has them: one for each linear
-        named[_BY_PATTERN.strip()] = [name for reason in ignored for name in named.pop(reason)]
-    for reason, names in named.items():
-        yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
-
-
-def _list_files(files: Sequence[str]) -> str:
-    """List files, all shards as one entry."""
-    shards = [name for name in files if name.endswith(".safetensors")]
-    if len(shards) <= 1:
-        return list_top_level(files)
-    others = [name for name in files if name not in shards]
-    return f"{len(shards)} shards, {list_top_level(others)}"
 
 
 quantize = as_function("quantize", QuantizeRequest, run)

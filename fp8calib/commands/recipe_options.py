@@ -78,7 +78,10 @@ def apply_request(made: Recipe, request: object) -> Recipe:
         section = reduce(dict.__getitem__, sections, recipe)
         section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value
     if (kinds := getattr(request, "observe", None)) is not None:
-        recipe["observe"] |= _choose_kinds(kinds)
+        known = [name for name in Observe.model_fields if name != "ignore"]
+        if not set(kinds) <= set(known):
+            raise UsageError(f"observe {kinds!r}: must be a list of {', '.join(known)}")
+        recipe["observe"] |= {name: name in kinds for name in known}
     return _validate(Recipe, recipe, request)
 
 
@@ -128,7 +131,13 @@ def _validate(kind: type[M], values: Mapping[str, Any], request: object) -> M:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        explained = (_explain_option(item, request) for item in error.errors())
+        declared = [] if request is None else list_options(type(request))
+        options = {each.option.key or each.name: each.spelled for each in declared}
+        explained = []
+        for item in error.errors():  # by the option of the key that holds the wrong value
+            keys = [each for each in item["loc"] if isinstance(each, str)]
+            option = options.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
+            explained.append(f"{option}: {explain_value(item)}")
         raise UsageError("; ".join(explained), hint="see --help") from error
 
 
@@ -210,19 +219,3 @@ def list_ignored(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 _TEXT_OPTIONS = [
     each.flags for each in (DATA, TEXT_COLUMN, SAMPLES, SEQ_LEN, BATCH_SIZE, PACK, SEED)
 ]
-
-
-def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
-    known = [name for name in Observe.model_fields if name != "ignore"]
-    if not set(names) <= set(known):
-        raise UsageError(f"observe {names!r}: must be a list of {', '.join(known)}")
-    return {name: name in names for name in known}
-
-
-def _explain_option(item: Any, request: object) -> str:
-    """Explain a wrong value, by the option of the key that holds it."""
-    keys = [each for each in item["loc"] if isinstance(each, str)]
-    declared = [] if request is None else list_options(type(request))
-    known = {each.option.key or each.name: each.spelled for each in declared}
-    option = known.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
-    return f"{option}: {explain_value(item)}"

@@ -47,7 +47,6 @@ class Overview:
             [
                 _cut(self.title),
                 *(f"  {line}" for line in lines),
-                *self._count_left(),
                 *(line for note in self._cut_notes() for line in textwrap.wrap(note, _MOST_CHARS)),
             ]
         )
@@ -60,26 +59,21 @@ class Overview:
             for row in self._cut_rows()
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        notes = (f"<p>{escape(note)}</p>" for note in (*self._count_left(), *self._cut_notes()))
+        notes = (f"<p>{escape(note)}</p>" for note in self._cut_notes())
         title = f"<p><b>{escape(_cut(self.title))}</b></p>"
         return f"{title}{table if self.rows else ''}{''.join(notes)}"
 
     def _cut_rows(self) -> list[list[str]]:
         return [[_cut(cell, _MOST_CELL_CHARS) for cell in row] for row in self.rows[:_MOST_ROWS]]
 
-    def _count_left(self) -> list[str]:
-        left = len(self.rows) - _MOST_ROWS
-        return [f"  and {left} more"] if left > 0 else []
-
     def _cut_notes(self) -> list[str]:
-        left = len(self.notes) - _MOST_NOTES
-        more = [f"and {left} more"] if left > 0 else []
+        """Give the first notes, and count the other rows and notes."""
+        rows, notes = len(self.rows) - _MOST_ROWS, len(self.notes) - _MOST_NOTES
+        most = _MOST_LINES * _MOST_CHARS - _MOST_WORD
         return [
-            *(
-                _cut(note, _MOST_LINES * _MOST_CHARS - _MOST_WORD)
-                for note in self.notes[:_MOST_NOTES]
-            ),
-            *more,
+            *([f"  and {rows} more"] if rows > 0 else []),
+            *(_cut(note, most) for note in self.notes[:_MOST_NOTES]),
+            *([f"and {notes} more"] if notes > 0 else []),
         ]
 
 
@@ -257,3 +251,11 @@ def list_top_level(files: Sequence[str]) -> str:
     """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
     names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
     return ", ".join(dict.fromkeys(names))
+
+
+def list_checkpoint(files: Sequence[str]) -> str:
+    """List the files of a checkpoint, several shards as one entry."""
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if len(shards) <= 1:
+        return list_top_level(files)
+    return list_top_level([f"{len(shards)} shards", *(n for n in files if n not in shards)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8calib.calibration.processes import open_process_group
 from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.quantize import apply_recipe, finish
+from fp8calib.commands.quantized import apply_recipe, finish
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats

@@ -24,7 +24,7 @@ from fp8calib.commands._calibrate import make_run_plan
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.model import plan_text, prepare_run_model
-from fp8calib.commands.quantize import QuantizeResult, list_layer_schemes, write_plan
+from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result, write_plan
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import apply_request, resolve_text
 from fp8calib.commands.run_plan import RunPlan
@@ -184,7 +184,7 @@ def run_gptq(opened: GptqJob, plain_caches: Sequence[int]) -> GptqResult | None:
                 )
                 rounded = tuple(list_rounded(job, opened.selection, codes))
         shutil.rmtree(job.folder, ignore_errors=True)
-    made = QuantizeResult.of(
+    made = make_quantize_result(
         *(checkpoint, plan, written),
         out=out,
         started=started,

@@ -1,0 +1,168 @@
+"""An FP8 checkpoint that a command writes: the recipe it is from, its files, its result."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import find_dtype
+from fp8calib.commands.card import write_card
+from fp8calib.commands.function import Reporter
+from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
+from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.recipe_options import open_recipe
+from fp8calib.commands.result import BeforeAfter, LayerScheme
+from fp8calib.commands.saved import warn_of_tokenizer
+from fp8calib.commands.written import check_written
+from fp8calib.errors import RecipeError
+from fp8calib.model.device import choose_device
+from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.quantize import Written, find_finished, quantize
+from fp8calib.quantization.shard_writer import WeightCodes
+
+RequestT = TypeVar("RequestT", bound=QuantizeRequest)
+ResultT = TypeVar("ResultT", bound=QuantizeResult)
+
+
+def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
+    """Give a request what it leaves to the recipe that it names, and the recipe or an empty one.
+
+    Raises:
+        RecipeError: the recipe is invalid, or has no section `quantize`.
+    """
+    if not request.names_recipe:
+        return request, Recipe(name="")
+    recipe = open_recipe(request.scheme)
+    asked = recipe.quantize
+    if asked is None:
+        raise RecipeError(
+            f"{request.scheme}: it has no section quantize",
+            hint="name a scheme, or a recipe that writes a checkpoint",
+        )
+    changed = replace(
+        request,
+        scheme=asked.scheme,
+        layer_schemes=request.layer_schemes or asked.layer_schemes,
+        ignore=request.ignore or asked.ignore,
+    )
+    return changed, recipe
+
+
+def write_plan(
+    checkpoint: Checkpoint,
+    plan: QuantizePlan,
+    request: QuantizeRequest,
+    reporter: Reporter,
+    *,
+    inputs: Sequence[Path] = (),
+    rounded: WeightCodes | None = None,
+) -> Written:
+    """Write a planned checkpoint; codes in `rounded` are not computed again.
+
+    Raises:
+        UsageError: the folder is in use.
+        ExportError: the disk cannot hold the output.
+    """
+    out = Path(request.out)
+    if request.resume and (finished := find_finished(out, plan)) is not None:
+        reporter.say(f"{out} is finished already")
+        return finished
+    reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+    return quantize(
+        *(checkpoint, plan, out),
+        device=torch.device("cpu" if request.device == "auto" else choose_device(request.device)),
+        advance=reporter.advance,
+        resume=request.resume,
+        force=request.force,
+        inputs=inputs,
+        rounded=rounded,
+    )
+
+
+def finish(
+    result: ResultT, request: QuantizeRequest, reporter: Reporter, plain_caches: Sequence[int] = ()
+) -> ResultT:
+    """Look at a written checkpoint as `check` does, write its card, and warn of its notes."""
+    out = result.out
+    checked = check_written(out, out, plain_caches=plain_caches) if request.check else ()
+    card = write_card(
+        *(out, out, result.name_schemes(), request.model),
+        revision=request.revision,
+        checked=checked,
+    )
+    files = tuple(sorted({*result.files, card}))
+    result = result.model_copy(update={"checked": checked, "files": files})
+    missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+    for text in (*result.notes, *result.describe_dead(), *missing):
+        reporter.warn(text)
+    return result
+
+
+def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
+    """List the patterns that give linears another scheme, with the number of these linears."""
+    schemes = plan.settings.schemes
+    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    return tuple(
+        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
+        for pattern, name in schemes.names.items()
+    )
+
+
+def make_quantize_result(
+    checkpoint: Checkpoint,
+    plan: QuantizePlan,
+    written: Written,
+    *,
+    out: Path,
+    started: float,
+    notes: Sequence[str] = (),
+    stats: CalibrationStats | None = None,
+    plain_caches: Sequence[int] = (),
+) -> QuantizeResult:
+    """Make the result of a written checkpoint.
+
+    Args:
+        checkpoint: what it was made from.
+        plan: what was written.
+        written: the files.
+        out: their folder.
+        started: the value of time.monotonic() at the start.
+        notes: on its scales.
+        stats: those of K and V.
+        plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
+    """
+    size = (
+        kv_bytes_per_token(stats.geometry)
+        if stats is not None and plan.has_kv
+        else estimate_kv_bytes(plan.config, find_dtype(plan.config))
+    )
+    return QuantizeResult(
+        out=out,
+        files=written.files,
+        scheme=plan.settings.schemes.default.name,
+        layer_schemes=list_layer_schemes(plan),
+        format=plan.settings.dialect.name,
+        bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),
+        duration_s=time.monotonic() - started,
+        resumed=written.resumed,
+        quantized=tuple(matrix.module for matrix in plan.selection.quantized),
+        left=tuple(
+            UnquantizedLinear(module=item.module, why=item.why)
+            for item in plan.selection.unquantized
+        ),
+        dead=written.all_zero,
+        has_kv_scales=plan.has_kv,
+        notes=(*notes, *(f"{name}: not copied: {why}" for name, why in plan.skipped.items())),
+        kv_bytes_per_token=None
+        if size is None or plain_caches
+        else BeforeAfter(before=size[0], after=size[1]),
+    )
