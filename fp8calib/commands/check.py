@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
-_UNREAD = (
-    "values of weights are not read, except scales, norms and biases: --read-weights reads them all"
-)
+_UNREAD = "values of weights were not read: --read-weights looks for NaN, infinity and zeros"
 
 
 def _check_engines(names: str) -> None:
@@ -113,6 +111,10 @@ class CheckRequest:
             "--allow-suspicious",
             help="Accept scales that are most likely wrong, such as one 1000 times the median.",
         ),
+    ] = False
+    everything: Annotated[
+        bool,
+        Option("--all", help="Print scales that are used, and a fingerprint, too.", is_layout=True),
     ] = False
     stats: Annotated[
         shared.Stats | None,
@@ -444,17 +446,19 @@ def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolde
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
-    """Give the verdict first and last, and a table for each engine."""
-    verdict = f"{request.path}: {result.verdict}"
-    yield Line(verdict)
+    """Give the verdict, and of each engine what it does otherwise than use the scales."""
+    # The requests of plug-ins, which ask the engine itself, lack the option: all is printed.
+    is_full = getattr(request, "everything", True)
+    yield Line(f"{request.path}: {result.verdict}")
     for engine in result.engines.values():
         title = f"{engine.engine} {engine.version}: {engine.summary}"
-        if engine.loads_without_kv:
+        is_used = all(each.status is Status.USED for each in engine.verdicts)
+        if engine.loads_without_kv or (is_used and not is_full):
             yield Line(title)
         else:
             columns = ["layers", "", "what", "value", "why"]
             yield Table(title=title, columns=columns, rows=_rows(engine))
-        if engine.fingerprint and not engine.loads_without_kv:
+        if is_full and engine.fingerprint and not engine.loads_without_kv:
             yield Line(f"  KV scales as loaded: fingerprint {engine.fingerprint}")
         if engine.weights is not None:
             yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
@@ -465,7 +469,6 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
     if not (result.has_read_weights or Path(request.path).is_file()):
         yield Line(_UNREAD)
-    yield Line(verdict)
 
 
 def _rows(engine: EngineReport) -> list[list[str]]:

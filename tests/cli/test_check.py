@@ -184,7 +184,6 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "sglang 0.5.23: not ok, 0 of 2 layers served" in outcome.out
     assert "fix: " in outcome.out
     assert outcome.out.startswith(f"{calibrated[0] / 'kv-overlay-head'}: not ok\n")
-    assert outcome.out.endswith("not ok\n")
     report = check(8, calibrated[0] / "kv-overlay-head")
     assert set(report) == {"schema_version", "ok", "passed", "engines"}
     assert tuple(report["engines"]) == DEFAULTS
@@ -210,7 +209,6 @@ def test_people_read_that_the_answer_is_unknown(
 
     assert outcome.code == 9
     assert outcome.out.startswith(f"{folder}: unknown\nvllm 0.33.0: unknown{summary}")
-    assert outcome.out.endswith(f"{folder}: unknown\n")
     assert ": ok, " in outcome.out
 
 
@@ -222,7 +220,7 @@ def test_people_read_that_weights_are_not(
 
     outcome = run("check", path, *(() if path.is_dir() else ("--model", model)))
 
-    line = "values of weights are not read, except scales, norms and biases: --read-weights "
+    line = "values of weights were not read: --read-weights "
     assert outcome.out.count(line) == path.is_dir()
 
 
