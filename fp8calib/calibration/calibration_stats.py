@@ -6,21 +6,27 @@ They do not depend on how the calibration was run: batch size, processes, stream
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, name_tensors
 from fp8calib.checkpoint.header import read_header
-from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Site
+from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Role, Site
+from fp8calib.numerics.formats import E4M3FN
+
+if TYPE_CHECKING:  # `show` needs none of them
+    import torch
+
+    from fp8calib.calibration.calibration_origin import CalibrationOrigin
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -29,6 +35,9 @@ REPORT_NAME = "report.json"
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
 """The metadata key of a shard; the file of a whole run does not have it."""
+UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
+"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
+_ARRAY_DTYPES: Mapping[str, Any] = {"F32": np.float32, "I64": np.int64}
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
@@ -51,6 +60,9 @@ class CalibrationStats:
     @property
     def origin(self) -> CalibrationOrigin:
         """The model and the text, as scale files record them."""
+        # imports torch
+        from fp8calib.calibration.calibration_origin import CalibrationOrigin  # noqa: PLC0415
+
         header = self.header
         return CalibrationOrigin(
             model=header.model_fingerprint,
@@ -68,6 +80,18 @@ class CalibrationStats:
             for site, found in self.sites.items()
             if found.expert_counts is not None and site.module.endswith(".up_proj")
         }
+
+    def list_unfit_queries(self) -> dict[int, float]:
+        """List the layers whose q clips or underflows with scale 1.0, each with its amax."""
+        found: dict[int, float] = {}
+        for layer, attention in self.geometry.attentions():
+            seen = self.sites.get(attention.site(Role.Q))
+            if seen is None or not seen.count:
+                continue
+            amax = float(seen.amax.max()) / attention.query_divisor
+            if amax > E4M3FN.max or 0 < amax < UNSCALED_QUERY_FLOOR:
+                found[layer.index] = amax
+        return found
 
     def without_kv(self) -> Self:
         """Leave out K and V, so that a checkpoint gets no scales of them."""
@@ -88,6 +112,8 @@ class _Envelope(Frozen):
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:
     """Write one safetensors file; equal stats give equal bytes."""
+    from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
+
     tensors: dict[str, torch.Tensor] = {"text_hashes": stats.text_hashes}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
@@ -102,7 +128,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     counts = {str(site): found.count for site, found in sites.items()}
     envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
     shard = "" if stats.shard is None else stats.shard.model_dump_json()
-    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, shard)})
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    envelope = envelope.model_copy(update={"digest": _digest(envelope, arrays, shard)})
     metadata = {METADATA_KEY: envelope.model_dump_json(), **({SHARD_KEY: shard} if shard else {})}
     save_tensors(path, tensors, metadata=metadata)
 
@@ -117,8 +144,12 @@ def is_stats_file(path: Path) -> bool:
         return False
 
 
-def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
+def load_stats(
+    path: Path, *, accepts_shard: bool = False, as_arrays: bool = False
+) -> CalibrationStats:
     """Load a stats file, or the one in the folder `path`.
+
+    With `as_arrays` its tensors are arrays of numpy, and torch is not imported.
 
     Raises:
         UsageError: there is no such file, or it stores a shard and `accepts_shard` is false.
@@ -136,7 +167,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
         hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
         raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
     try:
-        stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""))
+        stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""), as_arrays)
     except ValidationError as error:
         first = error.errors()[0]
         reason = ": ".join(filter(None, (shorten(".".join(map(str, first["loc"]))), first["msg"])))
@@ -156,29 +187,30 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     return stats
 
 
-def _build(path: Path, envelope_text: str, shard_text: str) -> CalibrationStats:
+def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> CalibrationStats:
     envelope = _Envelope.model_validate_json(envelope_text)
     shard = StatsShard.model_validate_json(shard_text) if shard_text else None
-    with TensorFile(path) as file:
-        tensors = {name: file.read(name) for name in file.tensors}
-    text_hashes = tensors["text_hashes"].contiguous()
+    arrays = _read_arrays(path)
+    # torch takes seconds to import
+    convert: Any = (lambda array: array) if as_arrays else import_module("torch").from_numpy
+    text_hashes = convert(arrays["text_hashes"])
     named = {
-        **{key: tensor for key, tensor in tensors.items() if key != "text_hashes"},
-        **{key: tensors[first] for key, first in envelope.aliases.items()},
+        **{key: array for key, array in arrays.items() if key != "text_hashes"},
+        **{key: arrays[first] for key, first in envelope.aliases.items()},
     }
     by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
-    for key, tensor in named.items():
+    for key, array in named.items():
         text, _, name = key.rpartition("/")
         if name not in NAMES:
             raise ValueError(f"unknown tensor {key}")
-        if not is_valid(name, tensor):
+        if not is_valid(name, array):
             what = "counts" if name in COUNTS else "magnitudes"
             raise ValueError(f"{key} holds values that are not {what}, or too few or many")
-        by_site[text][name] = tensor
+        by_site[text][name] = convert(array)
     for text, found in by_site.items():
         if "amax" not in found:
             raise KeyError(f"{text}/amax")
-    if envelope.digest != _digest(envelope, tensors, shard_text):
+    if envelope.digest != _digest(envelope, arrays, shard_text):
         raise ValueError("its digest does not match its contents")
     return CalibrationStats(
         header=envelope.header,
@@ -191,13 +223,26 @@ def _build(path: Path, envelope_text: str, shard_text: str) -> CalibrationStats:
     )
 
 
-def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], shard: str) -> str:
+def _read_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Read all tensors of a stats file; one of another dtype, which is a fault, as its bytes."""
+    arrays = {}
+    for name, entry in read_header(path).tensors.items():
+        if (dtype := _ARRAY_DTYPES.get(entry.dtype)) is None:
+            arrays[name] = np.fromfile(path, np.uint8, count=entry.size_bytes, offset=entry.start)
+        else:
+            count = math.prod(entry.shape)
+            array = np.fromfile(path, dtype, count=count, offset=entry.start)
+            arrays[name] = array.reshape(entry.shape)
+    return arrays
+
+
+def _digest(envelope: _Envelope, arrays: Mapping[str, np.ndarray[Any, Any]], shard: str) -> str:
     digest = hashlib.sha256(envelope.model_dump_json(exclude={"digest"}).encode())
     digest.update(shard.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.numpy().tobytes())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name}\0torch.{array.dtype}\0{list(array.shape)}\0".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 

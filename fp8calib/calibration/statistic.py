@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from fp8calib.model.shapes import Site
 from fp8calib.numerics.positions import NUM_RANGES
+
+if TYPE_CHECKING:  # `show` needs none of it
+    import torch
 
 COUNTS = frozenset({"expert_counts", "histogram"})
 """int64 counts, which are added; all others are fp32 magnitudes, whose maximum is kept."""
@@ -62,15 +66,15 @@ NAMES = tuple(field.name for field in fields(SiteStats) if field.name != "count"
 
 def join(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Join a statistic of two parts of the data."""
-    return one + other if name in COUNTS else torch.maximum(one, other)
+    return one + other if name in COUNTS else one.maximum(other)
 
 
-def is_valid(name: str, stored: torch.Tensor) -> bool:
-    """Whether a tensor holds values that a statistic can have, and as many as it has."""
+def is_valid(name: str, stored: np.ndarray[Any, Any]) -> bool:
+    """Whether an array holds values that a statistic can have, and as many as it has."""
     return (
         (name not in LENGTHS or stored.shape == (LENGTHS[name],))
-        and stored.dtype is (torch.int64 if name in COUNTS else torch.float32)
-        and bool((stored.isfinite() & (stored >= 0)).all())
+        and stored.dtype == (np.int64 if name in COUNTS else np.float32)
+        and bool((np.isfinite(stored) & (stored >= 0)).all())
     )
 
 

@@ -28,7 +28,6 @@ from fp8calib.commands.recipe import Recipe, ScaleOptions, explain_value, load_r
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
-from fp8calib.formats.compute import list_unfit_queries
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import (
     find_dialect,
@@ -164,7 +163,7 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> tuple[bool, list[st
     Gives notes too, of what a user should know about it.
     """
     check_query(recipe)
-    unfit = list_unfit_queries(stats)
+    unfit = stats.list_unfit_queries()
     if recipe.query_scale is True or not unfit or not recipe.formats:
         return recipe.query_scale is True, []
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import range_starts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fp8calib.calibration.calibration_stats import CalibrationStats
 
 NUM_QUARTERS = 4
@@ -70,42 +69,44 @@ class PositionSaturation(Saturation):
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None for a shard."""
-    import torch
+    import numpy as np
 
     if stats.shard is not None:
         return None
-    by_quarter: dict[Site, Tensor | None] = {}
+    by_quarter: dict[Site, Any] = {}
     for site, seen in stats.sites.items():
         by_quarter[site] = seen.progress
         if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
-            quarter = torch.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
-            zeros = torch.zeros(NUM_QUARTERS)
-            by_quarter[site] = zeros.scatter_reduce_(0, quarter, seen.sequences, "amax")
+            quarter = np.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
+            by_quarter[site] = np.zeros(NUM_QUARTERS)
+            np.maximum.at(by_quarter[site], quarter, np.asarray(seen.sequences))
     shares = _compute_shares(by_quarter, NUM_QUARTERS - 1, decisive=1)
     return None if shares is None else Saturation(**shares)
 
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
     """Compare the amax of early positions with the final one; None if all sequences are short."""
-    import torch
+    import numpy as np
 
     positions = {site: seen.positions for site, seen in stats.sites.items()}
-    reached = [found for found in positions.values() if found is not None]
+    reached = [np.asarray(found) for found in positions.values() if found is not None]
     if not reached:
         return None
-    below = range_starts()[1 : int(torch.stack(reached).amax(0).count_nonzero())]
+    below = range_starts()[1 : int(np.count_nonzero(np.max(reached, axis=0)))]
     shares = _compute_shares(positions, len(below), decisive=0) if below else None
     return None if shares is None else PositionSaturation(**shares, below=tuple(below))
 
 
 def _compute_shares(
-    values: dict[Site, Tensor | None], num_points: int, *, decisive: int
+    values: Mapping[Site, Any], num_points: int, *, decisive: int
 ) -> dict[str, Any] | None:
     """Compute the shares at the first points; point `decisive` determines the slowest site."""
+    import numpy as np
+
     shares: dict[Site, list[float]] = {}
     for site, found in values.items():
         if site.role is not Role.WEIGHT and found is not None and float(found.max()) > 0:
-            running = found.double().cummax(0).values
+            running = np.maximum.accumulate(np.asarray(found, dtype=np.float64))
             shares[site] = (running[:num_points] / running[-1]).tolist()
     if not shares:
         return None

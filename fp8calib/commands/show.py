@@ -21,7 +21,7 @@ from fp8calib.commands.result import Overview, Record, Result
 from fp8calib.commands.saturation import PositionSaturation, Saturation
 from fp8calib.errors import cut_list, shorten
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
-from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
 from fp8calib.text import Block, Line, Table
 
@@ -149,20 +149,20 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
     """
     with slow_imports():
         from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file, load_stats
-        from fp8calib.formats.stored_scales import read_stored_scales
     path = Path(request.file)
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        return show_stats(load_stats(path, accepts_shard=True))
+        return show_stats(load_stats(path, accepts_shard=True, as_arrays=True))
+    from fp8calib.formats.stored_scales import read_stored_scales  # imports torch
+
     return ScalesShown(path=path, scales=read_stored_scales(path))
 
 
 def show_stats(stats: CalibrationStats) -> StatsShown:
     """Make the rows of statistics."""
     from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
-    from fp8calib.formats.compute import list_unfit_queries
 
     positions = {
         str(site): found.positions.tolist()
@@ -178,7 +178,7 @@ def show_stats(stats: CalibrationStats) -> StatsShown:
         positions=Positions(first=range_starts(), amax=positions),
         saturation=compute_saturation(stats),
         position_saturation=compute_position_saturation(stats),
-        unfit_queries=tuple(list_unfit_queries(stats)),
+        unfit_queries=tuple(stats.list_unfit_queries()),
     )
 
 
@@ -227,13 +227,12 @@ def _find_amax(seen: SiteStats | None) -> float | None:
 
 
 def _compute_scale(amax: float | None) -> float | None:
-    import torch
-
-    from fp8calib.numerics.from_amax import scale_of
+    """Divide in fp32, as `scale_of` does for tensors."""
+    import numpy as np
 
     if amax is None or not amax > 0:
         return None
-    return float(scale_of(torch.tensor(amax), E4M3FN))
+    return max(float(np.float32(amax) / np.float32(E4M3FN.max)), SMALLEST_SCALE)
 
 
 def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator[Block]:

@@ -16,7 +16,7 @@ from fp8calib.commands.options import Stats
 from fp8calib.commands.recipe_options import make_scale_options
 from fp8calib.commands.result import Overview, WithOverview
 from fp8calib.errors import UsageError
-from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import FP8_FORMATS
@@ -91,7 +91,7 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
             FP8_FORMATS[options.fp8_dtype],
             tp=tp,
             per_head=granularity == "head",
-            query=bool(list_unfit_queries(self)) if query is None else query,
+            query=bool(self.list_unfit_queries()) if query is None else query,
             fallback=options.fallback,
             rule=options.rule,
         )

@@ -22,26 +22,11 @@ from fp8calib.model.module_paths import matches_pattern
 from fp8calib.model.shapes import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
 
 NO_RULES: Mapping[str, Rule] = MappingProxyType({})
-UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
-"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
-
-
-def list_unfit_queries(stats: CalibrationStats) -> dict[int, float]:
-    """List the layers whose q clips or underflows with scale 1.0, each with its amax."""
-    found: dict[int, float] = {}
-    for layer, attention in stats.geometry.attentions():
-        seen = stats.sites.get(attention.site(Role.Q))
-        if seen is None or not seen.count:
-            continue
-        amax = float(seen.amax.max()) / attention.query_divisor
-        if amax > E4M3FN.max or 0 < amax < UNSCALED_QUERY_FLOOR:
-            found[layer.index] = amax
-    return found
 
 
 def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[Site, Rule]:

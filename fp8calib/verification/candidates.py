@@ -23,7 +23,7 @@ from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
-from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS, require_format
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
@@ -155,7 +155,7 @@ def open_stats(
             hint="calibrate this model, or pass the model that was calibrated",
         )
     stats = rename_sites(stats, target.geometry)
-    with_query = bool(list_unfit_queries(stats))
+    with_query = bool(stats.list_unfit_queries())
     overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
     if with_query and overlay is not None and overlay.is_dir():
         headers = map(read_header, overlay.glob("*.safetensors"))

@@ -16,7 +16,7 @@ from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
-from fp8calib.formats.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.table import ScaleTable
 from fp8calib.numerics.formats import E4M3FN
@@ -115,7 +115,7 @@ def _read_table(scales: Stats) -> ScaleTable:
         path = Path(scales)
         return read_scales(path, read_replayed_geometry(open_folder(path))[0]).table
     stats = read_stats(scales)[0]
-    return compute_kv_scales(stats, E4M3FN, query=bool(list_unfit_queries(stats)))
+    return compute_kv_scales(stats, E4M3FN, query=bool(stats.list_unfit_queries()))
 
 
 def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
