@@ -126,7 +126,7 @@ def _to_stdout() -> Iterator[None]:
 
     A pipe that its reader closes (`| head -1`) is none: the command goes on, for its exit code.
     """
-    _starting.stop()
+    _stop_spinner()
     try:
         yield
         sys.stdout.flush()
@@ -154,10 +154,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     if len(rows) > _MAX_RICH_ROWS:
         _print_long_table(title, columns, rows)
         return
-    console = _wide_enough()
+    # a table in a pipe or a file is not cut to the width of a terminal
+    is_piped = not (_out.is_terminal or _out.quiet)
+    console = _Console(highlight=False, width=200) if is_piped else _out
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        numeric = all(_is_number(row[index]) for row in rows)
+        cells = [row[index].replace(".", "").replace("e-", "").replace("e+", "") for row in rows]
+        numeric = all(cell in {"", "-"} or cell.isdigit() for cell in cells)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(_clean, row))
@@ -179,15 +182,6 @@ def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
                 escape_controls(cell).ljust(width) for cell, width in zip(row, widths, strict=True)
             )
             sys.stdout.write("  ".join(cells).rstrip() + "\n")
-
-
-def _wide_enough() -> Console:
-    """Choose a console that does not cut a table in a pipe or a file to the terminal width."""
-    return _out if _out.is_terminal or _out.quiet else _Console(highlight=False, width=200)
-
-
-def _is_number(text: str) -> bool:
-    return text in {"", "-"} or text.replace(".", "").replace("e-", "").replace("e+", "").isdigit()
 
 
 def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: int) -> int:
@@ -309,7 +303,7 @@ class ConsoleReporter:
 
     def _open(self) -> None:
         """Show the bar, and measure the memory from now on."""
-        _starting.stop()
+        _stop_spinner()
         self._opened.enter_context(self._memory)
         self._opened.enter_context(self._progress)
 
@@ -351,40 +345,27 @@ class ConsoleReporter:
 
 
 _LOADING = "loading libraries"
+_spinner: ContextVar[Status | None] = ContextVar("spinner", default=None)
 
 
-class _Starting:
-    """A spinner on a terminal's stderr until a command prints its result or its bar.
-
-    Where stderr is piped, one line before the seconds that importing torch takes.
-    """
-
-    def __init__(self) -> None:
-        self._status: Status | None = None
-
-    def start(self) -> None:
-        if self._status is not None or _err.quiet:
-            return
-        if _err.is_terminal:
-            self._status = _err.status(_LOADING)
-            self._status.start()
-        elif "torch" not in sys.modules:
-            say(_LOADING)
-
-    def stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-        self._status = None
-
-
-_starting = _Starting()
+def _stop_spinner() -> None:
+    if (spinner := _spinner.get()) is not None:
+        spinner.stop()
 
 
 @contextmanager
 def sign_of_life() -> Iterator[None]:
-    """Show that a command starts: before its bar, or its result, where it has none."""
-    _starting.start()
+    """Show that a command starts: a spinner before its bar, or its result, where it has none.
+
+    Where stderr is piped, it is a line before the seconds that importing torch takes.
+    """
+    if _err.is_terminal and not _err.quiet:
+        spinner = _err.status(_LOADING)
+        _spinner.set(spinner)
+        spinner.start()
+    elif "torch" not in sys.modules:
+        say(_LOADING)
     try:
         yield
     finally:
-        _starting.stop()
+        _stop_spinner()
