@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -281,7 +281,6 @@ def check_path(
         from fp8calib.engines.config_doubts import doubt_configs
         from fp8calib.engines.replay.fingerprint import add_fingerprints
         from fp8calib.engines.replay.folder import open_folder
-        from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
         from fp8calib.engines.weights.missing_tensors import list_opened_files
         from fp8calib.formats.metadata import read_file_origin
         from fp8calib.formats.read import require_kv_scales
@@ -294,7 +293,7 @@ def check_path(
     else:
         _refuse_other_file(path)
     model = _open_model(request, path)
-    geometry, is_foreign = read_replayed_geometry(model)
+    model, geometry, is_foreign = _read_geometry(request, model, is_folder=is_folder)
     stats = _read_stats(request, model, geometry)
     opened = model
     if is_folder:
@@ -384,6 +383,22 @@ def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
         hint = "the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)
+
+
+def _read_geometry(
+    request: CheckRequest, model: ScaleFolder, *, is_folder: bool
+) -> tuple[ScaleFolder, ModelGeometry, bool]:
+    """Find the shape of a model, and whether its type is unknown; some are not understood."""
+    from fp8calib.engines.replay.geometry_from_names import imagine_geometry, read_replayed_geometry
+    from fp8calib.model.geometry_from_config import NotUnderstoodError
+
+    try:
+        return model, *read_replayed_geometry(model)
+    except NotUnderstoodError as error:
+        if not is_folder or request.model is not None or request.stats is not None:
+            raise
+        unread = f"its layers are not understood: {error.message}"
+        return replace(model, unread=unread), imagine_geometry(model), False
 
 
 def _read_stats(

@@ -317,7 +317,7 @@ def _find_refusal(
 
 
 def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
-    """Withdraw the verdict `used` for an unknown model type, whose attention may not take scales.
+    """Call unknown what becomes of scales of an unknown model type, whose class decides that.
 
     Faults that stop every model (no quantization_config, a missing shard) keep their verdict.
     """
@@ -332,7 +332,7 @@ def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
 
 
 def _withdraw(verdict: LoadVerdict, why: str) -> LoadVerdict:
-    if verdict.status is not Status.USED:
+    if verdict.status not in (Status.USED, Status.DROPPED):
         return verdict
     text = f"{why} ({verdict.why})"
-    return LoadVerdict(status=Status.DROPPED, value=None, why=text, fix=_UNKNOWN_FIX)
+    return LoadVerdict(status=Status.UNKNOWN, value=None, why=text, fix=_UNKNOWN_FIX)

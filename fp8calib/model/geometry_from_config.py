@@ -35,6 +35,10 @@ class UnusableConfigError(ModelError):
     """The model type of a config.json is known, but no model can be built from it."""
 
 
+class NotUnderstoodError(ModelError):
+    """The model can be built, but its layers have no shape that this tool knows."""
+
+
 _MAX_SIZE = 1 << 31
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Floats that JSON cannot express; transformers 5 writes them as {"__float__": NAME}."""
@@ -48,6 +52,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
 
     Raises:
         UnusableConfigError: transformers cannot build a model from the config.
+        NotUnderstoodError: its layers are not understood.
         ModelError: its type is unknown, or the model is not decoder-only.
     """
     source = _make_source(folder, config)
@@ -65,7 +70,12 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         weights = WeightSource(skeleton, checkpoint)
         names = {name: weights.spell(name) for name in find_absent(weights)}
         names |= weights.single_tensors
-        geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
+        try:
+            geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
+        except ModelError as error:
+            if type(skeleton).__name__ not in str(config.get("architectures")):
+                raise  # the config is of another model
+            raise NotUnderstoodError(error.message, hint=error.hint) from error
         found = _name_shapes(skeleton, names)
         # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
         is_wrapped = source.config.get_text_config() is not source.config
@@ -132,8 +142,9 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
                 f"{folder}/config.json: {key!a:.60} is too large",
                 hint="use the config.json that the model was published with",
             )
-    if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
-        raise _unusable(folder, f"{key} is 0")
+    counts = {key: plain[key] for key in LAYER_COUNTS if type(plain.get(key)) is int}
+    if (key := next((key for key, count in counts.items() if count < 1), None)) is not None:
+        raise _unusable(folder, f"{key} is {counts[key]}")
     plain = complete_heads(plain)
     for section in (plain, *(value for value in plain.values() if isinstance(value, dict))):
         for key in ("dtype", "torch_dtype"):

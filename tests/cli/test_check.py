@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
+from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 from tests.kit.checkpoints import change_config, change_tensors
@@ -448,13 +449,39 @@ def _make_foreign(overlay: Path, **changes: object) -> None:
 def test_a_model_with_code_of_its_own_is_not_run_and_not_guessed(overlay: Path) -> None:
     _make_foreign(overlay)
 
-    report = check(8, overlay)
+    report = check(9, overlay)
 
     for name, engine in report["engines"].items():
         assert [layer["layer"] for layer in engine["layers"]] == [0, 1]
-        assert statuses(report, name) == {"dropped"}
+        assert statuses(report, name) == {"unknown"}
         assert any("foreign is unknown to this tool" in text for text in engine["problems"])
     assert "unknown to this tool" in report["engines"]["vllm"]["layers"][0]["k"]["why"]
+
+
+def test_transformers_is_not_asked_to_run_a_models_own_code(overlay: Path) -> None:
+    names = {"AutoConfig": "modeling_foreign.F", "AutoModelForCausalLM": "modeling_foreign.Foreign"}
+    _make_foreign(overlay, architectures=["Foreign"], auto_map=names)
+
+    (engine,) = check(9, overlay, "--engine", "transformers")["engines"].values()
+
+    verdict = engine["layers"][0]["k"]
+    assert verdict["status"] == "unknown"
+    assert "--trust-remote-code" in verdict["why"]
+    assert not verdict["fix"]
+
+
+@pytest.mark.parametrize("family", ["jetmoe", "deepseek_v4", "gpt_neo"])
+def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path) -> None:
+    changes = families.REFUSED[family][0] if family in families.REFUSED else families.ROUTED
+    families.save(family, changes, tmp_path / "model")
+
+    report = check(9, tmp_path / "model")
+
+    for name, engine in report["engines"].items():
+        assert statuses(report, name) == {"unknown"}
+        assert len(engine["layers"]) == 2
+        assert "its layers are not understood" in engine["unknown"][0]
+    assert "fp8calib vllm check" in report["engines"]["vllm"]["unknown"][0]
 
 
 def test_what_stops_any_model_is_told_of_unknown_ones_too(overlay: Path) -> None:

@@ -161,6 +161,11 @@ def _compare(folder: Path, *, runs: bool = False) -> EngineReport:
     opened = open_folder(folder)
     checked = check_folder(opened, find_geometry("llama"), ["transformers"], 1)
     report = checked.engines["transformers"]
+    if report.layers[0].k.status is Status.UNKNOWN:
+        with pytest.raises(ImportError):
+            _load(folder, runs=runs)
+        assert "is not installed here" in report.layers[0].k.why
+        return report
     if report.layers[0].k.status is Status.REFUSED:
         with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever the engine raises
             _load(folder, runs=runs)

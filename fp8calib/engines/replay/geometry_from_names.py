@@ -14,6 +14,7 @@ from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, find_dtyp
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.kv.parse_names import parse_name
+from fp8calib.model.drafters import count_layers
 from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _DRAFTS = ("num_nextn_predict_layers",)
@@ -32,7 +33,8 @@ def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
     """Find the shape of a model, and whether its type is unknown to this tool.
 
     Raises:
-        ModelError: it is no language model that generates from left to right with a KV cache.
+        NotUnderstoodError: its layers are not understood.
+        ModelError: it is no language model that generates from left to right.
     """
     from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
         is_known,
@@ -42,6 +44,19 @@ def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
     if "auto_map" in model.config and not is_known(model.config):
         return read_named_geometry(model), True
     return read_geometry(model.path, model.config), False
+
+
+def imagine_geometry(model: ScaleFolder) -> ModelGeometry:
+    """Make the shape of a model of which nothing is known but the number of its layers."""
+    count = count_layers(model.config) or _find_number(model.config, LAYER_COUNTS) or 1
+    layers = (_make_layer(index, str(index), 1, 1, is_latent=False) for index in range(count))
+    named = model.config.get("architectures")
+    return ModelGeometry(
+        architecture=str(named[0]) if isinstance(named, list) and named else "",
+        model_type=str(model.config.get("model_type")),
+        checkpoint_dtype=find_dtype(model.config),
+        layers=tuple(layers),
+    )
 
 
 def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:

@@ -27,7 +27,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.errors import shorten
 
 
@@ -51,6 +51,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
 
     Raises:
         Refusal: transformers fails; the reason is its error.
+        Unjudged: it fails for what this machine lacks, or would run code of the model.
     """
     opened: dict[str, _OpenFile] = {}
     faults: list[Any] = []
@@ -74,7 +75,11 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
                 trust_remote_code=False,
                 use_safetensors=True,
             )
+        except ImportError as error:  # of this machine, not of the checkpoint
+            raise Unjudged(f"a package is not installed here ({_describe(error)})") from error
         except Exception as error:  # whatever the engine raises is its answer
+            if "trust_remote_code" in str(error):
+                raise Unjudged(_OWN_CODE) from error
             why = _describe_fault(faults[0]) if faults else ""
             raise Refusal(why or _describe(error), fix=_FIX) from error
     return LoadedModel(
@@ -86,6 +91,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
     )
 
 
+_OWN_CODE = "the model has code of its own, which is not run here: --trust-remote-code runs it"
 _FIX = "the reason is transformers' own error: write the checkpoint or its config again"
 _NUM_TOKENS = 8
 _KERNELS = "transformers.integrations."

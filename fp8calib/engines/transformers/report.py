@@ -23,6 +23,7 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    Unjudged,
     is_scale,
     judge_number,
     report_refusal,
@@ -70,8 +71,10 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
     try:
         return _report_loaded(folder, geometry, load_on_meta(folder))
     except Refusal as refusal:
-        verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
         report = report_refusal(geometry, refusal)
+        if isinstance(refusal, Unjudged):
+            return report
+        verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
         entries = (entry for file in folder.tensors.values() for entry in file.values())
         return report.model_copy(update={"weights": verdict if _have_weights(entries) else None})
 
