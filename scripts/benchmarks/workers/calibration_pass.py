@@ -37,6 +37,9 @@ class Setup:
     checkpoint: Checkpoint
     prepared: PreparedModel
     batches: list[torch.Tensor]
+    """As many sequences at once as the calibration runs."""
+    sequences: list[torch.Tensor]
+    """The same, one by one."""
     plan: DataPlan
     calibrate: Callable[[], CalibrationStats]
     """Runs the calibration pass."""
@@ -64,8 +67,9 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     transformers.utils.logging.disable_progress_bar()
     source = open_source(folder)
     model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
-    batches = load_batches(tokens, device)
-    plan = _plan_tokens(tokens, batches, model)
+    sequences = load_batches(tokens, device)
+    plan = _plan_tokens(tokens, sequences, model)
+    size = recipe.data.batch_size or choose_batch_size(device, plan.seq_len)
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe.observe.ignore)
         header = make_header(
@@ -75,13 +79,14 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             calibrate,
             *(ready, plan, checkpoint, header),
             observe=recipe.observe,
-            batch_size=recipe.data.batch_size or choose_batch_size(device, plan.seq_len),
+            batch_size=size,
         )
         yield Setup(
             model=model,
             checkpoint=checkpoint,
             prepared=ready,
-            batches=batches,
+            batches=load_batches(tokens, device, size),
+            sequences=sequences,
             plan=plan,
             calibrate=partial(run, progress=CallbackProgress(None)),
         )

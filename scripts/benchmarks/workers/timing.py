@@ -17,10 +17,11 @@ Prepare = Callable[[], Callable[[], object]]
 """Returns the run to be timed; its own work is not timed."""
 
 
-def load_batches(tokens: Path, device: str) -> list[torch.Tensor]:
-    """Read the benchmark's tokens, one int64 [1, L] tensor per sequence."""
+def load_batches(tokens: Path, device: str, size: int = 1) -> list[torch.Tensor]:
+    """Read the benchmark's tokens, an int64 [size, L] tensor for `size` sequences."""
     rows = [json.loads(line)["input_ids"] for line in tokens.read_text().splitlines()]
-    return [torch.tensor([row], device=device) for row in rows]
+    starts = range(0, len(rows), size)
+    return [torch.tensor(rows[start : start + size], device=device) for start in starts]
 
 
 @torch.no_grad()

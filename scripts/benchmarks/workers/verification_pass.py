@@ -54,7 +54,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
 
         candidates = build_candidates(setup, numerics)
         runs = {
-            "plain": lambda: run_plain(setup.model, setup.batches),
+            "plain": lambda: run_plain(setup.model, setup.sequences),
             **{name: verification(candidate) for name, candidate in candidates.items()},
         }
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}

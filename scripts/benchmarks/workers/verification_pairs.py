@@ -1,0 +1,51 @@
+"""Time verifications of a reference and one candidate, and the plain forward pass.
+
+python -m scripts.benchmarks.workers.verification_pairs MODEL TOKENS DTYPE DEVICE ROUNDS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fp8calib.commands.function import CallbackProgress
+from fp8calib.commands.recipe import load_recipe
+from fp8calib.engines.registry import find_emulated
+from fp8calib.verification.verify import Verification, verify
+from scripts.benchmarks.workers.calibration_pass import set_up
+from scripts.benchmarks.workers.timing import print_seconds, run_plain
+from scripts.benchmarks.workers.verification_pass import build_candidates
+
+
+def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
+    """Time a KV candidate with two engines' arithmetic, and a static W8A8 one."""
+    with set_up(folder, tokens, dtype, device, load_recipe("w8a8-static")) as setup:
+        runs: dict[str, Callable[[], object]] = {
+            "plain": partial(run_plain, setup.model, setup.sequences)
+        }
+        for name, engine, kind in (
+            ("reference", "reference", "kv"),
+            ("vllm", "vllm", "kv"),
+            ("w8a8", "reference", "w8a8"),
+        ):
+            numerics = find_emulated(engine)[1]
+            candidate = build_candidates(setup, numerics)[kind]
+            asked = Verification(
+                model="bench",
+                geometry=setup.prepared.geometry,
+                numerics=numerics,
+                candidates=(replace(candidate, fitted={}),),  # nothing beside the passes
+                plan=setup.plan,
+                dtype=dtype,
+                device=device,
+            )
+            runs[name] = partial(verify, asked, setup.prepared, CallbackProgress(None))
+        prepared = {name: (lambda run=run: run) for name, run in runs.items()}
+        print_seconds(prepared, rounds=rounds, device=device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
