@@ -88,6 +88,7 @@ from fp8calib.formats.write import check_export, check_overlay_source, check_rep
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
 from fp8calib.model.kv_bytes import kv_bytes_per_token
+from fp8calib.model.load import load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.rules import Fallback
@@ -240,6 +241,11 @@ def _open_job(
                 tokenizer=request.tokenizer,
             )
             job = replace(job, plan=text, specs=recipe.data.sources if rows is None else ())
+            if request.show_text is not None and group.is_first:
+                tokenizer = request.tokenizer or load_tokenizer(model.source)
+                for number, ids in enumerate(text.sequences[: request.show_text], 1):
+                    shown = tokenizer.decode(ids, skip_special_tokens=False)
+                    reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
         elif shard is not None:
             raise UsageError(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",

@@ -89,6 +89,15 @@ class CalibrateRequest(RunOptions, RecipeOptions):
             help="Run only part I of N (from 1); `fp8calib export` joins all.",
         ),
     ] = None
+    show_text: Annotated[
+        int | None,
+        Option(
+            "--show-text",
+            metavar="N",
+            least=1,
+            help="Print the first N sequences as the model sees them, special tokens too.",
+        ),
+    ] = None
     replace_scales: shared.ReplaceScalesOption = False
     check: shared.CheckOption = True
     force: shared.ForceOption = False
@@ -236,7 +245,7 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     yield (
         f"{result.stats.header.describe_tokens()} in {result.sequences} sequences, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
-        f"{result.coverage.observed} sites observed"
+        f"{result.coverage.observed} tensors measured"
     )
     shown = show_stats(result.stats)
     yield from summarize_briefly(shown)

@@ -39,7 +39,7 @@ class Saturation(BaseModel):
         """Describe the shares at half of the data: whether more data would change the scales."""
         middle, least = self.median_share[1], self.least_share[1]
         return (
-            f"half of the data gave the median site {middle:.1%} of its amax, "
+            f"after half of the text the median tensor had reached {middle:.1%} of its final amax, "
             f"the slowest {least:.1%}"
         )
 

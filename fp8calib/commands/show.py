@@ -253,7 +253,7 @@ def describe_skipped(result: StatsShown) -> Iterator[str]:
     for item in result.header.skipped:
         reasons.setdefault(item.why, []).append(str(item.site))
     for why, sites in reasons.items():
-        yield f"not observed: {cut_list(sites, 3)}: {why}"
+        yield f"not measured: {cut_list(sites, 3)}: {why}"
 
 
 def _describe_stats(result: StatsShown) -> Iterator[str]:
@@ -289,7 +289,7 @@ def _list_everything(result: StatsShown) -> Iterator[Block]:
         missed = f"; never reached: {', '.join(unseen)}" if unseen else ""
         yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
     for item in header.skipped:
-        yield Line(f"not observed: {item.site}: {item.why}")
+        yield Line(f"not measured: {item.site}: {item.why}")
 
 
 def _describe_run(result: StatsShown) -> Iterator[str]:

@@ -103,7 +103,7 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
 def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
     err = calibrated[1].err
     assert "computing in float32 on cpu (as requested)" in err
-    assert "not observed: lm_head" in err
+    assert "not measured: lm_head" in err
     assert "vllm serve " in err
 
 
@@ -120,9 +120,9 @@ def test_halves_of_the_data_are_compared_where_there_are_four_sequences(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     told = succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "four").out
-    assert "half of the data gave the median site" in told
+    assert "after half of the text the median tensor" in told
     one = ("calibrate", model, "--data", data, *QUICK, "--samples", 3, "--out", tmp_path / "three")
-    assert "half of the data" not in succeed(*one).out
+    assert "half of the text" not in succeed(*one).out
 
 
 # --- the output folder -------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
     )
     assert serve <= 7
     assert lines[1].startswith("amax: k ")
-    assert any(line.startswith("not observed: lm_head: ") for line in lines[:serve])
+    assert any(line.startswith("not measured: lm_head: ") for line in lines[:serve])
     out = tmp_path / "out"
     assert lines[serve + 1] == f"    vllm serve {out}/kv-overlay --kv-cache-dtype fp8"
     more = f"more: fp8calib show {out}; fp8calib check {out}/kv-overlay"

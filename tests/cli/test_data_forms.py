@@ -57,6 +57,15 @@ def test_the_rows_used_are_shown_by_a_run_and_by_a_dry_run(model: Path, tmp_path
     assert rows["examples"][0] == f"<s> {TEXTS[0]}"
 
 
+def test_text_is_shown_as_the_model_sees_it(model: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK, "--dry-run")
+    shown = [
+        line for line in succeed(*command, "--show-text", 1).err.splitlines() if TEXTS[0] in line
+    ]
+    assert shown == [f"sequence 1, 16 tokens: <s> {TEXTS[0]} <s> {' '.join(TEXTS[1].split()[:9])}"]
+
+
 @pytest.mark.parametrize(
     "command",
     ["calibrate", "verify", "gptq"],

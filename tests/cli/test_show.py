@@ -224,7 +224,7 @@ def test_statistics_are_about_ten_lines(stats: Path) -> None:
     keys = sorted((row["k amax"], row["layer"]) for row in rows)
     (least, low), (most, high) = keys[0], keys[-1]
     assert f"k amax: {least:.4g} (layer {low}) to {most:.4g} (layer {high})" in lines
-    assert any(line.startswith("not observed: lm_head: ") for line in lines)
+    assert any(line.startswith("not measured: lm_head: ") for line in lines)
 
 
 def test_tables_of_statistics_have_every_row(stats: Path) -> None:
