@@ -164,15 +164,6 @@ class EngineResult(EngineReport):
             return served
         return f"{served} if the engine loads it" if used else self.verdict
 
-    @property
-    def reason(self) -> str:
-        """The first reason for which it is not ok; empty where it is."""
-        if self.ok:
-            return ""
-        faults = (each.why for each in self.verdicts if each.status is not Status.USED)
-        weights = [self.weights.why] if self.weights is not None else []
-        return next(iter((*weights, *self.unknown, *faults, *self.suspicious)), "")
-
 
 class CheckResult(Result):
     """One report for each engine that was asked for."""
@@ -199,7 +190,7 @@ class CheckResult(Result):
     @property
     def ok(self) -> bool:
         """Whether the report of every engine is ok."""
-        return bool(self.engines) and all(report.ok for report in self.engines.values())
+        return self.verdict == "ok"
 
     @property
     def passed(self) -> bool:
@@ -207,24 +198,23 @@ class CheckResult(Result):
         return self.ok
 
     @property
-    def cannot_judge(self) -> bool:
-        """Whether the report is not ok only because of what cannot be judged."""
-        faults = [each for each in self.engines.values() if not each.ok]
-        return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
+    def verdict(self) -> str:
+        """`ok`, `not ok`, or `unknown` where only what cannot be judged keeps it from being ok."""
+        faults = {each.status for each in self.engines.values() if not each.ok}
+        if faults == {Status.UNKNOWN}:
+            return Status.UNKNOWN
+        return "ok" if self.engines and not faults else "not ok"
 
     @property
-    def verdict(self) -> str:
-        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
-        if self.cannot_judge:
-            return Status.UNKNOWN
-        return "ok" if self.ok else "not ok"
+    def cannot_judge(self) -> bool:
+        """Whether the report is not ok only because of what cannot be judged."""
+        return self.verdict == Status.UNKNOWN
 
     @property
     def exit_code(self) -> int:
         """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
-        if self.cannot_judge:
-            return CANNOT_TELL
-        return 0 if self.ok else VerificationError.exit_code
+        codes = {"ok": 0, Status.UNKNOWN: CANNOT_TELL}
+        return codes.get(self.verdict, VerificationError.exit_code)
 
     def overview(self) -> Overview:
         """Give the verdict of each engine, and the problems."""

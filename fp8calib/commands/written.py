@@ -246,7 +246,7 @@ def check_written(
 def _sum_up(
     path: str, target: Path, engine: Engine, found: EngineResult, plain_caches: Sequence[int]
 ) -> WrittenCheck:
-    why = found.reason
+    why = found.fault
     if plain_caches and not engine.can_skip_caches:
         layers = format_ranges(plain_caches)
         why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
