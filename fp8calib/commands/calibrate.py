@@ -251,7 +251,11 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     yield from summarize_briefly(shown)
     yield from describe_skipped(shown)
     if result.saturation is not None and result.sequences >= NUM_QUARTERS:
-        yield result.saturation.describe_half()
+        middle, least = result.saturation.median_share[1], result.saturation.least_share[1]
+        yield (
+            f"after half of the text the median tensor had reached {middle:.1%} of its final amax, "
+            f"the slowest {least:.1%}"
+        )
     yield from _describe_experts(result.experts)
     sizes = result.kv_bytes_per_token
     yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
+from fp8calib.commands.result import Record
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.positions import range_starts
 
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
 NUM_QUARTERS = 4
 
 
-class Saturation(BaseModel):
+class Saturation(Record):
     """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
 
     They show whether more data would still change the scales.
     """
 
-    model_config = ConfigDict(frozen=True)
     median_share: tuple[float, ...]
     """The median over the sites, at each point."""
     least_share: tuple[float, ...]
@@ -31,24 +29,19 @@ class Saturation(BaseModel):
     slowest_site: str
     """The site with the smallest share at 1/2 of the data."""
 
+    def name_points(self) -> str:
+        """Name the points."""
+        return "saturation: at 1/4, 1/2, 3/4 of the data"
+
     def describe(self) -> str:
         """Describe the shares in one line."""
-        return self._describe_at("saturation: at 1/4, 1/2, 3/4 of the data")
-
-    def describe_half(self) -> str:
-        """Describe the shares at half of the data: whether more data would change the scales."""
-        middle, least = self.median_share[1], self.least_share[1]
-        return (
-            f"after half of the text the median tensor had reached {middle:.1%} of its final amax, "
-            f"the slowest {least:.1%}"
+        middle, least = (
+            ", ".join(f"{share:.1%}" for share in shares)
+            for shares in (self.median_share, self.least_share)
         )
-
-    def _describe_at(self, points: str) -> str:
-        middle = ", ".join(f"{share:.1%}" for share in self.median_share)
-        least = ", ".join(f"{share:.1%}" for share in self.least_share)
         return (
-            f"{points} the median site had reached {middle} of its final amax, the slowest {least} "
-            f"({self.slowest_site})"
+            f"{self.name_points()} the median site had reached {middle} of its final amax, the "
+            f"slowest {least} ({self.slowest_site})"
         )
 
 
@@ -62,9 +55,12 @@ class PositionSaturation(Saturation):
     below: tuple[int, ...]
     """Positions in a sequence, from 0; each share is that of the tokens before the position."""
 
-    def describe(self) -> str:
-        """Describe the shares in one line."""
-        return self._describe_at(f"positions: below {', '.join(map(str, self.below))}")
+    def name_points(self) -> str:
+        """Name the points."""
+        return f"positions: below {', '.join(map(str, self.below))}"
+
+
+KindT = TypeVar("KindT", bound=Saturation)
 
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
@@ -73,15 +69,14 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
 
     if stats.shard is not None:
         return None
-    by_quarter: dict[Site, Any] = {}
+    quarters: dict[Site, Any] = {}
     for site, seen in stats.sites.items():
-        by_quarter[site] = seen.progress
+        quarters[site] = seen.progress
         if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
             quarter = np.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
-            by_quarter[site] = np.zeros(NUM_QUARTERS)
-            np.maximum.at(by_quarter[site], quarter, np.asarray(seen.sequences))
-    shares = _compute_shares(by_quarter, NUM_QUARTERS - 1, decisive=1)
-    return None if shares is None else Saturation(**shares)
+            quarters[site] = np.zeros(NUM_QUARTERS)
+            np.maximum.at(quarters[site], quarter, np.asarray(seen.sequences))
+    return _compute(Saturation, quarters, NUM_QUARTERS - 1, decisive=1)
 
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
@@ -90,16 +85,16 @@ def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation |
 
     positions = {site: seen.positions for site, seen in stats.sites.items()}
     reached = [np.asarray(found) for found in positions.values() if found is not None]
-    if not reached:
+    num_reached = int(np.count_nonzero(np.max(reached, axis=0))) if reached else 0
+    below = tuple(range_starts()[1:num_reached])
+    if not below:
         return None
-    below = range_starts()[1 : int(np.count_nonzero(np.max(reached, axis=0)))]
-    shares = _compute_shares(positions, len(below), decisive=0) if below else None
-    return None if shares is None else PositionSaturation(**shares, below=tuple(below))
+    return _compute(PositionSaturation, positions, len(below), decisive=0, below=below)
 
 
-def _compute_shares(
-    values: Mapping[Site, Any], num_points: int, *, decisive: int
-) -> dict[str, Any] | None:
+def _compute(
+    kind: type[KindT], values: Mapping[Site, Any], num_points: int, *, decisive: int, **more: Any
+) -> KindT | None:
     """Compute the shares at the first points; point `decisive` determines the slowest site."""
     import numpy as np
 
@@ -111,8 +106,9 @@ def _compute_shares(
     if not shares:
         return None
     points = list(zip(*shares.values(), strict=True))
-    return {
-        "median_share": tuple(median(point) for point in points),
-        "least_share": tuple(min(point) for point in points),
-        "slowest_site": str(min(shares, key=lambda site: shares[site][decisive])),
-    }
+    return kind(
+        median_share=tuple(map(median, points)),
+        least_share=tuple(map(min, points)),
+        slowest_site=str(min(shares, key=lambda site: shares[site][decisive])),
+        **more,
+    )
