@@ -25,9 +25,8 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS, require_format
+from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
-from fp8calib.formats.fp8.registry import find_written
 from fp8calib.formats.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleSource, ScaleTable
@@ -39,9 +38,8 @@ from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import find_selection
+from fp8calib.quantization.settings import make_settings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
@@ -330,12 +328,6 @@ def leave_cache(
     )
 
 
-def plan_scheme(scheme: Scheme, ignore: Sequence[str] = ()) -> PlanSettings:
-    """Make the settings of the plan that `--scheme` emulates: those of `quantize --scheme`."""
-    dialect = find_written(COMPRESSED_TENSORS.name, scheme)
-    return PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect, ignore=tuple(ignore))
-
-
 def build_scheme(
     name: str,
     scheme: Scheme,
@@ -354,7 +346,7 @@ def build_scheme(
             hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
         )
     emulation = emulate_planned(
-        plan_scheme(scheme, ignore),
+        make_settings(scheme.name, ignore=ignore),
         find_selection(target.checkpoint, ignore=ignore),
         target.geometry,
         WeightSource(model, target.checkpoint),

@@ -19,11 +19,11 @@ from fp8calib.numerics.schemes import Scheme, find_scheme
 from fp8calib.quantization.outline import write_outline
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import find_selection
+from fp8calib.quantization.settings import make_settings
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     find_candidate,
     list_defaulted,
-    plan_scheme,
 )
 from fp8calib.verification.report import SCALE_ONE
 
@@ -125,7 +125,9 @@ def _replay_scheme(model: RunModel, scheme: Scheme, engine: Engine) -> EngineRep
     if scheme.has_static_inputs:
         return None
     try:
-        plan = make_plan(model.checkpoint, plan_scheme(scheme), find_selection(model.checkpoint))
+        plan = make_plan(
+            model.checkpoint, make_settings(scheme.name), find_selection(model.checkpoint)
+        )
     except Fp8CalibError:  # verify names what it cannot emulate itself
         return None
     with TemporaryDirectory(prefix="fp8calib-") as name:

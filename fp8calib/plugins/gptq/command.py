@@ -43,6 +43,7 @@ def run(
     settings = make_settings(
         *(request.scheme, request.layer_schemes, request.ignore),
         dialect=request.dialect,
+        drafters=request.drafters,
         power_of_two=True,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
