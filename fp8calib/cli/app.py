@@ -48,7 +48,7 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class _Command(TyperCommand):
-    """A command that warns of options given several times, of which the last one counts."""
+    """A command that warns of an option given several times: the last value counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from fp8calib.commands.options import spread_formats  # noqa: PLC0415 -- imports engines
@@ -75,7 +75,7 @@ class _Group(TyperGroup):
         self.commands = dict.fromkeys(names)  # type: ignore[assignment] # made when asked for
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Make a command, or a group such as `vllm`, of which only the names are known."""
+        """Make a command, or a group such as `vllm`; until then only names are known."""
         if cmd_name in self._requests:
             return _make_command(self._requests[cmd_name], cmd_name)
         before = f"{cmd_name} "

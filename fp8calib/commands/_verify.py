@@ -244,7 +244,7 @@ def read_rules(request: VerifyRequest) -> list[Rule]:
 
 
 def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
-    """List the candidates, of which one needs no list.
+    """List the candidates; a single one may be given without a list.
 
     Raises:
         UsageError: one is neither statistics nor a path.

@@ -110,7 +110,7 @@ def _read_front_matter(model: Model, revision: str | None) -> Iterator[tuple[str
 
 
 def _list_figures(reports: Path, folder: Path) -> Iterator[str]:
-    """Describe a checkpoint as those of the reports do that measured the same bytes."""
+    """Give the figures of reports that measured the bytes of this checkpoint."""
     paths = sorted(filter(is_result, reports.glob("*.json")))
     if not paths:
         return

@@ -394,7 +394,7 @@ def _read_geometry(
 def _read_stats(
     request: CheckRequest, model: ScaleFolder, geometry: ModelGeometry
 ) -> CalibrationStats | None:
-    """Read the statistics, and refuse those of another model, as far as the folder shows it.
+    """Read the statistics; refuse another model's, where the folder shows that they are.
 
     Raises:
         ModelError: naming the difference.

@@ -101,7 +101,7 @@ class ExportResult(Result):
     shards: tuple[str, ...] = ()
     """The statistics that were joined; empty for those of one run."""
     compared: str = ""
-    """Which linears of a quantized model are those of the calibrated one, in words."""
+    """Which linears of a quantized model were compared with the calibrated one, in words."""
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
 

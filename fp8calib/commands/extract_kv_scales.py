@@ -132,7 +132,7 @@ class ExtractResult(Result):
     layers: tuple[ExtractedLayer, ...]
     notes: tuple[str, ...]
     compared: str = ""
-    """Which linears of a quantized model are those of the calibrated one, in words."""
+    """Which linears of a quantized model were compared with the calibrated one, in words."""
     kv_bytes_per_token: BeforeAfter
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
@@ -156,7 +156,7 @@ class ExtractResult(Result):
 def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     """Read the scales, and write them in the requested format.
 
-    Of the quantized model no weight is read; of the other model only those of its fingerprint.
+    No weight of the quantized model is read, and few of the other model: for its fingerprint.
 
     Raises:
         UsageError: an option is invalid, or the source does not state its FP8 format.

@@ -396,7 +396,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class TextOptions(RunOptions):
-    """The same, and how much of which text runs."""
+    """The model, where it runs, and which text runs through it."""
 
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None

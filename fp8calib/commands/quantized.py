@@ -137,7 +137,7 @@ def make_quantize_result(
         out: their folder.
         started: the value of time.monotonic() at the start.
         notes: on its scales.
-        stats: those of K and V.
+        stats: the statistics of K and V.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
     size = (

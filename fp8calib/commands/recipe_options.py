@@ -141,7 +141,7 @@ def _validate(kind: type[M], values: Mapping[str, Any], request: object) -> M:
 
 
 def check_query(recipe: Recipe) -> None:
-    """Refuse q scales that are asked for in formats none of which holds them.
+    """Refuse q scales where no format that is written can hold them.
 
     Raises:
         UsageError: naming the formats.

@@ -24,7 +24,7 @@ from fp8calib.numerics.formats import FP8_FORMATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenStats:
-    """The statistics that a caller gives: those of one run, or its shards."""
+    """The statistics that a caller gives: one run's, or its shards."""
 
     stats: calibration_stats.CalibrationStats
     inputs: tuple[Path, ...]
@@ -140,7 +140,7 @@ def read_stats(
 
 
 def list_stats(given: Stats | Sequence[Stats]) -> list[Stats]:
-    """List what a caller gives as statistics: those of one run, or its shards."""
+    """List what a caller gives as statistics: one run's, or its shards."""
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 

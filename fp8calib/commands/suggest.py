@@ -76,7 +76,7 @@ def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that serves the model, a checkpoint, or calibrate's overlay.
 
-    The KV cache is served in FP8, but for a checkpoint of which none was emulated.
+    The KV cache is served in FP8, unless the checkpoint was emulated without one.
     """
     launch = find_emulated(request.engine)[0].launch
     if launch is not None and request.fp8_dtype == E5M2.name:

@@ -97,8 +97,8 @@ def replay_plan(
 ) -> tuple[Mapping[str, EngineReport], str]:
     """Report what each engine would do with a checkpoint, or say why that is not known.
 
-    What `check` reads is written to a temporary folder: configs, headers and scales, of which
-    those of weights are 1.0. The other data are holes in the files.
+    What `check` reads is written to a temporary folder: configs, headers and scales. Scales of
+    weights are 1.0, and other data are holes in the files.
 
     Returns:
         The report of each engine; and why nothing was checked, else empty.
@@ -139,8 +139,8 @@ def _refuse_fault(source: Path, fault: str) -> None:
 def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
     """Refuse a quantized checkpoint with KV scales that no server would use.
 
-    One of the default engines has to use those of every layer. Whether they load the weights is not
-    asked.
+    One of the default engines has to use the scales of every layer. Whether it loads the weights is
+    not asked.
 
     Raises:
         ExportError: naming the method, and the reason for each server.

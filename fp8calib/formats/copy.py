@@ -60,7 +60,7 @@ def write_tables(
     Raises:
         ExportError: they cannot be written.
     """
-    provenance = None  # of scales of `calibrate`; those of a quantized source are biased
+    provenance = None  # scales of a quantized source are biased, and are recorded as such
     if found.table.origin is None or not found.table.origin.data:
         provenance = Provenance(
             dialect=found.dialect, files=tuple(files), has_fp8_weights=found.has_weights

@@ -26,7 +26,7 @@ def make_settings(
 
     Args:
         scheme: of linears that no pattern names.
-        layer_schemes: those of other linears, by pattern.
+        layer_schemes: the schemes of other linears, by pattern.
         ignore: patterns of linears that stay unquantized.
         dialect: of the checkpoint.
         drafters: whether drafters are quantized too.

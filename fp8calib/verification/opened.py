@@ -163,7 +163,7 @@ class CandidateMaker:
         return found
 
     def _read_table(self, opened: OpenedCandidate, *, rule: Rule = AMAX) -> ScaleTable:
-        """Give the KV scales of a candidate: those of its file, or of its statistics."""
+        """Give the KV scales of a candidate: from its file, or from its statistics."""
         table = opened.make_table(self._fmt, rule=rule)
         if table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
             raise ModelError(
