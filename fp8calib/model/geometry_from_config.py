@@ -55,7 +55,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         NotUnderstoodError: its layers are not understood.
         ModelError: its type is unknown, or the model is not decoder-only.
     """
-    source = _make_source(folder, config)
+    source = make_source(folder, config)
     try:
         skeleton = build_skeleton(source)
     except ModelError as error:
@@ -121,7 +121,12 @@ def restore_floats(value: object) -> Any:
     return {key: restore_floats(item) for key, item in value.items()}
 
 
-def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
+def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
+    """Read a config as transformers does, without its quantization.
+
+    Raises:
+        ModelError: its type is unknown, or it cannot be read.
+    """
     try:
         plain = restore_floats(without_quantization(config))
     except RecursionError as error:

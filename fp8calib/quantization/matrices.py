@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.model.expert_classes import ClassStacks
 from fp8calib.model.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,
@@ -70,11 +71,25 @@ class Matrix:
 
 
 class ExpertStacks:
-    """The expert stacks of a checkpoint, described by config.json and the shapes of tensors."""
+    """The expert stacks of a checkpoint, described by config.json and the shapes of tensors.
 
-    def __init__(self, config: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
+    Args:
+        config: of the model.
+        tensors: of the checkpoint.
+        known: what the model's class says of stacks, where the type has no layout here.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        tensors: Mapping[str, TensorEntry],
+        known: ClassStacks | None = None,
+    ) -> None:
         self._tensors = tensors
         self._type, self._layout, self._hidden_size = find_layout(config)
+        if self._layout is None and known is not None:
+            self._type, self._layout = known.model_type, known.layout
+            self._hidden_size = known.hidden_size
         types = list_types(config)
         # why engines load the experts of this model in no form of FP8 that is written
         self.unserved = next((why for kind, why in UNSERVED_STACKS.items() if kind in types), "")

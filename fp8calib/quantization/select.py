@@ -11,6 +11,7 @@ from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.model.drafters import count_layers, is_drafted
+from fp8calib.model.expert_classes import ClassStacks, ask_class, cut_name
 from fp8calib.model.expert_layouts import list_configs
 from fp8calib.model.module_paths import split_expert
 from fp8calib.quantization.ignored import (
@@ -38,6 +39,8 @@ _HEADS: Mapping[str, str] = {
 _MAMBA_SIGNS = ("x_proj", "dt_proj")
 _MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
 """vLLM 0.32.0 builds these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
+_BUFFER = Reason("a buffer of the model's class, no weight")
+_OTHER_STACK = Reason("several matrices in a tensor, which are not the experts of a router")
 _DRAFTER = Reason("a drafter (multi-token prediction), as other tools leave it")
 """ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
 copies it too (compressed-tensors 0.20.0, `utils/mtp.py`)."""
@@ -105,6 +108,13 @@ def find_selection(
     config = checkpoint.load_config()
     stacks = ExpertStacks(config, checkpoint.tensors)
     split = {name: stacks.split(name) for name in checkpoint.tensors}
+    known = ClassStacks()
+    if not stacks.unserved and any(
+        _is_stacked(name, entry) and not split[name] for name, entry in checkpoint.tensors.items()
+    ):
+        known = ask_class(checkpoint.folder, config)
+        stacks = ExpertStacks(config, checkpoint.tensors, known)
+        split = {name: stacks.split(name) for name in checkpoint.tensors}
     experts = [matrix.module for inside in split.values() for matrix in inside]
     matrices = (
         name.removesuffix(SUFFIX)
@@ -126,6 +136,10 @@ def find_selection(
             continue
         inside, module = split[name], name.removesuffix(SUFFIX)
         reason = find_reason(name, entry, inside)
+        if cut_name(name) in known.buffers:
+            reason = _BUFFER
+        elif known.layout is not None and _is_stacked(name, entry) and not _EXPERTS.match(name):
+            reason = reason or _OTHER_STACK
         if reason is None and inside:
             quantized += inside
         elif reason is None and _is_stacked(name, entry):

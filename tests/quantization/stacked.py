@@ -104,6 +104,7 @@ STACKED: dict[str, Family] = {
     "gemma4_text": Family(_GEMMA4),
     "granitemoe": Family(_COARSE),
     "granitemoehybrid": Family(FAMILIES["granitemoehybrid"]),
+    "granitemoe_swa": Family(_COARSE),
     "granitemoeshared": Family({**_COARSE, "shared_intermediate_size": 24}),
     "llama4": Family(FAMILIES["llama4_text"], _LLAMA4_VISION),
     "llama4_text": Family(FAMILIES["llama4_text"]),

@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "block_sparse_moe.",
         {"mamba_d_head": 64, "shared_intermediate_size": 128},
     ),
+    "granitemoe_swa": ("block_sparse_moe.", {}),
     "granitemoeshared": ("block_sparse_moe.", {"shared_intermediate_size": 128}),
     "llama4_text": ("feed_forward.", {"head_dim": 64, "intermediate_size_mlp": 128}),
 }
