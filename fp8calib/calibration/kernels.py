@@ -28,9 +28,12 @@ _NUM_COUNTED = tl.constexpr(triton.next_power_of_2(NUM_BINS + 1))
 """The bins of a histogram, and behind them what is not counted."""
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; every launch of this package passes here."""
-    kernel[tuple(grid)](*arguments, **constants)
+def launch(
+    kernel: Any, grid: Sequence[int], x: torch.Tensor, *arguments: Any, **constants: Any
+) -> None:
+    """Launch a kernel on the device of `x`; all kernels are launched here."""
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # else on the current device
+        kernel[tuple(grid)](x, *arguments, **constants)
 
 
 def reduce_heads(

@@ -62,8 +62,8 @@ class BatchObserver:
         """
         now = time.monotonic()
         is_gpu = self.decoder.device.type != "cpu"
-        # each look waits for the device, and none is needed before the next checkpoint is due
-        if is_gpu and not at_end and now < self._checked_at + INTERVAL_S:
+        # each look waits for the device; a checkpoint is written behind one
+        if is_gpu and not at_end and now < self._checked_at + INTERVAL_S / 2:
             return False
         self._checked_at = now
         if (found := self.recorder.find_nonfinite()) is None:

@@ -64,7 +64,8 @@ def fake_quantize(
     kernels.launch(
         _fake_quantize,
         grid,
-        *(x, y, scale if is_static else x, sums, *x.stride()[:3], *y.stride()[:3], length, width),
+        x,
+        *(y, scale if is_static else x, sums, *x.stride()[:3], *y.stride()[:3], length, width),
         *(limit, bound, quantizer.smallest_scale, (1 / torch.tensor(fmt.max)).item()),
         **constants,
         enable_fp_fusion=False,
