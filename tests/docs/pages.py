@@ -42,18 +42,16 @@ def list_commands(page: Path) -> Iterator[Command]:
             yield from _parse_workflow(page, workflow)
 
 
-def list_outputs(page: Path) -> Iterator[tuple[Command, list[str]]]:
-    """List the commands whose output a page shows in `text` blocks, with its lines.
+def list_outputs(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """List the commands in `text` blocks of a page, which stand after `$`, with their output.
 
-    A line after `$` names the next command that has its words. Two spaces continue a line.
+    Two spaces continue a line.
     """
-    commands = list_commands(page)
     blocks = (text for language, text in _FENCE.findall(page.read_text()) if language == "text")
     whole = re.sub(r"\n  (?=\S)", " ", "".join(blocks))
     for section in re.split(r"^\$ ", whole, flags=re.MULTILINE)[1:]:
-        title, *lines = section.splitlines()
-        words = set(title.split()) - {"..."}
-        yield next(each for each in commands if words <= set(each.words)), lines
+        command, *lines = section.splitlines()
+        yield command, lines
 
 
 def compare_generated(path: Path, text: str, *, maker: str, name: str = "") -> None:

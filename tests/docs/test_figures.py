@@ -7,7 +7,9 @@ difference away, because another version of Python brings another text.
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -15,19 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from scripts import demonstrate
 from tests.cli.program import succeed
-from tests.docs.pages import DOCS, ROOT, Command, list_commands, list_outputs
+from tests.docs.pages import DOCS, ROOT, list_outputs
 from tests.kit.minutes import takes_minutes
 
 README = ROOT / "README.md"
 RESULTS = DOCS / "results.md"
 MODEL = Path("demo") / "SmolLM2-135M-Instruct"
-CALIBRATION = "demo/calibration"
 FIGURE = r"([+-]?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)"
 OTHER = r"\d+\.\d s \(\d+ tokens/s\)|\d+\.\d+\.\d+|\.\.\."
 """Durations, versions of engines, and what a page leaves out."""
-OUTPUTS = ["verify", "calibrate", "check", "verify", "verify"]
-"""The commands whose output README.md shows."""
 LOOSE = re.compile(rf"(?P<figure>{FIGURE})|{OTHER}")
 
 pytestmark = pytest.mark.skipif(
@@ -42,10 +42,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / MODEL).symlink_to((ROOT / MODEL).resolve())
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def list_runs(page: Path) -> Iterable[Command]:
-    return (each for each in list_commands(page) if each.words[0] == "fp8calib")
 
 
 def loosen(shown: str) -> str:
@@ -72,16 +68,37 @@ def check_shown(shown: str, printed: str, *, before: str = "", after: str = "") 
     assert any(agree(shown, each) for each in found), f"{shown}\n{found[0][0]}"
 
 
-@pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=takes_minutes)])
+def check_output(lines: Iterable[str], printed: str) -> None:
+    for line in lines:
+        check_shown(line, printed, before="^", after="$")
+
+
 @pytest.mark.usefixtures("place")
-def test_the_commands_of_the_readme_print_its_figures(which: slice) -> None:
-    outputs = dict(list_outputs(README))
-    commands = list(list_runs(README))
-    assert [each.words[1] for each in commands if each in outputs] == OUTPUTS
-    for command in commands[which]:
-        printed = succeed(*command.words[1:]).out
-        for line in outputs.get(command, ()):
-            check_shown(line, printed, before="^", after="$")
+def test_the_first_command_of_the_readme_prints_its_figures() -> None:
+    command, lines = next(list_outputs(README))
+    check_output(lines, succeed(*command.split()[1:]).out)
+
+
+def test_the_readme_shows_commands_of_the_demo_in_their_order(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(demonstrate, "run_program", lambda words: asked.append(shlex.join(words)))
+    (place / demonstrate.OUT).mkdir(parents=True)
+    demonstrate.main()
+    shown = [command.removeprefix("fp8calib ") for command, _ in list_outputs(README)]
+    assert [each for each in asked if each in shown] == shown
+
+
+@takes_minutes
+def test_the_demo_prints_what_the_readme_shows(place: Path) -> None:
+    command = [sys.executable, "-m", "scripts.demonstrate"]
+    path = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        command, cwd=place, env=path, capture_output=True, text=True, check=True
+    ).stdout
+    for asked, lines in list_outputs(README):
+        check_output(lines, printed.partition(f"$ {asked}\n")[2].partition("\n$ ")[0])
 
 
 def test_the_readme_has_no_figure_that_is_not_checked() -> None:
