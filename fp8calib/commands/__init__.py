@@ -17,9 +17,9 @@ from fp8calib import plugin
 
 _SHARED = frozenset(
     (
-        *("card", "command_line", "function", "hashes", "job", "magnitudes", "model", "option"),
-        *("options", "quantized", "recipe", "recipe_options", "result", "run_plan", "saturation"),
-        *("saved", "stats", "suggest", "work_folder", "written"),
+        *("card", "checked", "command_line", "function", "hashes", "job", "magnitudes", "model"),
+        *("option", "options", "quantized", "recipe", "recipe_options", "result", "run_plan"),
+        *("saturation", "saved", "stats", "suggest", "work_folder", "written"),
     )
 )
 SCHEMA_VERSION = 1

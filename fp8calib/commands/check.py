@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, computed_field
 
-from fp8calib.calibration.progress import Progress
-from fp8calib.checkpoint.json_files import is_result
-from fp8calib.checkpoint.locations import find_local_model, require_path
-from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import CallbackProgress, Reporter, as_function
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import Overview, Result
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
@@ -25,21 +21,11 @@ from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVer
 from fp8calib.engines.status import Status
 from fp8calib.errors import (
     CANNOT_TELL,
-    ModelError,
-    UsageError,
     VerificationError,
     format_ranges,
-    shorten,
 )
-from fp8calib.model.shapes import ModelGeometry
 from fp8calib.text import Block, Line, Table
 
-if TYPE_CHECKING:
-    from fp8calib.calibration.calibration_origin import CalibrationOrigin
-    from fp8calib.calibration.calibration_stats import CalibrationStats
-    from fp8calib.engines.replay.folder import ScaleFolder
-
-_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
 _UNREAD = "values of weights were not read: --read-weights looks for NaN, infinity and zeros"
@@ -247,207 +233,9 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
         ModelError: the model or the file cannot be read, or the file has no KV scales, or the
             scales are of another model.
     """
-    return check_path(request, progress=reporter)
-
-
-def check_path(
-    request: CheckRequest,
-    *,
-    progress: Progress | None = None,
-    amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None = None,
-    compare: Callable[[EngineReport], EngineReport] | None = None,
-) -> CheckResult:
-    """Check a path.
-
-    Args:
-        request: the path, and what is asked.
-        progress: shows how much was read where all values are.
-        amend: changes the report of the replay; of checkpoint folders alone.
-        compare: compares the finished report of each engine with what runs; of folders alone.
-    """
     with slow_imports():
-        from fp8calib.checkpoint.hub import fetch_hub_id
-        from fp8calib.engines.check import check_file, check_folder, withdraw_used
-        from fp8calib.engines.config_doubts import doubt_configs
-        from fp8calib.engines.replay.fingerprint import add_fingerprints
-        from fp8calib.engines.replay.folder import open_folder
-        from fp8calib.engines.weights.missing_tensors import list_opened_files
-        from fp8calib.formats.metadata import read_file_origin
-        from fp8calib.formats.read import require_kv_scales
-    engines = _choose_engines(request)
-    path = fetch_hub_id(Path(request.path))
-    require_path(path, hint="name a checkpoint folder or a JSON file")
-    is_folder = path.is_dir()
-    if is_folder:
-        _refuse_outer_folder(path)
-    else:
-        _refuse_other_file(path)
-    model = _open_model(request, path)
-    model, geometry, is_foreign = _read_geometry(request, model, is_folder=is_folder)
-    stats = _read_stats(request, model, geometry)
-    opened = model
-    if is_folder:
-        opened = model if request.model is None else open_folder(path)
-        for file in list_opened_files(opened, prefers_single=True):  # in all engines
-            if (fault := opened.faults.get(file)) is not None:
-                raise ModelError(fault, hint="download or copy the file again")
-        report = check_folder(
-            *(opened, geometry, engines, request.tp),
-            requires_kv=request.require_kv,
-            model=model,
-            stats=stats,
-        )
-    else:
-        if amend is not None or compare is not None:
-            raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
-        require_kv_scales(path)
-        if (origin := read_file_origin(path)) is not None:
-            _refuse_other_origin(str(path), origin, model)
-        report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
-    if request.read_weights:
-        from fp8calib.engines.weight_values import read_weight_values
-
-        report = read_weight_values(opened, progress or CallbackProgress(None)).amend(report)
-    report = doubt_configs(report, model, geometry)
-    if amend is not None:
-        report = amend(report, path, geometry)
-    report = add_fingerprints(report, request.tp)
-    if compare is not None:
-        compared = {key: compare(each) for key, each in report.engines.items()}
-        report = report.model_copy(update={"engines": compared})
-    report = report.allow_suspicious() if request.allow_suspicious else report
-    if is_foreign:
-        report = withdraw_used(report, shorten(geometry.model_type))
-    return CheckResult.of(report, has_read_weights=request.read_weights)
-
-
-def _choose_engines(request: CheckRequest) -> tuple[str, ...]:
-    """List each engine and release once; without any names, the default engines."""
-    named = [request.engine] if isinstance(request.engine, str) else request.engine
-    chosen: dict[str, str] = {}
-    for name in (part.strip() for names in named or list_defaults() for part in names.split(",")):
-        chosen.setdefault(find_replayed(name).key, name)
-    return tuple(chosen.values())
-
-
-def _refuse_outer_folder(path: Path) -> None:
-    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
-    from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME
-
-    inner = list_inner_checkpoints(path)
-    if inner:
-        raise UsageError(
-            f"{path}: a folder with checkpoints in it, not a checkpoint",
-            hint=f"name what an engine loads, such as {inner[0]}",
-        )
-    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
-    if is_written and not (path / CONFIG_NAME).exists():
-        raise UsageError(
-            f"{path}: the output folder of calibrate, not a checkpoint",
-            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
-        )
-
-
-def _refuse_other_file(path: Path) -> None:
-    from fp8calib.formats.read import refuse_result
-
-    if is_result(path):
-        raise refuse_result(path)
-    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
-        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
-        if path.suffix == ".gguf":
-            hint = GGUF_HINT
-        raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
-
-
-def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
-    from fp8calib.checkpoint.hub import find_folder
-    from fp8calib.engines.replay.folder import open_folder
-
-    if request.model is not None:
-        folder = find_folder(str(request.model), files=("*.json",))
-        if not folder.is_dir():
-            raise UsageError(f"--model {request.model}: this is a file, not a model folder")
-        return open_folder(folder)
-    if not path.is_dir():
-        hint = "the file does not name the layers that have attention"
-        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
-    return open_folder(path)
-
-
-def _read_geometry(
-    request: CheckRequest, model: ScaleFolder, *, is_folder: bool
-) -> tuple[ScaleFolder, ModelGeometry, bool]:
-    """Find the shape of a model, and whether its type is unknown; some are not understood."""
-    from fp8calib.engines.replay.geometry_from_names import imagine_geometry, read_replayed_geometry
-    from fp8calib.model.geometry_from_config import NotUnderstoodError
-
-    try:
-        return model, *read_replayed_geometry(model)
-    except NotUnderstoodError as error:
-        if not is_folder or request.model is not None or request.stats is not None:
-            raise
-        unread = f"its layers are not understood: {error.message}"
-        return replace(model, unread=unread), imagine_geometry(model), False
-
-
-def _read_stats(
-    request: CheckRequest, model: ScaleFolder, geometry: ModelGeometry
-) -> CalibrationStats | None:
-    """Read the statistics; refuse another model's, where the folder shows that they are.
-
-    Raises:
-        ModelError: naming the difference.
-    """
-    if request.stats is None:
-        return None
-    from fp8calib.calibration.calibration_origin import CalibrationOrigin
-    from fp8calib.commands.stats import read_stats
-
-    stats, name = read_stats(request.stats)[0], "statistics"
-    if isinstance(request.stats, str | Path):
-        name = str(request.stats)
-    measured, here = (
-        [attention.checkpoint_module for _, attention in each.attentions()]
-        for each in (stats.geometry, geometry)
-    )
-    if measured != here:
-        first, first_here = (shorten(each[0]) if each else "none" for each in (measured, here))
-        raise ModelError(
-            f"{name}: these are statistics of another model: {len(measured)} layers with attention "
-            f"({first}), here {len(here)} ({first_here})",
-            hint="pass the statistics of this model",
-        )
-    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
-    _refuse_other_origin(name, origin, model)
-    return stats
-
-
-def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
-    """Refuse scales or statistics that record another model, as `verify` does.
-
-    Of a folder without weights the config alone is compared. A quantized model is not compared:
-    the record is of the unquantized one.
-
-    Raises:
-        ModelError: naming the difference.
-    """
-    from fp8calib.calibration.fingerprint import fingerprint_model
-    from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.read import check_origin
-
-    if model.config.get("quantization_config") is not None or model.modelopt:
-        return
-    try:
-        opened = Checkpoint.open(model.path)
-    except ModelError:
-        half = len(origin.model) // 2
-        bare = Checkpoint(model.path)
-        known = fingerprint_model(model.config, bare)[:half]
-        check_origin(name, origin, known + origin.model[half:])
-        return
-    with opened as checkpoint:
-        check_origin(name, origin, fingerprint_model(model.config, checkpoint))
+        from fp8calib.commands.checked import check_path
+    return check_path(request, progress=reporter)
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:

@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.card import write_card
-from fp8calib.commands.check import CheckRequest, EngineResult, check_path
+from fp8calib.commands.check import CheckRequest, EngineResult
+from fp8calib.commands.checked import check_path
 from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
 from fp8calib.engines.check import check_folder

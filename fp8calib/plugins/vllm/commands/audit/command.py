@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp8calib.commands.check import CheckRequest, CheckResult, check_path
+from fp8calib.commands.check import CheckRequest, CheckResult
+from fp8calib.commands.checked import check_path
 from fp8calib.commands.function import Reporter
 from fp8calib.plugins.vllm.commands.audit.request import VllmAuditRequest
 from fp8calib.plugins.vllm.compare import compare_ranks

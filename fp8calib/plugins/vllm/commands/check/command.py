@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8calib.commands.check import CheckRequest, CheckResult, check_path
+from fp8calib.commands.check import CheckRequest, CheckResult
+from fp8calib.commands.checked import check_path
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.model.shapes import ModelGeometry
