@@ -1,0 +1,88 @@
+"""What `check` knows of the linears of all tiny models: nothing wrong is fine, little is unknown.
+
+No engine runs; `tests/engines/test_check_sweep.py` has the families that are tried by default.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.vllm.model_types import UNSUPPORTED_TYPES
+from fp8calib.engines.weights.stored import list_groups
+from fp8calib.model.geometry_from_config import read_geometry
+from tests import zoo
+from tests.engines.test_check_sweep import is_fine, list_kinds
+from tests.engines.test_check_weights import ask
+from tests.kit.checkpoints import change_config
+from tests.quantization.by_hand import run
+
+UNWRITTEN = ("dbrx", "gpt2", "gpt_oss")
+"""Families of which no FP8 checkpoint is written."""
+DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**DYNAMIC, "dynamic": False, "strategy": "channel"},
+            "input_activations": DYNAMIC,
+        }
+    },
+}
+MOST_UNKNOWN = 0.03
+
+
+@pytest.mark.parametrize("family", sorted(set(zoo.CONFIGS) - set(UNWRITTEN)))
+def test_what_is_put_back_or_lacks_its_scale_is_never_fine(tmp_path: Path, family: str) -> None:
+    zoo.save(family, tmp_path / "model")
+    folder = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic").out
+    (file,) = folder.glob("*.safetensors")
+    whole = load_file(file)
+    engines = [each for each in ("vllm", "vllm==0.32", "sglang") if is_fine(ask(folder, each))]
+    for name in list_kinds(whole):
+        plain = {**whole, name: whole[name].to(torch.bfloat16)}
+        for changed in (plain, whole):
+            held = {key: value for key, value in changed.items() if key != f"{name}_scale"}
+            save_file(held, file, metadata={"format": "pt"})
+            for engine in engines:
+                assert not is_fine(ask(folder, engine)), (engine, name)
+
+
+def test_few_linears_are_unknown(tmp_path: Path) -> None:
+    """Under a config that quantizes all of them, but for families that vLLM does not run."""
+    counts: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    for family in zoo.CONFIGS:
+        zoo.save(family, tmp_path / family)
+        folder = open_folder(change_config(tmp_path / family, quantization_config=CONFIG))
+        geometry = read_geometry(folder.path, folder.config)
+        tensors = {name: each for held in folder.tensors.values() for name, each in held.items()}
+        for engine in ("vllm", "sglang"):
+            if engine == "vllm" and family in UNSUPPORTED_TYPES:
+                continue
+            make_reader = ENGINES[engine].make_reader
+            assert make_reader is not None
+            reader = make_reader(folder, geometry)
+            for group in list_groups(tensors, geometry, reader.classes):
+                counts[engine] += len(group.members)
+                is_unknown = group.state in ("", "maybe", "refused")
+                try:
+                    reader.find_scheme(group)
+                except Unjudged:
+                    is_unknown = True
+                except Refusal:
+                    pass
+                unknown[engine] += is_unknown * len(group.members)
+    assert min(counts.values()) > 1000
+    for engine, count in counts.items():
+        assert unknown[engine] <= MOST_UNKNOWN * count, engine
