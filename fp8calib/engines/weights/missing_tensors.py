@@ -6,11 +6,11 @@ differs, only the engine's own loader can tell what becomes of it, but for what 
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import combinations, product
 
 import torch
@@ -38,8 +38,6 @@ _ABSENT_FIX = "complete the download or the export, or use the config.json of th
 _MISFIT_FIX = "use the config.json that the weights were saved with"
 _NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
 _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
-_TIED = "is of its own by config.json, but the class may take the embedding instead"
-_HEADLESS = "is of its own by config.json, but the engine's class has no output layer, and stops"
 _HEAD = "lm_head.weight"
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
@@ -185,14 +183,10 @@ def find_first_fault(
             f"the checkpoint is incomplete: it lacks {shorten(absent)}, which the model of its "
             "config.json has"
         )
-
-    def counts(name: str) -> bool:
+    for name, found, shape in _list_misfits(geometry, tensors):
         is_linear = name in geometry.matrices or split_expert(name.rpartition(".")[0]) is not None
-        return has_linears or not is_linear
-
-    for name, entry, shape in _list_other_shapes(geometry, tensors):
-        if counts(name):
-            sizes = f"{list(entry.shape)} in the checkpoint and {list(shape)} by its config.json"
+        if has_linears or not is_linear:
+            sizes = f"{list(found)} in the checkpoint and {list(shape)} by its config.json"
             return f"{shorten(name)} is {sizes}"
     return ""
 
@@ -224,19 +218,26 @@ def compare_parameters(
         len(tensors[each.subject].shape) > 1 for each in doubts if each.subject in tensors
     )
     absent = [] if explains else list(_list_absent_names(geometry, tensors))
-    if unties and (found := _judge_tied_head(rules, geometry, tensors)) is not None:
-        doubts.append(found)
+    is_headless = geometry.model_type in rules.headless_types
+    is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
+    if unties and is_headless and _HEAD in tensors and not geometry.is_wrapped:
+        why = "is of its own by config.json, but the engine's class has no output layer, and stops"
+        doubts.append(Finding(status=Status.REFUSED, subject=_HEAD, why=why, fix=_TIED_FIX))
+    elif unties and (is_headless or is_tied):
+        why = "is of its own by config.json, but the class may take the embedding instead"
+        doubts.append(Finding.doubt(_HEAD, why, fix=_TIED_FIX))
         absent = [name for name in absent if name != _HEAD]
-    return list(
-        join_alike(
-            (
-                *doubts,
-                *_judge_absent(rules, geometry, absent, is_quantized=is_quantized),
-                *_list_misfits(geometry, tensors),
-                *_list_expert_misfits(geometry, tensors),
-            )
+    misfits = (
+        Finding.doubt(
+            name,
+            f"has shape {list(found)}, and the config means {list(expected)}",
+            fix=_MISFIT_FIX,
+            if_loaded=CUT,
         )
+        for name, found, expected in _list_misfits(geometry, tensors)
     )
+    lacking = _judge_absent(rules, geometry, absent, is_quantized=is_quantized)
+    return list(join_alike((*doubts, *lacking, *misfits)))
 
 
 def _list_name_doubts(
@@ -252,32 +253,21 @@ def _list_name_doubts(
             yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
         else:
             yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
-    for name in _list_surplus_experts(geometry, tensors):
-        why = "is of an expert that the model does not have"
-        yield Finding.doubt(name, why, fix=_NAMES_FIX)
-    if not geometry.is_wrapped:
-        is_bare = geometry.model_type in rules.bare_types
-        for name in geometry.renamed:
-            if name in tensors and not (is_bare and _lacks_root(geometry, name)):
-                why = "has another name than the model's class gives it"
-                yield Finding.doubt(name, why, fix=_NAMES_FIX)
-
-
-def _judge_tied_head(
-    rules: NameRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Finding | None:
-    """Judge an output layer that is untied in config.json alone; None where the class has one."""
-    is_headless = geometry.model_type in rules.headless_types
-    if is_headless and _HEAD in tensors and not geometry.is_wrapped:
-        return Finding(status=Status.REFUSED, subject=_HEAD, why=_HEADLESS, fix=_TIED_FIX)
-    is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
-    return Finding.doubt(_HEAD, _TIED, fix=_TIED_FIX) if is_headless or is_tied else None
-
-
-def _lacks_root(geometry: ModelGeometry, name: str) -> bool:
+    decoder, counts = find_decoder(geometry), count_experts(geometry)
+    for name in sorted(tensors.keys() - set(geometry.leftovers)):
+        expert, layer = split_expert(name.rpartition(".")[0]), _find_layer(decoder, name)
+        if expert is not None and expert[1] >= counts.get(layer, expert[1] + 1):
+            why = "is of an expert that the model does not have"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
+    if geometry.is_wrapped:
+        return
     modules = (attention.module for _, attention in geometry.attentions())
     root = next(modules, "").partition(".")[0]
-    return not name.startswith(f"{root}.")
+    is_bare = geometry.model_type in rules.bare_types
+    for name in geometry.renamed:
+        if name in tensors and (name.startswith(f"{root}.") or not is_bare):
+            why = "has another name than the model's class gives it"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
 
 
 def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
@@ -301,16 +291,6 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
         if module in absent or not absent.isdisjoint(starts):
             continue
         if not geometry.num_draft_layers or not is_drafted(name, num_layers, decoder):
-            yield name
-
-
-def _list_surplus_experts(
-    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Iterator[str]:
-    prefix, counts = find_decoder(geometry), count_experts(geometry)
-    for name in sorted(tensors.keys() - set(geometry.leftovers)):
-        expert, layer = split_expert(name.rpartition(".")[0]), _find_layer(prefix, name)
-        if expert is not None and expert[1] >= counts.get(layer, expert[1] + 1):
             yield name
 
 
@@ -354,53 +334,40 @@ def _judge_absent(
 def _list_absent_names(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
-    """List what no tensor fills: parameters, and projections of single experts."""
-    stored = _StoredNames(tensors)
-    for name in geometry.parameters:
-        if name not in tensors and not stored.holds_otherwise(name):
-            yield name
-    yield from stored.list_absent_experts(geometry)
+    """List what no tensor fills: parameters, and weights that some experts lack and others have.
 
+    A parameter may be packed (INT4, FP4), or stored for each expert.
+    """
+    packed = {
+        name.rpartition(".")[0]
+        for name, entry in tensors.items()
+        if entry.dtype not in _FORMATS or _is_other_weight(name, entry)
+    }
+    weights = (name.rpartition(".")[0] for name in tensors if not is_companion(name))
+    experts = (split_expert(module) for module in weights if not module.endswith("bias"))
+    numbered = {each for each in experts if each is not None}
+    parts = {(path, projection) for path, _, projection in numbered}
+    owners = {path for path, _ in parts}
 
-class _StoredNames:
-    """The names of a checkpoint, to find parameters that it stores in another format."""
-
-    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
-        self._names = tuple(tensors)
-        self._packed = {
-            name.rpartition(".")[0]
-            for name, entry in tensors.items()
-            if entry.dtype not in _FORMATS or _is_other_weight(name, entry)
-        }
-        weights = (name.rpartition(".")[0] for name in tensors if not is_companion(name))
-        experts = (split_expert(module) for module in weights if not module.endswith("bias"))
-        self._numbered = {each for each in experts if each is not None}
-        self._experts = {(each[0], each[2]) for each in self._numbered}
-
-    def holds_otherwise(self, name: str) -> bool:
-        """Check whether a parameter is packed (INT4, FP4), or stored for each expert."""
+    def is_held(name: str) -> bool:
         module, _, leaf = name.rpartition(".")
-        packed = (f"{name}_blocks", f"{name}_scale", f"{name}_packed")
         if leaf == "weight":
-            return module in self._packed
-        if any(each.startswith(packed) for each in self._names):
+            return module in packed
+        ends = (f"{name}_blocks", f"{name}_scale", f"{name}_packed")
+        if any(each.startswith(ends) for each in tensors):
             return True
-        owners = {expert for expert, _ in self._experts}
-        if module not in owners:
-            return False
-        parts = _EXPERT_PARTS.get(leaf)
-        return parts is None or any((module, part) in self._experts for part in parts)
+        names = _EXPERT_PARTS.get(leaf)
+        is_stacked = names is None or any((module, each) in parts for each in names)
+        return module in owners and is_stacked
 
-    def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
-        """List the weights that some experts of decoder layers lack, and others have."""
-        prefix = find_decoder(geometry)
-        counts = count_experts(geometry)
-        projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
-        for path in sorted({path for path, _ in self._experts}):
-            count = counts.get(_find_layer(prefix, path), 0)
-            for number, projection in product(range(count), projections):
-                if (path, number, projection) not in self._numbered:
-                    yield f"{path}.{number}.{projection}.weight"
+    yield from (name for name in geometry.parameters if name not in tensors and not is_held(name))
+    decoder, counts = find_decoder(geometry), count_experts(geometry)
+    projections = sorted({projection for _, _, projection in numbered})
+    for path in sorted(owners):
+        count = counts.get(_find_layer(decoder, path), 0)
+        for number, projection in product(range(count), projections):
+            if (path, number, projection) not in numbered:
+                yield f"{path}.{number}.{projection}.weight"
 
 
 def _is_other_weight(name: str, entry: TensorEntry) -> bool:
@@ -416,59 +383,36 @@ def _find_layer(decoder: str | None, path: str) -> int:
     return int(found[2]) if found is not None and found[1] == decoder else -1
 
 
-def _list_other_shapes(
+def _list_misfits(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Iterator[tuple[str, TensorEntry, Shape]]:
-    """List the stored parameters whose shape is not that of the config."""
+) -> Iterator[tuple[str, Shape, Shape]]:
+    """List what has another shape than the config says: the name, that shape, the config's.
+
+    Of single experts it is the shape of no projection of any expert.
+    """
     for name, shape in geometry.parameters.items():
         entry = tensors.get(name)
-        if entry is not None and entry.dtype in _FORMATS and not _is_same(entry.shape, shape):
-            yield name, entry, shape
-
-
-def _list_misfits(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> Iterator[Finding]:
-    for name, entry, shape in _list_other_shapes(geometry, tensors):
-        yield _describe_misfit(name, entry.shape, shape)
-
-
-def _is_same(found: Shape, expected: Shape) -> bool:
-    """Compare shapes; a number may be a vector of one."""
-    return found == expected or {found, expected} == {(), (1,)}
-
-
-def _describe_misfit(name: str, found: Shape, expected: Shape) -> Finding:
-    why = f"has shape {list(found)}, and the config means {list(expected)}"
-    return Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT)
-
-
-def _list_expert_misfits(
-    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Iterator[Finding]:
-    """List the weights of single experts that have the shape of no projection of any expert."""
+        # a number may be a vector of one
+        if entry is None or entry.shape == shape or {entry.shape, shape} == {(), (1,)}:
+            continue
+        if entry.dtype in _FORMATS:
+            yield name, entry.shape, shape
     expected = {
-        shape
+        (rows, linear.in_features)
         for _, linear in geometry.linears()
         if linear.num_experts
         for part in linear.parts
-        for shape in (
-            (part.count * part.unit, linear.in_features),
-            (linear.out_features, linear.in_features),
-        )
+        for rows in (part.count * part.unit, linear.out_features)
     }
     decoder = find_decoder(geometry)
-    if not expected or decoder is None:
-        return
-    for name, entry in tensors.items():
+    for name, entry in tensors.items() if expected and decoder is not None else ():
         module, _, leaf = name.rpartition(".")
-        is_expert = leaf == "weight" and len(entry.shape) == 2 and split_expert(module) is not None
-        if not is_expert or entry.dtype not in _FORMATS or entry.shape in expected:
+        if leaf != "weight" or len(entry.shape) != 2 or split_expert(module) is None:
+            continue
+        if entry.dtype not in _FORMATS or entry.shape in expected:
             continue
         # Towers and draft layers have experts of their own.
-        if not 0 <= _find_layer(decoder, name) < len(geometry.layers):
-            continue
-        nearest = min(expected, key=partial(_count_differences, entry.shape))
-        yield _describe_misfit(name, entry.shape, nearest)
-
-
-def _count_differences(one: Shape, other: Shape) -> int:
-    return sum(a != b for a, b in zip(one, other, strict=True))
+        if 0 <= _find_layer(decoder, name) < len(geometry.layers):
+            found = entry.shape
+            nearest = min(expected, key=lambda each: sum(map(operator.ne, each, found)))
+            yield name, found, nearest
