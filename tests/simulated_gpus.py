@@ -121,8 +121,7 @@ def simulated_gpus(
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
             _simulated_kernels() if has_kernels else nullcontext(),
-            mock.patch.object(reductions, "has_kernel", _has_kernel if has_kernels else _has_none),
-            mock.patch.object(emulate, "has_kernel", _has_kernel if has_kernels else _has_none),
+            _chosen(has_kernels=has_kernels),
             _Simulation(),
         ):
             yield
@@ -131,12 +130,27 @@ def simulated_gpus(
         torch._C._set_only_lift_cpu_tensors(before[1])
 
 
-def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda"
+@contextmanager
+def gpu(*, has_kernels: bool = False) -> Iterator[None]:
+    """Use the GPU of this machine, or a simulated one."""
+    if torch.cuda.is_available():
+        with _chosen(has_kernels=has_kernels):
+            yield
+    else:
+        with simulated_gpus(1, has_kernels=has_kernels):
+            yield
 
 
-def _has_none(device: torch.device) -> bool:  # noqa: ARG001
-    return False
+@contextmanager
+def _chosen(*, has_kernels: bool) -> Iterator[None]:
+    def has_kernel(device: torch.device) -> bool:
+        return has_kernels and device.type == "cuda"
+
+    with (
+        mock.patch.object(reductions, "has_kernel", has_kernel),
+        mock.patch.object(emulate, "has_kernel", has_kernel),
+    ):
+        yield
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from scripts.benchmarks.options import make_parser
 from tests import zoo
-from tests.simulated_gpus import simulated_gpus
+from tests.simulated_gpus import gpu
 
 HAS_KERNELS = find_spec("triton") is not None
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
@@ -313,11 +313,7 @@ def count_all() -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
         model = zoo.build(family, max_position_embeddings=SEQ_LEN, **changes).to(torch.bfloat16)
         names = {name: name for name, _ in model.named_parameters()}
         geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
-        with (
-            nullcontext()
-            if torch.cuda.is_available()
-            else simulated_gpus(1, has_kernels=HAS_KERNELS)
-        ):
+        with gpu(has_kernels=HAS_KERNELS):
             model.to("cuda:0")
             emulations = {
                 name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN // 8)

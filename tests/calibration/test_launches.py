@@ -11,7 +11,7 @@ import torch
 from scripts.benchmarks.launches import HAS_KERNELS, Work, WorkCounter, count_all
 from tests import zoo
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
-from tests.simulated_gpus import simulated_gpus
+from tests.simulated_gpus import gpu
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="simulated GPUs are compiled by g++"
@@ -45,7 +45,7 @@ def test_the_host_waits_for_a_gpu_behind_the_passes_alone(tmp_path: Path) -> Non
     waits = []
     for lengths in (LENGTHS[:4], LENGTHS * 2):
         with (
-            simulated_gpus(1),
+            gpu(),
             opened(tmp_path / "model", device="cuda:0") as subject,
             WorkCounter(torch.device("cuda")) as counter,
         ):
@@ -62,7 +62,7 @@ def test_a_run_with_kernels_writes_the_same_file(tmp_path: Path) -> None:
     written = []
     for has_kernels in (True, False):
         with (
-            simulated_gpus(1, has_kernels=has_kernels),
+            gpu(has_kernels=has_kernels),
             opened(tmp_path / "model", device="cuda:0") as subject,
         ):
             written.append(as_bytes(subject.calibrate(batch_size=4), tmp_path))
@@ -70,7 +70,7 @@ def test_a_run_with_kernels_writes_the_same_file(tmp_path: Path) -> None:
 
 
 def test_waiting_is_counted() -> None:
-    with simulated_gpus(1):
+    with gpu():
         x = torch.arange(6.0).view(2, 3).to("cuda")
         mask = x > 1
         with WorkCounter(x.device) as counter:

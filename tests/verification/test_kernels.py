@@ -21,7 +21,7 @@ from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulati
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from scripts.benchmarks.launches import make_emulations
 from tests import zoo
-from tests.simulated_gpus import simulated_gpus
+from tests.simulated_gpus import gpu
 
 kernels: Any = pytest.importorskip(
     "fp8calib.verification.emulation.kernels", reason="Triton is in the extra `test`"
@@ -125,7 +125,7 @@ def test_a_model_is_emulated_as_without_the_kernel() -> None:
     batch = Batch(first=0, input_ids=torch.arange(24)[None], lengths=(24,))
     answers = []
     for has_kernels in (True, False):
-        with simulated_gpus(1, has_kernels=has_kernels):
+        with gpu(has_kernels=has_kernels):
             decoder, hooks = Decoder(model.to("cuda:0")), EmulationHooks(quantizers)
             with open_emulation_hooks(model, geometry, hooks):
                 hooks.begin_batch(batch)
