@@ -17,9 +17,10 @@ from fp8calib import plugin
 
 _SHARED = frozenset(
     (
-        *("card", "checked", "command_line", "function", "hashes", "job", "magnitudes", "model"),
-        *("option", "options", "quantized", "recipe", "recipe_options", "result", "run_plan"),
-        *("saturation", "saved", "stats", "suggest", "work_folder", "written"),
+        *("calibrated", "card", "checked", "command_line", "function", "hashes", "job"),
+        *("magnitudes", "model", "option", "options", "quantized", "recipe", "recipe_options"),
+        *("result", "run_plan", "saturation", "saved", "stats", "suggest", "work_folder"),
+        "written",
     )
 )
 SCHEMA_VERSION = 1

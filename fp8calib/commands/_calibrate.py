@@ -2,100 +2,51 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from platform import python_version
-from statistics import median
 from typing import Any
 
-import torch
-
 from fp8calib.calibration.calibrate import TextEngine
-from fp8calib.calibration.calibration_stats import (
-    REPORT_NAME,
-    STATS_NAME,
-    CalibrationStats,
-    save_stats,
-)
-from fp8calib.calibration.journal import is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.atomic import (
-    check_output,
-    measure_folder,
-    output_folder,
-    refuse_unknown_entries,
-)
+from fp8calib.checkpoint.atomic import check_output, refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.commands.calibrate import (
-    CalibrateRequest,
-    CalibrateResult,
-    Coverage,
-    ExpertLayer,
-    Experts,
-    NotQuantized,
-)
-from fp8calib.commands.card import write_card
-from fp8calib.commands.command_line import spell_command
+from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
+from fp8calib.commands.calibrated import make_calibrate_result, write_outputs
 from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.hashes import Known, hash_run, hashing
+from fp8calib.commands.hashes import hashing
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.options import TP
-from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.commands.quantized import make_quantize_result
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import (
     apply_request,
     check_query,
-    decide_query,
     list_given,
     list_ignored,
     open_recipe,
     resolve_text,
-    write_recipe,
 )
-from fp8calib.commands.result import BeforeAfter, WrittenCheck
 from fp8calib.commands.run_plan import RunPlan
-from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
 from fp8calib.commands.saved import saved_model, warn_of_tokenizer
-from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.commands.work_folder import (
-    UnwrittenError,
-    find_finished,
-    looks_finished,
-    remove_outputs,
-    work_folder,
-)
-from fp8calib.commands.written import check_written, finish_formats
+from fp8calib.commands.work_folder import find_finished, looks_finished, work_folder
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import parse_share
-from fp8calib.errors import ExportError, Fp8CalibError, ModelError, UsageError
+from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
-from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.write import check_export, check_overlay_source, check_replaced
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.model.device import choose_rank_device
-from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.model.load import load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.numerics.rules import Fallback
-from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
-from fp8calib.quantization.plan import PlanSettings, make_plan
-from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.select import select
 from fp8calib.quantization.settings import make_settings
 
 
@@ -174,7 +125,7 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
         stats, cost = job.run(mode, header, journal)
         if not job.group.is_first:
             return None
-        return _write(job, stats, cost, journal.folder, request, find_known)
+        return write_outputs(job, stats, cost, journal.folder, request, find_known)
 
 
 def _tell_finished(job: CalibrationJob, finished: CalibrateResult | None) -> CalibrateResult | None:
@@ -343,235 +294,6 @@ def make_run_plan(job: CalibrationJob, mode: MemoryPlan, **more: Any) -> RunPlan
     }
     rows = text.rows.describe() if text and text.rows else ()
     return RunPlan(plan=described, text=tuple(rows))
-
-
-# --- after the run --------------------------------------------------------------------------------
-
-
-def _write(
-    job: CalibrationJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    folder: Path,
-    request: CalibrateRequest,
-    find_known: Callable[[], Known],
-) -> CalibrateResult:
-    """Write all output; where a format cannot be written, save at least the statistics."""
-    try:
-        return _write_all(job, stats, cost, folder, request, find_known)
-    except OSError as error:
-        failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
-    except ExportError as error:
-        failed = error
-    remove_outputs(folder)
-    try:
-        with output_folder(
-            job.folder, owned=job.owned, force=job.force, inputs=[job.model.source.folder]
-        ) as kept:
-            save_stats(stats, kept / STATS_NAME)
-    except Fp8CalibError as error:
-        if not any(map(is_checkpoint, folder.iterdir())):
-            raise
-        raise UnwrittenError(
-            error.message,
-            hint=f"the run's checkpoints stay in {folder}: fix the cause and add --resume",
-        ) from error
-    raise ExportError(
-        failed.message,
-        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
-        f"{job.model.name} --format kv-overlay --out DIR` writes scales without another run. "
-        f"{failed.hint}".strip(),
-    ) from failed
-
-
-def _write_all(
-    job: CalibrationJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    folder: Path,
-    request: CalibrateRequest,
-    find_known: Callable[[], Known],
-) -> CalibrateResult:
-    recipe = job.recipe
-    save_stats(stats, folder / STATS_NAME)
-    written = write_recipe(
-        recipe,
-        stats,
-        folder,
-        source=job.model.checkpoint.stored,
-        query=decide_query(recipe, stats)[0],
-        attachment=Attachment(replaces_scales=request.replace_scales),
-    )
-    checkpoint = _quantize(job, stats, folder, request)
-    checked, cards = finish_formats(
-        *(recipe.formats, folder, job.folder, request.model),
-        revision=request.revision,
-        check=request.check,
-    )
-    files, warnings, failure = {STATS_NAME, REPORT_NAME, *written.files, *cards}, [], ""
-    if isinstance(checkpoint, NotQuantized):
-        failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {checkpoint.why}"
-        warnings = [failure]
-    elif checkpoint is not None:
-        name = checkpoint.out.name
-        files |= {f"{name}/{file}" for file in checkpoint.files}
-        warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
-        checked = (*checked, *checkpoint.checked)
-        checkpoint = checkpoint.model_copy(update={"checked": ()})
-    # but for the report itself
-    places = dict.fromkeys(name.partition("/")[0] for name in sorted(files - {REPORT_NAME}))
-    result = make_calibrate_result(
-        *(job, stats, cost),
-        files=tuple(sorted(files)),
-        warnings=(*map(str, written.notes), *warnings),
-        checked=checked,
-        quantize=checkpoint,
-        failure=failure,
-        hashes=hash_run(
-            None if job.model.is_live else job.model.source.folder,
-            job.specs,
-            {name: folder / name for name in places},
-            find_known(),
-        ),
-    )
-    report = json.dumps(result.to_json(), indent=2, allow_nan=False)
-    (folder / REPORT_NAME).write_text(report + "\n", encoding="utf-8")
-    return result
-
-
-def _quantize(
-    job: CalibrationJob, stats: CalibrationStats, folder: Path, request: CalibrateRequest
-) -> QuantizeResult | NotQuantized | None:
-    """Write the recipe's checkpoint, if it has one, under `folder`, with its card.
-
-    Where it cannot be written, the result says why: statistics and scales of a long run are kept.
-    """
-    asked, settings = job.recipe.quantize, job.quantization
-    if asked is None or settings is None:
-        return None
-    name, plain = asked.folder, asked.kv_cache_dtype_skip_layers
-    try:
-        result = _write_checkpoint(job, settings, stats, folder / name, plain)
-    except (ModelError, ExportError) as error:
-        why = "; ".join(filter(None, (error.message, error.hint)))
-        return NotQuantized(scheme=settings.schemes.default.name, why=why)
-    checked: tuple[WrittenCheck, ...] = ()
-    if request.check:
-        target = job.folder / name
-        checked = check_written(folder / name, target, path=name, plain_caches=plain)
-    write_card(
-        *(folder, job.folder, result.name_schemes(), request.model),
-        path=name,
-        revision=request.revision,
-        checked=checked,
-    )
-    files = tuple(sorted({*result.files, CARD_NAME}))
-    return result.model_copy(update={"files": files, "checked": checked})
-
-
-def _write_checkpoint(
-    job: CalibrationJob,
-    settings: PlanSettings,
-    stats: CalibrationStats,
-    folder: Path,
-    plain_caches: Sequence[int],
-) -> QuantizeResult:
-    started, checkpoint = time.monotonic(), job.model.checkpoint
-    selection = job.select_matrices(settings)
-    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
-    if unmeasured:
-        settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
-        selection = select(checkpoint, ignore=settings.ignore)
-    scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
-    plan = make_plan(checkpoint, settings, selection, scales=scales)
-    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-    device = torch.device("cpu")
-    written = quantize(checkpoint, plan, folder, device=device, advance=job.reporter.advance)
-    return make_quantize_result(
-        *(checkpoint, plan, written),
-        out=job.folder / folder.name,
-        started=started,
-        notes=[  # notes on scales are in the report already
-            f"{module}: left unquantized: outside the decoder layers inputs are not observed"
-            for module in unmeasured
-        ],
-        stats=stats,
-        plain_caches=plain_caches,
-    )
-
-
-def make_calibrate_result(
-    job: CalibrationJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    *,
-    files: tuple[str, ...] = (),
-    warnings: Sequence[str] = (),
-    **written: Any,
-) -> CalibrateResult:
-    """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
-    model, text, recipe, header = job.model, job.plan, job.recipe, stats.header
-    before, after = kv_bytes_per_token(stats.geometry)
-    experts = {name.removesuffix(".up_proj"): seen for name, seen in stats.expert_counts.items()}
-    return CalibrateResult(
-        stats=PublicStats.of(stats),
-        model=model.name,
-        command=spell_command(),
-        recipe=recipe.name,
-        data=text.sources if text else (),
-        seq_len=text.seq_len if text else None,
-        rows=text.rows.to_json() if text and text.rows else None,
-        measured_quantized=model.checkpoint.form,
-        architecture=stats.geometry.architecture,
-        out=job.out,
-        files=files,
-        **job.count(),
-        **cost,
-        dtype=model.dtype,
-        dtype_why=model.dtype_why,
-        device=model.device,
-        engine=header.engine,
-        batch_size=job.batch_size,
-        rule=str(recipe.scales.rule),
-        rules={pattern: str(rule) for pattern, rule in recipe.scales.rules.items()} or None,
-        coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
-        saturation=compute_saturation(stats),
-        positions=compute_position_saturation(stats),
-        expert_tokens=experts,
-        # another shard may reach the experts that this one did not
-        experts=None if stats.shard else _count_experts(experts, recipe.scales.fallback),
-        kv_bytes_per_token=BeforeAfter(before=before, after=after),
-        warnings=(
-            *model.describe_decoded(),
-            *(text.warnings if text else ()),
-            *decide_query(recipe, stats)[1],
-            *warnings,
-        ),
-        versions={**header.versions, "python": python_version()},
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        model_hash=header.model_fingerprint,
-        data_hash=header.data_fingerprint,
-        **written,
-    )
-
-
-def _count_experts(counts: Mapping[str, list[int]], fallback: Fallback | None) -> Experts | None:
-    """Summarize the tokens that reached the experts of each layer; None without experts."""
-    if not counts:
-        return None
-    return Experts(
-        fallback=fallback or Fallback.LAYER_MAX,
-        layers=tuple(
-            ExpertLayer(
-                module=module,
-                min=min(tokens),
-                median=median(tokens),
-                max=max(tokens),
-                never_reached=tuple(expert for expert, count in enumerate(tokens) if count == 0),
-            )
-            for module, tokens in sorted(counts.items())
-        ),
-    )
 
 
 calibrate = as_function("calibrate", CalibrateRequest, run)
