@@ -18,9 +18,9 @@ from fp8calib import plugin
 _SHARED = frozenset(
     (
         *("calibrated", "card", "checked", "command_line", "function", "hashes", "job"),
-        *("magnitudes", "model", "option", "options", "quantized", "recipe", "recipe_options"),
-        *("result", "run_plan", "saturation", "saved", "stats", "suggest", "work_folder"),
-        "written",
+        *("magnitudes", "model", "opened", "option", "options", "quantized", "recipe"),
+        *("recipe_options", "result", "run_plan", "saturation", "saved", "stats", "suggest"),
+        *("work_folder", "written"),
     )
 )
 SCHEMA_VERSION = 1

@@ -10,19 +10,21 @@ from pathlib import Path
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.commands._verify import (
     announce,
-    check_outputs,
-    check_request,
     complete_report,
     describe_plan,
     find_scratch,
     finish,
     hash_inputs,
+)
+from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.model import open_run_model, read_settings
+from fp8calib.commands.opened import (
+    check_outputs,
+    check_request,
     if_quantized,
     open_verification,
     plan_verified,
 )
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.model import open_run_model, read_settings
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data

@@ -1,0 +1,254 @@
+"""A verification before it runs: its options are checked, its candidates are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.header import read_header
+from fp8calib.commands.function import Reporter
+from fp8calib.commands.model import plan_text
+from fp8calib.commands.options import SKIP_LAYERS, Stats
+from fp8calib.commands.recipe import Data
+from fp8calib.commands.verify import VerifyRequest
+from fp8calib.data.rows import Row
+from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
+from fp8calib.data.specs import Specs
+from fp8calib.engines.registry import REFERENCE, find_emulated
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.model.load import ModelSource
+from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.numerics.formats import FP8_FORMATS
+from fp8calib.numerics.rules import Rule, parse_rule
+from fp8calib.numerics.schemes import find_scheme
+from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.judge.gates import load_gate
+from fp8calib.verification.loadable import judge_loading
+from fp8calib.verification.opened import (
+    CandidateMaker,
+    Scales,
+    require_head,
+    warn_of_ignored_kv,
+    warn_of_overlap,
+    warn_of_tiles,
+)
+from fp8calib.verification.page.page import is_page
+from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
+from fp8calib.verification.verify import Verification
+
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "server", "__metadata__"})
+"""Names in the file of --dump; a plug-in adds the server."""
+
+
+def check_request(request: VerifyRequest) -> None:
+    """Check the options that need no model.
+
+    Raises:
+        UsageError: an option is invalid, or names something unknown.
+        ModelError: a candidate's folder links to files outside of it.
+    """
+    if request.strict and request.gate is None:
+        raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
+    if request.gate is not None:
+        load_gate(request.gate)
+    engine, _ = find_emulated(request.engine)
+    for name in (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path)):
+        if not name or not name.isprintable():
+            raise UsageError(f"--scales {name!r}: must be a path of printable characters")
+        if name in _RESERVED_NAMES:
+            raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
+        find_candidate(name)
+    if request.scheme is not None:
+        find_scheme(request.scheme)
+    if read_rules(request) and request.scheme is not None:
+        raise UsageError(
+            "--rules compares scales of the KV cache, and --scheme quantizes weights and inputs",
+            hint="run the command twice, once with each option",
+        )
+    skips = engine is REFERENCE or engine.can_skip_caches or request.scheme is not None
+    if request.kv_cache_dtype_skip_layers and not skips:
+        raise UsageError(
+            f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
+            hint="use --engine vllm, or reference",
+        )
+
+
+def read_rules(request: VerifyRequest) -> list[Rule]:
+    """Read the rules to compare.
+
+    Raises:
+        UsageError: a name is empty or unknown.
+    """
+    names = request.rules or ()
+    if not all(names):
+        raise UsageError("--rules: empty name", hint="give rules as NAME,NAME")
+    return list(dict.fromkeys(map(parse_rule, names)))
+
+
+def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
+    """List the candidates; a single one may be given without a list.
+
+    Raises:
+        UsageError: one is neither statistics nor a path.
+    """
+    is_list = isinstance(scales, Iterable) and not isinstance(scales, str | BaseModel)
+    given: Any = scales if is_list else [scales]
+    found = [getattr(each, "stats", each) for each in given]  # of the result of `calibrate`
+    for each in found:
+        if not isinstance(each, Scales):
+            raise UsageError(
+                f"scales: must be statistics or a path, or a list of them, found {each!r}",
+                hint="leave scales out to compare scale 1.0 alone",
+            )
+    named: dict[str | int, Scales] = {}  # the same twice is compared once
+    for each in found:
+        key = id(each) if isinstance(each, CalibrationStats) else str(Path(each).absolute())
+        named.setdefault(key, each)
+    return tuple(named.values())
+
+
+def if_quantized(name: str) -> str:
+    """Say what to do instead of verifying a quantized model that cannot be decoded."""
+    return f"pass the model it was made from as MODEL, and this one as --scales {name}"
+
+
+def plan_verified(
+    source: ModelSource, data: Data, rows: Iterable[Row] | None, tokenizer: Any
+) -> DataPlan:
+    """Plan the text of a verification; the warnings are about figures, not about scales.
+
+    Raises:
+        UsageError: the length is above the model's maximum, or a data spec is invalid.
+        DataError: the data cannot be read.
+    """
+    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=tokenizer)
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
+    is_few = plan.num_tokens < FEW_TOKENS
+    return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
+
+
+def open_verification(
+    request: VerifyRequest, model: RunModel, read_text: Callable[[], DataPlan]
+) -> Verification:
+    """Read the candidates, and refuse what cannot be emulated before a weight is loaded.
+
+    One that cannot be read or emulated is left out while another is left. The text is read after
+    the candidates, which take less time.
+
+    Raises:
+        UsageError: options contradict each other.
+        ModelError: a candidate cannot be read or emulated, or belongs to another model.
+        DataError: the text cannot be read.
+        VerificationError: a weight would be quantized in part.
+    """
+    require_head(model)
+    engine, numerics = find_emulated(request.engine)
+    fmt, scheme = FP8_FORMATS[request.fp8_dtype], request.scheme
+    maker = CandidateMaker(
+        *(model, numerics, fmt),
+        scheme=scheme,
+        plain_caches=request.kv_cache_dtype_skip_layers or (),
+    )
+    opened, candidates, faults = maker.make_all(list_scales(request.scales))
+    plan = read_text()
+    refused = tuple(
+        RefusedCandidate(name=name, why=error.message, hint=error.hint)
+        for name, error in faults.items()
+    )
+    scaled = (each for each in opened if each.stats is not None or each.found is not None)
+    diagnosed = None if scheme is not None else next(scaled, None)
+    unusable, loading = judge_loading(engine, model, opened, scheme)
+    names = ", ".join(list_leftovers(model.prepared.weights))
+    leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
+    geometry = model.prepared.geometry
+    return Verification(
+        model=model.name,
+        fingerprint=maker.target.fingerprint,
+        geometry=geometry,
+        numerics=numerics,
+        candidates=tuple(candidates),
+        plan=plan,
+        batch_size=request.batch_size,
+        engine=engine.key,
+        engine_version=engine.release,
+        dtype=model.dtype,
+        device=model.device,
+        rules=maker.make_rules(read_rules(request), opened),
+        opened=tuple(opened),
+        fmt=fmt,
+        diagnosis_of="" if diagnosed is None else diagnosed.name,
+        gate=None if request.gate is None else load_gate(request.gate),
+        is_strict=request.strict,
+        unusable=unusable,
+        refused=refused,
+        warnings=(
+            *plan.warnings,
+            *map(str, refused),
+            *model.describe_decoded(),
+            *leftovers,
+            *warn_of_overlap(plan, opened),
+            *(() if scheme is None else warn_of_ignored_kv(opened)),
+            *loading,
+            *(warn_of_tiles(engine, numerics, fmt, geometry) if scheme is None else ()),
+            *(f"{each.name}: {note}" for each in candidates for note in each.notes),
+        ),
+    )
+
+
+def check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
+    """Refuse outputs that cannot be written or would replace an input, before hours of work.
+
+    Raises:
+        UsageError: naming the path.
+    """
+    kinds = (
+        *([(Path(request.report), is_page, "no page")] if request.report else []),
+        *([(Path(request.dump), _is_dump, "no dump")] if request.dump else []),
+    )
+    outputs = [path for path, _, _ in kinds]
+    if request.force and not outputs:
+        reporter.warn("--force has no effect without --report or --dump")
+    for path, is_ours, other in kinds:
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: no such folder: {path.parent}")
+        check_output_file(path, force=request.force)
+        for source in _list_inputs(request):
+            _refuse_input(path, source)
+        if path.exists() and path.stat().st_size and not is_ours(path):
+            raise UsageError(f"{path}: exists, and is {other} of verify", hint="name another file")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a file is one that --dump wrote."""
+    try:
+        header = read_header(path)
+    except ModelError:
+        return False
+    return "reference" in header.tensors and "data" in header.metadata
+
+
+def _refuse_input(path: Path, source: Path) -> None:
+    try:
+        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
+    except (OSError, ValueError):
+        return
+    if is_inside and (path.exists() or source.is_file()):
+        raise UsageError(f"{path} would replace an input", hint="name another file")
+
+
+def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
+    """List the inputs that are paths."""
+    data = request.data
+    specs = data if isinstance(data, Specs) else [data]
+    for each in (request.model, *list_scales(request.scales), *specs):
+        if isinstance(each, str | Path):
+            yield Path(each)
