@@ -253,6 +253,9 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
             yield Table(title=title, columns=columns, rows=_rows(engine))
         if is_full and engine.fingerprint and not engine.loads_without_kv:
             yield Line(f"  KV scales as loaded: fingerprint {engine.fingerprint}")
+        if engine.linears is not None and (is_full or engine.linears.unknown):
+            count = engine.linears
+            yield Line(f"  linears: {count.judged} judged, {count.unknown} unknown")
         if engine.weights is not None:
             yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):

@@ -11,11 +11,17 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_weights import judge_weight_scales, map_measured, suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LinearCount,
+    Refusal,
+    Unjudged,
+    report_refusal,
+)
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.linear_tensors import compare_linears
+from fp8calib.engines.weights.linear_tensors import compare_linears, count_unknown
 from fp8calib.engines.weights.missing_tensors import (
     compare_parameters,
     describe_paths,
@@ -68,6 +74,8 @@ class WeightReplay:
         self._schemes: dict[str, StoredScheme] = {}
         """By the config, of the linears that are stored in FP8, by path."""
         self._opened = _OpenedWeights(folder, geometry, list_opened_files(folder))
+        self._counts: dict[str, LinearCount] = {}
+        """By engine."""
         self._index_problems = list_index_problems(folder, geometry)
         if paths := describe_paths(folder):
             self._doubts.append(paths)
@@ -179,6 +187,9 @@ class WeightReplay:
                 self._tp,
                 repeats_scales=engine.repeats_expert_scales,
             )
+            unknown = count_unknown(reader, groups)
+            total = sum(len(group.members) for group in groups)
+            self._counts[engine.key] = LinearCount(judged=total - unknown, unknown=unknown)
         reader.require_judged(self._folder)
         yield from compare_linears(reader, groups, self._opened.values, self._schemes)
 
@@ -202,6 +213,7 @@ class WeightReplay:
         elif doubts:
             report = _doubt(engine, report, doubts, wrong)
         notes = [each.text for each in found if each.status is Status.USED]
+        report = report.model_copy(update={"linears": self._counts.get(engine.key)})
         return self._add_notes(report, notes)
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:

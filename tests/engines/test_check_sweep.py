@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.engines.facts.classes import make_pattern
 from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
+from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
 from tests.quantization.by_hand import run
 
@@ -62,3 +63,18 @@ def is_fine(report: EngineReport) -> bool:
     """Tell whether nothing is wrong with the weights, and nothing unknown."""
     is_refused = any(each.k.status == "refused" for each in report.layers)
     return report.weights is None and not report.unknown and not is_refused
+
+
+@pytest.mark.parametrize(("engine", "unknown"), [("vllm", 0), ("sglang", 1)])
+def test_linears_that_are_judged_and_unknown_are_counted(
+    tmp_path: Path, engine: str, unknown: int
+) -> None:
+    """SGLang's loader renames `w2` of lfm2_moe's dense layers in code that is not run here."""
+    zoo.save("lfm2_moe", tmp_path / "model")
+    assert ask(tmp_path / "model", engine).linears is None
+    folder = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic").out
+    count = ask(folder, engine).linears
+    assert count is not None
+    assert (count.judged, count.unknown) == (23 - unknown, unknown)
+    done = program("check", folder, "--engine", engine, "--all")
+    assert f"  linears: {count.judged} judged, {count.unknown} unknown" in done.out

@@ -66,6 +66,14 @@ class HeldScale(_Frozen):
         return tuple(factor * self.numbers[head] for head in heads)
 
 
+class LinearCount(_Frozen):
+    """How many linears of an FP8 checkpoint an engine was asked about."""
+
+    judged: int
+    """Those of which it is known how the engine's class creates them."""
+    unknown: int
+
+
 class EngineReport(_Frozen):
     """What one engine does with every layer that has a KV cache, and with FP8 weights."""
 
@@ -78,6 +86,8 @@ class EngineReport(_Frozen):
     """What cannot be judged, and why."""
     weights: LoadVerdict | None = None
     """The verdict on the FP8 weights, where the engine does not use them as the file means."""
+    linears: LinearCount | None = None
+    """None without FP8 weights, and where the engine does not start."""
     only_on: str = ""
     """The one kind of device where scales that `layers` calls misread are used as meant."""
     if_loaded: LoadVerdict | None = Field(default=None, exclude=True, repr=False)

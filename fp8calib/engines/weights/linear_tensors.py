@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import (
     INPUT_SCALE,
@@ -74,6 +74,19 @@ def compare_linears(
         yield from join_alike(
             [each for p in groups for each in _compare_scheme(reader, p, schemes)]
         )
+
+
+def count_unknown(reader: LinearReader, groups: Sequence[LinearGroup]) -> int:
+    """Count the linears of which only the engine's own loader can tell how it creates them."""
+    unknown = 0
+    for group in groups:
+        try:
+            reader.find_scheme(group)
+            is_unknown = group.state in _UNKNOWN
+        except Refusal as refusal:
+            is_unknown = isinstance(refusal, Unjudged)
+        unknown += is_unknown * len(group.members)
+    return unknown
 
 
 def _splits_experts(group: LinearGroup, schemes: Mapping[str, StoredScheme]) -> bool:
