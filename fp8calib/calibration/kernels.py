@@ -79,15 +79,6 @@ def reduce_heads(
     )
 
 
-@triton.jit
-def widen(stored):  # type: ignore[no-untyped-def]
-    """Convert to fp32 exactly; the interpreter loses subnormals of bfloat16."""
-    if stored.dtype == tl.bfloat16:
-        return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:  # noqa: RET505 -- the compiler needs both branches
-        return stored.to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["num_blocks", "num_copies", "first", "sequence_stride"])  # type: ignore[untyped-decorator]
 def _reduce(  # type: ignore[no-untyped-def]
     x,
@@ -117,15 +108,19 @@ def _reduce(  # type: ignore[no-untyped-def]
     place = x + sequence.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     is_sampled = (first + sequence) % sequence_stride == 0
 
-    largest = tl.zeros([num_columns], tl.int32)
+    tops = tl.zeros([_TILE_ROWS, num_columns], tl.int32)
     counts = tl.zeros([_NUM_COUNTED], tl.int32)
     for at in range(start, stop, _TILE_ROWS):
         rows = at + tl.arange(0, _TILE_ROWS)
         is_inside = (rows < stop)[:, None] & is_column[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-        values = widen(tl.load(place + offsets, mask=is_inside, other=0.0))
-        codes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, tl.max(codes, 0))
+        stored = tl.load(place + offsets, mask=is_inside, other=0.0)
+        if stored.dtype == tl.bfloat16:  # the interpreter loses its subnormals otherwise
+            codes = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        else:
+            codes = stored.to(tl.float32).to(tl.int32, bitcast=True)
+        codes &= 0x7FFFFFFF
+        tops = tl.maximum(tops, codes)
         if token_stride:  # noqa: SIM102 -- known to the compiler
             if is_sampled:
                 upper = tl.maximum(tl.minimum((codes >> 16) - _BELOW, _NUM_CODES - 1), 0)
@@ -134,6 +129,7 @@ def _reduce(  # type: ignore[no-untyped-def]
                 found = tl.where(is_counted, found, _NUM_BINS)
                 counts += tl.histogram(tl.reshape(found, [_TILE_ROWS * num_columns]), _NUM_COUNTED)
 
+    largest = tl.max(tops, 0)
     of_all = tl.max(largest, 0)
     if by_channel:
         tl.atomic_max(amax + columns, largest, mask=is_column)

@@ -7,7 +7,7 @@ path. An operation that returns a view, or memory without values, launches no ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -307,10 +307,13 @@ SEQ_LEN = 512
 EMULATIONS = ("kv", "kv + P", "w8a8 static", "w8a8 dynamic")
 
 
-def count_all() -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
+def count_all(
+    families: Iterable[str] = MODELS,
+) -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
     """Count the work of observation and of emulations, in bfloat16 on a GPU or a simulated one."""
-    for family, changes in MODELS.items():
-        model = zoo.build(family, max_position_embeddings=SEQ_LEN, **changes).to(torch.bfloat16)
+    for family in families:
+        sizes = {"max_position_embeddings": SEQ_LEN, **MODELS[family]}
+        model = zoo.build(family, **sizes).to(torch.bfloat16)
         names = {name: name for name, _ in model.named_parameters()}
         geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
         with gpu(has_kernels=HAS_KERNELS):

@@ -26,7 +26,9 @@ EMULATED = {"x": "*bf16", "y": "*bf16", "scales": "*fp32", "sums": "*fp64"}
 FLOATS = dict.fromkeys(("limit", "bound", "smallest_scale", "inverse"), "fp32")
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4
+) -> None:
     """Compile with numbers as int32 unless `types` has them, pointers and strides by 16 bytes."""
     signature = dict.fromkeys(kernel.arg_names, "i32") | types
     signature |= dict.fromkeys(constants, "constexpr")
@@ -43,7 +45,8 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     )
     for architecture in ARCHITECTURES:
         target = GPUTarget("cuda", architecture, 32)
-        found = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+        options = {"enable_fp_fusion": False, "num_warps": num_warps}
+        found = triton.compile(source, target=target, options=options)
         assert found.asm["cubin"]
         assert "ld.global.v4" in found.asm["ptx"], "rows are read 16 bytes at a time"
 
@@ -67,5 +70,5 @@ if __name__ == "__main__":
             "num_rows": num_rows,
             "num_columns": 2048 // num_rows,
         }
-        compile_kernel(emulation._fake_quantize, {**EMULATED, **FLOATS}, constants)
+        compile_kernel(emulation._fake_quantize, {**EMULATED, **FLOATS}, constants, num_warps=8)
     print("compiled")

@@ -77,7 +77,7 @@ def both(observe: Any, *arguments: Any) -> tuple[reductions.Reductions, reductio
     return answers[0], answers[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(drawn(), st.sampled_from([1, 3, 64, 80, 130]), st.booleans())
 def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: bool) -> None:
     x = case.tensor(*case.batch.shape, channels)
@@ -85,7 +85,7 @@ def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: 
     require_same(*both(reductions.observe_input, case.batch, SITE, x))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     drawn(),
     st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 4)]),
@@ -119,16 +119,16 @@ def test_nan_and_infinity_pass(value: float) -> None:
 
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
-    """Seventeen sequences at once, or one by one, or in others of other sizes."""
+    """Nine sequences at once, or one by one, or in others of other sizes."""
     numbers = torch.Generator().manual_seed(1)
-    x = torch.randn(17, 2, 530, 24, generator=numbers).to(DEVICE, torch.bfloat16)
+    x = torch.randn(9, 2, 514, 8, generator=numbers).to(DEVICE, torch.bfloat16)
     answers = []
     with mock.patch.object(reductions, "has_kernel", return_value=has_kernel):
-        for size in (17, 1, 5):
+        for size in (9, 1, 4):
             joined: dict[str, torch.Tensor] = {}
-            for first in range(0, 17, size):
+            for first in range(0, 9, size):
                 rows = x[first : first + size]
-                batch = BatchView(shape=(len(rows), 530), lengths=(530,) * len(rows), first=first)
+                batch = BatchView(shape=(len(rows), 514), lengths=(514,) * len(rows), first=first)
                 seen = reductions.observe_heads(batch, Role.K, rows, 2)
                 inputs = rows.transpose(1, 2).flatten(2)
                 seen.tensors |= {

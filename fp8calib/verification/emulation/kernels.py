@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from fp8calib.calibration import kernels
-from fp8calib.calibration.kernels import widen
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import SummedDamage, clip_limit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -69,9 +68,19 @@ def fake_quantize(
         *(limit, bound, quantizer.smallest_scale, (1 / torch.tensor(fmt.max)).item()),
         **constants,
         enable_fp_fusion=False,
+        num_warps=8,
     )
     num_chosen = batch * heads * triton.cdiv(length, flush_stride) * width
     return y, SummedDamage(sums=sums, num_elements=x.numel(), num_chosen=num_chosen)
+
+
+@triton.jit
+def _widen(stored):  # type: ignore[no-untyped-def]
+    """Convert to fp32 exactly; the interpreter loses subnormals of bfloat16 otherwise."""
+    if stored.dtype == tl.bfloat16:
+        return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 -- the compiler needs both branches
+        return stored.to(tl.float32)
 
 
 @triton.jit
@@ -125,14 +134,14 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
     target += wide * stride_row_y
 
     if per_token:
-        largest = tl.zeros([num_rows], tl.int32)
+        tops = tl.zeros([num_rows, num_columns], tl.int32)
         for start in range(0, width, num_columns):
             columns = start + tl.arange(0, num_columns)
             is_inside = (rows < length)[:, None] & (columns < width)[None, :]
-            exact = widen(tl.load(place + columns[None, :], mask=is_inside, other=0.0))
-            codes = exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = tl.maximum(largest, tl.max(codes, 1))
-        amax = tl.minimum(largest.to(tl.float32, bitcast=True), bound, propagate_nan=_ALL)
+            exact = _widen(tl.load(place + columns[None, :], mask=is_inside, other=0.0))
+            tops = tl.maximum(tops, exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        amax = tl.max(tops, 1).to(tl.float32, bitcast=True)
+        amax = tl.minimum(amax, bound, propagate_nan=_ALL)
         if scale_by_reciprocal:
             scale = amax * inverse
         else:
@@ -142,27 +151,27 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         scale = tl.load(scales + head)
     else:
         scale = tl.load(scales)
+    scale = tl.zeros([num_rows, num_columns], tl.float32) + scale
+    factor = tl.math.div_rn(tl.full([num_rows, num_columns], 1.0, tl.float32), scale)
 
-    signal = tl.zeros([num_rows], tl.float64)
-    noise = tl.zeros([num_rows], tl.float64)
-    clipped = tl.zeros([num_rows], tl.float64)
-    before = tl.zeros([num_rows], tl.float64)
-    after = tl.zeros([num_rows], tl.float64)
-    top = tl.zeros([num_rows], tl.int32)
+    signal = tl.zeros([num_rows, num_columns], tl.float64)
+    noise = tl.zeros([num_rows, num_columns], tl.float64)
+    clipped = tl.zeros([num_rows, num_columns], tl.int32)
+    before = tl.zeros([num_rows, num_columns], tl.int32)
+    after = tl.zeros([num_rows, num_columns], tl.int32)
+    tops = tl.zeros([num_rows, num_columns], tl.int32)
     for start in range(0, width, num_columns):
         columns = start + tl.arange(0, num_columns)
         is_inside = (rows < length)[:, None] & (columns < width)[None, :]
         stored = tl.load(place + columns[None, :], mask=is_inside, other=0.0)
-        exact = widen(stored)
-        each = tl.zeros([num_rows, num_columns], tl.float32) + scale
+        exact = _widen(stored)
         if in_model_dtype:
-            rounded = widen(_round_like(each, stored))
-            scaled = widen(_round_like(tl.math.div_rn(exact, rounded), stored))
+            divided = tl.math.div_rn(exact, _widen(_round_like(scale, stored)))
+            scaled = _widen(_round_like(divided, stored))
         elif by_reciprocal:
-            ones = tl.full([num_rows, num_columns], 1.0, tl.float32)
-            scaled = exact * tl.math.div_rn(ones, each)
+            scaled = exact * factor
         else:
-            scaled = tl.math.div_rn(exact, each)
+            scaled = tl.math.div_rn(exact, scale)
         inside = tl.minimum(tl.maximum(scaled, -most, propagate_nan=_ALL), most, propagate_nan=_ALL)
         # Adding a number whose last place is a step of the format rounds to whole steps.
         bits = inside.to(tl.int32, bitcast=True)
@@ -170,23 +179,23 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         large = tl.maximum(large, smallest_normal) * carry
         magnitude = (tl.abs(inside) + large) - large
         signed = magnitude.to(tl.int32, bitcast=True) | (bits & _SIGN)
-        values = signed.to(tl.float32, bitcast=True) * each
+        values = signed.to(tl.float32, bitcast=True) * scale
         tl.store(target + columns[None, :], _round_like(values, stored), mask=is_inside)
 
         wide_exact, error = exact.to(tl.float64), (values - exact).to(tl.float64)
-        signal += tl.sum(wide_exact * wide_exact, 1)
-        noise += tl.sum(tl.where(is_inside, error * error, 0.0), 1)
-        clipped += tl.sum((tl.abs(scaled) > limit).to(tl.float64), 1)
+        signal += wide_exact * wide_exact
+        noise += tl.where(is_inside, error * error, 0.0)
+        clipped += (tl.abs(scaled) > limit).to(tl.int32)
         is_chosen = is_inside & (rows % flush_stride == 0)[:, None]
-        before += tl.sum((is_chosen & (exact != 0)).to(tl.float64), 1)
-        after += tl.sum((is_chosen & (values != 0)).to(tl.float64), 1)
-        top = tl.maximum(top, tl.max(exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+        before += (is_chosen & (exact != 0)).to(tl.int32)
+        after += (is_chosen & (values != 0)).to(tl.int32)
+        tops = tl.maximum(tops, exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
     number = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
     own = sums + number.to(tl.int64) * 6
-    tl.store(own, tl.sum(signal, 0))
-    tl.store(own + 1, tl.sum(noise, 0))
-    tl.store(own + 2, tl.sum(clipped, 0))
-    tl.store(own + 3, tl.sum(before, 0))
-    tl.store(own + 4, tl.sum(after, 0))
-    tl.store(own + 5, tl.max(top, 0).to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(own, tl.sum(signal))
+    tl.store(own + 1, tl.sum(noise))
+    tl.store(own + 2, tl.sum(clipped).to(tl.float64))
+    tl.store(own + 3, tl.sum(before).to(tl.float64))
+    tl.store(own + 4, tl.sum(after).to(tl.float64))
+    tl.store(own + 5, tl.max(tops).to(tl.float32, bitcast=True).to(tl.float64))
