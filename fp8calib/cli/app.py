@@ -44,7 +44,17 @@ if TYPE_CHECKING:
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
 ]
-HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_GROUPS = {
+    "Text": ("data", "text_column", "samples", "seq_len", "pack", "seed", "show_text"),
+    "Output": (
+        *("out", "report", "dump", "formats", "dialect", "force", "check", "everything", "json"),
+        *("dry_run", "resume", "shard", "help"),
+    ),
+    "Machine": ("device", "dtype", "device_map", "memory", "batch_size"),
+    "Model": ("revision", "trust_remote_code", "base", "other_weights", "dequantize"),
+}
+"""The options in each part of a command's help, by their names in Python; others come first."""
 
 
 class _Command(TyperCommand):
@@ -60,6 +70,21 @@ class _Command(TyperCommand):
             if is_single and times > 1:
                 warn(f"{option.opts[0]} is given {times} times: only the last one counts")
         return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and the options by what they are about."""
+        place = {name: title for title, names in _GROUPS.items() for name in names}
+        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        rows |= {title: [] for title in _GROUPS}
+        for each in self.get_params(ctx):
+            is_argument = each.param_type_name == "argument"
+            title = "Arguments" if is_argument else place.get(each.name or "", "Options")
+            if (row := each.get_help_record(ctx)) is not None:
+                rows[title].append(row)
+        for title, found in rows.items():
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl(found)
 
 
 class _Group(TyperGroup):

@@ -206,3 +206,11 @@ def test_several_values_of_an_option_are_its_repetition(arguments: str, hint: st
 )
 def test_an_empty_argument_is_not_the_working_directory(arguments: list[str], name: str) -> None:
     assert f"{name} '': the argument is empty" in fail(2, *arguments)
+
+
+def test_help_groups_options_by_what_they_are_about() -> None:
+    lines = succeed("verify", "--help").out.splitlines()
+    titles = [line for line in lines if re.fullmatch(r"\w+:", line)]
+    assert titles == ["Arguments:", "Options:", "Text:", "Output:", "Machine:", "Model:"]
+    (data,) = (number for number, line in enumerate(lines) if line.startswith("  --data"))
+    assert lines.index("Text:") < data < lines.index("Output:")
