@@ -92,11 +92,6 @@ class RunPlan(Result):
 _TITLES = {
     "weights_size_bytes": "weights",
     "out": "output",
-    "streamed": "layer by layer",
-    "why": "because",
-    "read_bytes": "to read",
-    "peak_bytes": "peak memory",
-    "peak_parts": "of which",
     "memory_limit_bytes": "memory limit",
     "device_peak_bytes": "peak memory of the GPU",
     "scratch_bytes": "scratch disk",
@@ -107,19 +102,35 @@ _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
 
 
 def describe(result: RunPlan, request: object) -> Iterator[Block]:  # noqa: ARG001
-    """Give the plan as a table, and the rows of the text below it.
+    """Say how the run uses memory, and give the rest of the plan as a table, then rows of the text.
 
     Keys without a value are left out of the table.
     """
+    yield from map(Line, _describe_memory(result.plan))
     rows = list(_list_rows(result.plan))
     yield Table(title=result.overview().title, columns=["what", "value"], rows=rows)
     yield from map(Line, result.text)
 
 
+_IN_WORDS = frozenset(("streamed", "why", "read_bytes", "peak_bytes", "peak_parts", "rows"))
+"""Keys that are no rows of the table."""
+
+
+def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
+    if not plan.get("peak_bytes"):
+        return
+    yield f"{plan.get('why') or 'the model is held whole'}."
+    parts = plan.get("peak_parts") or {}
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    named = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest)
+    read = format_gib(plan.get("read_bytes") or 0)
+    yield f"it reads {read} of weights, and needs {format_gib(plan['peak_bytes'])}: mostly {named}."
+
+
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
     beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
     for key, value in plan.items():
-        if key in _BESIDE or key == "rows" or value is None or value == []:
+        if key in _BESIDE or key in _IN_WORDS or value is None or value == []:
             continue
         text = _format_value(key, value)
         yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
