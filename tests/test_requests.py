@@ -135,7 +135,7 @@ def test_a_file_is_a_command() -> None:
     text = " ".join(run(program.app, ["count-sheep", "--help"]).output.split())
     assert "Count the sheep." in text
     assert "--most N Stop after so many. [default: 7; x>=1]" in text
-    assert "--no-lambs Skip lambs. --json" in text
+    assert "--no-lambs Skip lambs. Output: --json" in text
     assert "herd" not in text
     place = Path(__file__).name
     counted = run(program.app, ["count-sheep", place, "--most", "3", "--no-lambs"])

@@ -167,10 +167,12 @@ class WeightReplay:
         Raises:
             Refusal: the engine does not start, or that cannot be told.
         """
-        if engine.make_reader is None:
-            return
-        reader = engine.make_reader(self._folder, self._geometry)
-        groups = tuple(list_groups(self._opened.tensors, self._geometry, reader.classes))
+        # An engine without a reader, as a plug-in may be, has rules alone.
+        reader = None
+        if engine.make_reader is not None:
+            reader = engine.make_reader(self._folder, self._geometry)
+        classes = {} if reader is None else reader.classes
+        groups = tuple(list_groups(self._opened.tensors, self._geometry, classes))
         weights = QuantizedWeights(
             dialect=self._dialect,
             config=self._folder.config,
@@ -180,6 +182,9 @@ class WeightReplay:
         )
         if self._schemes:
             yield from apply_rules(engine.weight_rules, weights)
+        if reader is None:
+            return
+        if self._schemes:
             yield from list_block_findings(
                 engine.loader,
                 weights,
@@ -195,7 +200,7 @@ class WeightReplay:
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
-        if engine.make_reader is None:
+        if engine.make_reader is None and not engine.weight_rules:
             return self._amend_judged(report)
         found = list(self._list_findings(engine))
         refused = next((each for each in found if each.status is Status.REFUSED), None)

@@ -249,8 +249,7 @@ def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict) -> None:
 def test_the_worst_site_is_described() -> None:
     rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
     assert describe_damage("it", rows, {}) == (
-        "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% flushed to "
-        "zero"
+        "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% zeroed"
     )
 
 

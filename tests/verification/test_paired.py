@@ -72,7 +72,7 @@ def test_a_large_difference_of_few_texts_is_no_small_one() -> None:
     )
     assert describe_pair(paired) == (
         "may differ, which so few sequences cannot tell (KLD +0.2169 ± 0.0596; about 510 tokens "
-        "would)"
+        "would tell)"
     )
 
 

@@ -100,7 +100,8 @@ class SglangReader(LinearReader):
         own = group.path.rpartition(".")[2]
         if not group.is_by_config or group.kind is not GroupKind.LINEAR:
             return found
-        if len(group.members) == 1 and group.members[0].projection != own:
+        is_quantized = not isinstance(found, Unquantized)
+        if is_quantized and len(group.members) == 1 and group.members[0].projection != own:
             raise Unjudged(f"{group.path} is joined of more than the checkpoint has")
         beside = self.find_configured(group)
         if isinstance(found, Unquantized) is not isinstance(beside, Unquantized):
