@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TEKKEN = "tekken.json"
+"""Mistral's own file, which transformers reads with the package mistral-common."""
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", _TEKKEN),
+)
 _TRUST = "pass --trust-remote-code if you trust that code"
 
 _MODEL_CLASSES = (
@@ -231,9 +236,16 @@ def load_tokenizer(source: ModelSource) -> Any:
             source.folder, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:
+        hint = ""
+        if "trust_remote_code" in str(error):
+            hint = _TRUST
+        elif (source.folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
+            hint = "pip install mistral-common, which reads tekken.json, or copy a tokenizer.json"
+        elif "pip install" in str(error):
+            hint = "install the package that it names, or copy a tokenizer.json"
         raise ModelError(
             f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
-            hint=_TRUST if "trust_remote_code" in str(error) else "",
+            hint=hint,
         ) from error
     own_file = source.folder / "chat_template.json"  # where older processors keep the template
     if not getattr(tokenizer, "chat_template", None) and own_file.is_file():

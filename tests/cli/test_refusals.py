@@ -260,6 +260,14 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
         ["quant_method awq"],
     ),
     "no tokenizer": (remove("tokenizer.json"), ["holds no tokenizer", "input_ids"]),
+    "Mistral's tokenizer alone": (
+        rename("tokenizer.json", "tekken.json"),
+        ["the tokenizer cannot be loaded", "pip install mistral-common"],
+    ),
+    "a sentencepiece model alone": (
+        rename("tokenizer.json", "tokenizer.model"),
+        ["the tokenizer cannot be loaded", "copy a tokenizer.json"],
+    ),
     "a torn tokenizer": (
         write("tokenizer.json", "{ torn"),
         ["{}: the tokenizer cannot be loaded"],
