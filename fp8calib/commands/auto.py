@@ -19,7 +19,7 @@ from fp8calib.commands.result import Overview, Record, Result, WrittenCheck, des
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import ExportError, UsageError, VerificationError
+from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.numerics.schemes import SCHEMES, InputScaling
 from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.figures import format_mean_kld
@@ -78,6 +78,11 @@ class Choice(Record):
     kld_se: float | None
     ppl_ratio: float
 
+    @property
+    def passes(self) -> bool:
+        """Whether the gate lets it pass, with a warning too."""
+        return self.verdict not in {"fail", "cannot-tell"}
+
 
 class AutoResult(Result):
     """What was chosen, and what else was measured."""
@@ -86,8 +91,10 @@ class AutoResult(Result):
     chosen: str
     """The name of the choice; empty where none passes."""
     choices: tuple[Choice, ...]
+    why: str = ""
+    """What `verify` says where none passes."""
     serve: str
-    """The command that serves it in vLLM."""
+    """The command that serves it in vLLM, or else in SGLang."""
     checked: tuple[WrittenCheck, ...]
 
     @property
@@ -97,14 +104,17 @@ class AutoResult(Result):
 
     @property
     def exit_code(self) -> int:
-        """8 where no choice passes the gate."""
-        return 0 if self.passed else VerificationError.exit_code
+        """8 where no choice passes the gate, 9 where the text cannot tell of any."""
+        if self.passed:
+            return 0
+        is_unknown = all(each.verdict == "cannot-tell" for each in self.choices)
+        return CANNOT_TELL if is_unknown else VerificationError.exit_code
 
     @property
     def answer(self) -> str:
         """The choice in a sentence."""
         if not self.chosen:
-            return "No choice passes the gate: serve the model in 16 bits, or see fp8calib plan."
+            return f"No choice passes the gate. {self.why}"
         one = next(each for each in self.choices if each.name == self.chosen)
         place = "the model itself" if one.name == _UNSCALED else self.out / one.name
         return f"Serve {place}: KLD {format_mean_kld(one.kld_mean, one.kld_se)}."
@@ -171,14 +181,16 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     common |= {"data": first, "samples": len(first)}
     calibrate(CalibrateRequest(**common, out=out, check=False), reporter)
     written = {_OVERLAY: out / _OVERLAY}
+    checks = {_OVERLAY: check_written(out / _OVERLAY, out / _OVERLAY, path=_OVERLAY)}
     for name in schemes:
         reporter.say(next(numbered))
-        named: dict[str, Any] = {"stats": out, "revision": request.revision, "check": False}
         try:
-            quantize(QuantizeRequest(request.model, name, out / name, **named), reporter)
-            written[name] = out / name
-        except ExportError as error:  # no engine can load it, for one
+            found = _quantize(request, name, reporter)
+        except (ExportError, ModelError) as error:  # no engine can load it, for one
             reporter.warn(f"{name} is no choice: {error.message}")
+            continue
+        checks[name] = found
+        written[name] = out / name
     reporter.say(next(numbered))
     common |= {"data": rest, "samples": len(rest), "report": out / "report.html"}
     scales = list(written.values())
@@ -186,16 +198,43 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     assert not isinstance(verified, RunPlan)  # noqa: S101 -- it is no dry run
     choices = _list_choices(verified.candidates, written, size)
     left = {Path(name).name for name in verified.unusable}
-    if verified.kv is not None and verified.kv.answer == "no":
+    left |= {name for name, found in checks.items() if not any(each.command for each in found)}
+    unscaled = next(each for each in choices if each.name == _UNSCALED)
+    if verified.kv is not None and verified.kv.answer == "no" and unscaled.passes:
         left.add(_OVERLAY)  # another rounding alone
     chosen = choose([each for each in choices if each.name not in left])
     for name, path in written.items():
         if name != chosen:
             shutil.rmtree(path)
-    checked = check_written(out / chosen, out / chosen, path=chosen) if chosen in written else ()
+    checked = checks.get(chosen, ())
     own = verified.next if chosen == _UNSCALED else ""
-    serve = next((each.command for each in checked), own)
-    return AutoResult(out=out, chosen=chosen, choices=tuple(choices), serve=serve, checked=checked)
+    return AutoResult(
+        out=out,
+        chosen=chosen,
+        why="" if chosen or verified.kv is None else verified.kv.why,
+        choices=tuple(choices),
+        serve=next((each.command for each in checked if each.command), own),
+        checked=checked,
+    )
+
+
+def _quantize(request: AutoRequest, scheme: str, reporter: Reporter) -> tuple[WrittenCheck, ...]:
+    """Write a checkpoint and ask the engines; without KV scales if none can serve it with them."""
+    from fp8calib.commands.written import check_written
+
+    out = Path(request.out)
+    found: tuple[WrittenCheck, ...] = ()
+    named: dict[str, Any] = {"revision": request.revision, "check": False, "force": True}
+    for stats in (out, None):
+        if stats is None and SCHEMES[scheme].has_static_inputs:
+            break
+        quantize(
+            QuantizeRequest(request.model, scheme, out / scheme, stats=stats, **named), reporter
+        )
+        found = check_written(out / scheme, out / scheme, path=scheme)
+        if any(each.command for each in found):
+            break
+    return found
 
 
 def _read_text(request: AutoRequest) -> tuple[DataPlan, int]:
@@ -231,7 +270,7 @@ def list_schemes(gpu: str) -> Iterator[str]:
 
 def choose(choices: Sequence[Choice]) -> str:
     """Name the smallest that passes, of sizes that are alike the one of the smallest KLD."""
-    passing = [each for each in choices if each.verdict not in {"fail", "cannot-tell"}]
+    passing = [each for each in choices if each.passes]
     least = min((each.size_bytes for each in passing), default=0)
     small = [each for each in passing if each.size_bytes <= least * _ALIKE]
     best = min(small, key=lambda each: each.kld_mean or 0.0, default=None)

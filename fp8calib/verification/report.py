@@ -149,7 +149,7 @@ class RefusedCandidate(_Model):
         return f"{self.why}; {self.hint}" if self.hint else self.why
 
     def __str__(self) -> str:
-        return f"{self.name} is refused: {self.reason}"
+        return f"{self.name} is refused: {self.reason.removeprefix(f'{self.name}: ')}"
 
 
 class LayerResult(_Model):

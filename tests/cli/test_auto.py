@@ -47,7 +47,9 @@ def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path:
     command = ("auto", model, "--data", rows, *OPTIONS, "--gate", gate, "--out", tmp_path / "out")
     found = run(*command)
     assert found.code == 8
-    assert found.out.startswith("No choice passes the gate: ")
+    assert found.out.startswith(
+        "No choice passes the gate. This model does not need KV scales, but "
+    )
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
 
 

@@ -383,6 +383,28 @@ def test_scale_one_that_loses_nothing_is_served() -> None:
     ]
 
 
+def test_scales_that_pass_are_used_where_scale_one_does_not() -> None:
+    """By another rounding alone, but the gate decides."""
+    failed = candidate(SCALE_ONE, 0.006, Verdict.FAIL)
+    found = conclude(need(None), candidate("mine", 0.004), one=failed)
+    assert found.headline == "Scale 1.0 does not pass the kv gate: use mine."
+    assert (found.remedy, found.candidate) == (Remedy.USE, "mine")
+    found = conclude(need(None), candidate("mine", 0.004), one=failed, refused=["mine"])
+    assert found.remedy is Remedy.FIND_LAYERS
+
+
+def test_the_command_serves_what_the_answer_says_to_use() -> None:
+    found = settle(
+        candidates=(candidate("mine", 0.004), candidate("fp8", 0.03), candidate(SCALE_ONE, 0.006)),
+        layers=[row("mine"), row("fp8", "weight"), row(SCALE_ONE)],
+        fits={"mine": [fit(3)], SCALE_ONE: []},
+        kv=need(None),
+        paired=[pair("mine", SCALE_ONE, -0.002, PairedAnswer.BETTER)],
+    )
+    assert found.headline.startswith("fp8 passes: ")
+    assert (found.remedy, found.candidate) == (Remedy.USE, "fp8")
+
+
 @pytest.mark.parametrize(
     ("verdict", "refused", "remedy", "end"),
     [

@@ -61,7 +61,8 @@ def conclude(report: VerifyReport) -> VerifyReport:
         decided = [Decision(headline=f"{verdicts or 'nothing was compared'}.")]
     unfit = (_describe_unfit(one.name, report) for one in others)
     details = [*_list_collapses(report), *(each.details for each in decided), *unfit]
-    decision = decided[-1].model_copy(
+    used = (each for each in decided if each.remedy is Remedy.USE)
+    decision = next(used, decided[-1]).model_copy(
         update={
             "headline": " ".join(each.headline for each in decided),
             "details": "\n".join(filter(None, details)),
@@ -247,7 +248,13 @@ def _decide_without(
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
     headline, remedy, candidate = f"{_NOT_NEEDED}.", Remedy.SERVE, SCALE_ONE
-    if _fails(one, report):
+    usable = [each for each in scaled if each.name not in report.unusable]
+    passing = [each for each in usable if not _is_unusable(each, report)]
+    if _is_unusable(one, report) and passing:
+        best = min(passing, key=get_kld)
+        headline = f"Scale 1.0 does not pass the {one.gate} gate: use {best.name}."
+        remedy, candidate = Remedy.USE, best.name
+    elif _fails(one, report):
         headline = f"{_NOT_NEEDED}, but an FP8 cache fails the {one.gate} gate."
         details.append(_LEAVE_LAYERS)
         remedy = Remedy.FIND_LAYERS
