@@ -170,8 +170,12 @@ def _join(
         created = _choose(module, linears, find(module))
         if created is None:
             is_head = module.rpartition(".")[2] in HEADS
-            # Drafters have classes of their own; other leftovers are judged with the parameters.
+            # The linear beside the layers of a drafter is plain where these follow the decoder's
+            # (`eh_proj`: vLLM 0.32.0 deepseek_mtp.py, glm4_moe_mtp.py). Under `mtp` some classes
+            # create it by the config (`fc`: qwen3_next_mtp.py), others plain (mimo_mtp.py).
+            # Other leftovers are judged with the parameters.
             is_left = f"{module}.{WEIGHT}" in leftovers or is_drafted(module, num_layers, decoder)
+            is_left = is_left and not is_drafted(module, 0)
             yield LinearGroup(
                 path=module,
                 kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
