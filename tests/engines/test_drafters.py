@@ -104,7 +104,7 @@ def test_drafters_are_quantized_where_that_is_asked(tmp_path: Path, family: str)
 def test_what_stands_beside_the_layers_of_a_drafter_is_unknown_under_the_config(
     tmp_path: Path,
 ) -> None:
-    """vLLM 0.32 creates Qwen3-Next's `mtp.fc` by the config, others create theirs plain."""
+    """Qwen3-Next's `mtp.fc` is created by the config in vLLM 0.32, those of others plain."""
     out = tmp_path / "out"
     model = save(tmp_path / "model", "qwen3_next")
     assert program("quantize", model, "--scheme", "fp8-dynamic", "--out", out).code == 0
