@@ -258,12 +258,12 @@ def _read_text(request: AutoRequest) -> tuple[DataPlan, int]:
 
 def list_schemes(gpu: str) -> Iterator[str]:
     """List the schemes whose inputs a GPU multiplies as they are stored; without any, w8a16."""
-    engine = find_emulated("vllm")[0]
+    engine, serving = find_emulated("vllm")[0], find_gpu(gpu)
     multiplied = [
         name
         for name, scheme in SCHEMES.items()
         if scheme.inputs is not InputScaling.NONE
-        and not engine.explain_unmultiplied(scheme, find_gpu(gpu))
+        and not engine.explain_unmultiplied(scheme, serving)
     ]
     yield from multiplied or ["w8a16"]
 

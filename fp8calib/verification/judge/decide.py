@@ -248,9 +248,7 @@ def _decide_without(
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
     headline, remedy, candidate = f"{_NOT_NEEDED}.", Remedy.SERVE, SCALE_ONE
-    usable = [each for each in scaled if each.name not in report.unusable]
-    passing = [each for each in usable if not _is_unusable(each, report)]
-    if _is_unusable(one, report) and passing:
+    if _is_unusable(one, report) and (passing := _list_passing(scaled, report)):
         best = min(passing, key=get_kld)
         headline = f"Scale 1.0 does not pass the {one.gate} gate: use {best.name}."
         remedy, candidate = Remedy.USE, best.name
@@ -285,7 +283,7 @@ def _choose_scaled(
         named = ", ".join(one.name for one in fitting)
         headline = f"{_NEEDED}; {named} would fit, but the engine cannot use it."
         return Decision(headline=headline, details=f"{where}\n{_OTHER_ENGINE}")
-    passing = [one for one in loadable if not _is_unusable(one, report)]
+    passing = _list_passing(fitting, report)
     best = min(passing or loadable, key=get_kld)
     cost = f"{best.name} costs KLD {format_mean_kld(best.kld_mean, best.kld_se)}"
     if _fails(best, report):
@@ -341,7 +339,7 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     unusable = [
         f"The engine cannot use {one.name}." for one in found if one.name in report.unusable
     ]
-    if passing := [one for one in loadable if not _is_unusable(one, report)]:
+    if passing := _list_passing(found, report):
         best = min(passing, key=get_kld)
         others = _compare_with_best(best, passing, report)
         headline = _judge(best) if len(found) == 1 else f"Use {best.name}: {_cost(best)}."
@@ -397,6 +395,13 @@ def _find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
 def _fails(one: CandidateResult, report: VerifyReport) -> bool:
     """Whether the gate fails: by a warning too if it is strict."""
     return one.verdict is Verdict.FAIL or (report.is_strict and one.verdict is Verdict.WARN)
+
+
+def _list_passing(found: Sequence[CandidateResult], report: VerifyReport) -> list[CandidateResult]:
+    """List the candidates that the engine loads and that pass."""
+    return [
+        one for one in found if one.name not in report.unusable and not _is_unusable(one, report)
+    ]
 
 
 def _is_unusable(one: CandidateResult, report: VerifyReport) -> bool:
