@@ -70,16 +70,16 @@ class VerifyResult(VerifyReport, Result):
 
     @property
     def passed(self) -> bool:
-        """Whether no verdict on a candidate that was asked for is a failure, and none is refused.
+        """Whether all candidates that were asked for pass, and the engine can use them.
 
-        A verdict that cannot be given is one; a warning is one where the gate is strict.
+        A verdict that cannot be given is a failure; a warning is one where the gate is strict.
         """
-        return self._failure is None and not self.refused
+        return self._failure is None and not self.refused and not self._left
 
     @property
     def exit_code(self) -> int:
-        """8 for a refused candidate or where the gate fails, 9 where it cannot tell; else 0."""
-        if self.refused:
+        """8 if a candidate is refused, or fails the gate; 9 where the gate cannot tell; else 0."""
+        if self.refused or (self.has_gate and self._left):
             return VerificationError.exit_code
         if not self.has_gate or self._failure is None:
             return 0
@@ -92,7 +92,9 @@ class VerifyResult(VerifyReport, Result):
         if not self.exit_code:
             return ""
         why, names = "refused", [each.name for each in self.refused]
-        if not self.refused:
+        if not self.refused and self._left:
+            why, names = "the engine cannot use it", self._left
+        elif not self.refused:
             why = "the gate cannot tell" if self.exit_code == CANNOT_TELL else "the gate fails"
             names = [each.name for each in self._judged if each.verdict is self._failure]
         return f"exit code {self.exit_code}: {why}: {', '.join(names)}"
@@ -102,6 +104,11 @@ class VerifyResult(VerifyReport, Result):
         """The candidates that were asked for; without any, scale 1.0."""
         asked = [each for each in self.candidates if each.name != SCALE_ONE]
         return asked or self.candidates
+
+    @property
+    def _left(self) -> list[str]:
+        """The judged candidates that the engine cannot load, or whose KV scales it ignores."""
+        return [each.name for each in self._judged if each.name in self.unusable]
 
     @property
     def _failure(self) -> Verdict | None:

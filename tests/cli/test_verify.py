@@ -932,7 +932,7 @@ def test_a_model_that_the_engine_may_not_load_is_a_warning(
         ("vllm", "fp8-block", "compressed-tensors", True),
     ],
 )
-def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
+def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning_and_fails_a_gate(
     tmp_path: Path, held_out: Path, engine: str, scheme: str, form: str, is_loaded: bool
 ) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
@@ -947,6 +947,12 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
     assert all(text.startswith(f"{out}: SGLang ") for text in told)
     rounding = "; vllm rounds the scales of blocks and groups up to powers of two"
     assert report["candidates"][0]["description"].endswith(rounding) is (engine == "vllm")
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.5\nfail_above: 2.0\n")
+    gated = run(*command, "--engine", engine, "--gate", gate)
+    assert (gated.code, "the engine cannot use it" in gated.err + gated.out) == (
+        (0, False) if is_loaded else (8, True)
+    )
 
 
 @pytest.mark.parametrize(
