@@ -46,7 +46,16 @@ _JSON = Annotated[
 ]
 HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _GROUPS = {
-    "Text": ("data", "text_column", "samples", "seq_len", "pack", "seed", "show_text"),
+    "Text": (
+        "data",
+        "text_column",
+        "strict_rows",
+        "samples",
+        "seq_len",
+        "pack",
+        "seed",
+        "show_text",
+    ),
     "Output": (
         *("out", "report", "dump", "formats", "dialect", "force", "check", "everything", "json"),
         *("dry_run", "resume", "shard", "help"),

@@ -36,7 +36,7 @@ from fp8calib.commands.recipe_options import (
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.saved import saved_model, warn_of_tokenizer
 from fp8calib.commands.work_folder import find_finished, looks_finished, work_folder
-from fp8calib.data.rows import Row
+from fp8calib.data.rows import ReadRow
 from fp8calib.data.shares import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
@@ -141,7 +141,7 @@ def _tell_finished(job: CalibrationJob, finished: CalibrateResult | None) -> Cal
 def _open_job(
     request: CalibrateRequest,
     recipe: Recipe,
-    rows: Iterable[Row] | None,
+    rows: Iterable[ReadRow] | None,
     reporter: Reporter,
     group: ProcessGroup,
     make_engine: Callable[[CalibrationJob], TextEngine] | None,

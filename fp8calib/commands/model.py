@@ -20,7 +20,7 @@ from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
 from fp8calib.commands.recipe import Data, Recipe
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
-from fp8calib.data.rows import Row, has_chat_template
+from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
@@ -185,7 +185,7 @@ def plan_text(
     source: ModelSource,
     data: Data,
     *,
-    rows: Iterable[Row] | None = None,
+    rows: Iterable[ReadRow] | None = None,
     part: BuiltinPart,
     tokenizer: Any = None,
 ) -> DataPlan:
@@ -241,4 +241,5 @@ def plan_text(
         longest_padded=source.longest_padded,
         rows=rows,
         text_column=data.text_column,
+        strict_rows=data.strict_rows,
     )

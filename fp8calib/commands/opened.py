@@ -18,7 +18,7 @@ from fp8calib.commands.model import plan_text
 from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.recipe import Data
 from fp8calib.commands.verify import VerifyRequest
-from fp8calib.data.rows import Row
+from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.specs import Specs
 from fp8calib.engines.registry import REFERENCE, find_emulated
@@ -120,7 +120,7 @@ def if_quantized(name: str) -> str:
 
 
 def plan_verified(
-    source: ModelSource, data: Data, rows: Iterable[Row] | None, tokenizer: Any
+    source: ModelSource, data: Data, rows: Iterable[ReadRow] | None, tokenizer: Any
 ) -> DataPlan:
     """Plan the text of a verification; the warnings are about figures, not about scales.
 

@@ -77,6 +77,12 @@ TEXT_COLUMN = Option(
     help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
     "messages, ... that there is.",
 )
+STRICT_ROWS = Option(
+    "--strict-rows",
+    key="data.strict_rows",
+    default=False,
+    help="The first row that cannot be used is an error; else such rows are skipped and counted.",
+)
 SAMPLES = Option(
     "--samples",
     metavar="N",
@@ -172,6 +178,7 @@ class RecipeOptions:
     """
 
     text_column: Annotated[str | None, TEXT_COLUMN] = None
+    strict_rows: Annotated[bool | None, STRICT_ROWS] = None
     formats: Annotated[str | Sequence[str] | None, FORMATS] = None
     tp: Annotated[int | Sequence[int] | None, TP] = None
     samples: Annotated[int | None, SAMPLES] = None
@@ -400,6 +407,7 @@ class TextOptions(RunOptions):
 
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
+    strict_rows: Annotated[bool, STRICT_ROWS] = False
     samples: Annotated[int, SAMPLES] = _DEFAULT_SAMPLES
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = 1

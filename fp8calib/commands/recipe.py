@@ -77,6 +77,7 @@ class Data(Frozen):
 
     sources: tuple[str, ...] = _key(keys.DATA)
     text_column: str | None = _key(keys.TEXT_COLUMN, min_length=1)
+    strict_rows: bool = _key(keys.STRICT_ROWS, strict=True)
     samples: int = _key(keys.SAMPLES, strict=True)
     seq_len: int | None = _key(keys.SEQ_LEN, strict=True)
     batch_size: int | None = _key(keys.BATCH_SIZE, strict=True)

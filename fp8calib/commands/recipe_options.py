@@ -25,7 +25,7 @@ from fp8calib.commands.options import (
     TextData,
 )
 from fp8calib.commands.recipe import Recipe, ScaleOptions, explain_value, load_recipe
-from fp8calib.data.rows import Row
+from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.formats.dialect import Attachment
@@ -84,7 +84,7 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     return _validate(Recipe, recipe, request)
 
 
-def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[Row] | None]:
+def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[ReadRow] | None]:
     """Give the recipe with the specs of the caller's text, or else the rows of this text.
 
     Raises:

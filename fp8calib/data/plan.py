@@ -14,15 +14,24 @@ import torch
 
 from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaEncoder, MediaRow
-from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
+from fp8calib.data.rows import (
+    Message,
+    ReadRow,
+    Row,
+    UnusableRow,
+    has_chat_template,
+    require_unicode,
+)
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import FileSource, parse_spec
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, hash_text
 from fp8calib.errors import DataError, fit_line, format_count, shorten
 
-MOST_REJECTED = 0.1
-"""The share of rows that a chat template may reject before the text is refused."""
+MOST_UNUSABLE = 0.1
+"""The share of rows that may be unusable before the text is refused."""
+_TELLING = 100
+"""With so many unusable rows the share is known before all rows are read."""
 IN_MEMORY = "in memory"
 """The source of a plan of rows that no spec names."""
 MIN_TOKENS = 2
@@ -46,8 +55,9 @@ def build_plan(
     seed: int = 0,
     part: BuiltinPart = "calibrate",
     longest_padded: int | None = None,
-    rows: Iterable[Row] | None = None,
+    rows: Iterable[ReadRow] | None = None,
     text_column: str | None = None,
+    strict_rows: bool = False,
     encoder: Callable[[], MediaEncoder] | None = None,
     placeholders: Mapping[int, Modality] | None = None,
 ) -> DataPlan:
@@ -56,11 +66,13 @@ def build_plan(
     `tokenizer` and `encoder` are called at most once, when the first row needs them. Without
     `encoder` the model takes text alone; `placeholders` are the ids of the tokens that media fill.
     Without specs, `part` of the built-in text is used. `seed` affects only the order of weighted
-    specs.
+    specs. With `strict_rows` the first row that cannot be used is an error; otherwise such rows are
+    skipped with a warning.
 
     Raises:
         UsageError: a spec is invalid.
-        DataError: the data cannot be read, or gives no sequence of two tokens.
+        DataError: the data cannot be read, more than a tenth of the rows cannot be used, or they
+            give no sequence of two tokens.
 
     """
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
@@ -68,17 +80,11 @@ def build_plan(
     if rows is None:
         weights = [spec.weight for spec in parsed]
         rows = mix_rows(list(zip(read, weights, strict=True)), seed=seed)
-    encoding = RowEncoder(tokenizer, vocab_size, encoder)
+    encoding = RowEncoder(tokenizer, vocab_size, encoder, strict=strict_rows)
     packed = pack_rows(encoding.encode(rows), samples=samples, seq_len=seq_len, pack=pack)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     used = _summarize_rows(packed, encoding)
-    rejected = (
-        f"{used.rejected} of {format_count(used.read, 'row')} "
-        f"{'is' if used.rejected == 1 else 'are'} rejected by the chat template: "
-        f"{'; '.join(encoding.rejected[:_NUM_SHOWN])}{'; ...' * (used.rejected > _NUM_SHOWN)}"
-    )
-    if used.rejected > MOST_REJECTED * used.read:
-        raise DataError(rejected, hint="check the order and names of the roles")
+    encoding.refuse_many()
     if not packed.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in "
@@ -92,7 +98,7 @@ def build_plan(
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
     if used.rejected:
-        warnings.append(f"{rejected}; they were skipped")
+        warnings.append(f"{encoding.describe_unusable()}; they were skipped")
     if parsed and not specs:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
@@ -157,10 +163,10 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
             text = template.get_chat_template()
         digest = hashlib.sha256(text.encode()).hexdigest()
     return RowsUsed(
-        read=packed.num_rows + len(encoding.rejected),
+        read=encoding.num_rows,
         used=len(packed.hashed),
         too_short=packed.num_short,
-        rejected=len(encoding.rejected),
+        rejected=len(encoding.unusable),
         cut=packed.num_cut,
         conversations=encoding.num_conversations,
         chat_template=digest,
@@ -190,15 +196,17 @@ def _shorten_row(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 class RejectedRowError(DataError):
-    """The chat template does not accept the conversation of a row."""
+    """A row cannot be read, or the chat template does not accept its conversation."""
 
 
 class RowEncoder:
     """Encodes rows; loads the tokenizer and the processor of media when a row first needs them.
 
     Attributes:
-        num_conversations: how many rows were messages or instructions.
-        rejected: rows that the chat template did not accept, with the reason.
+        num_rows: how many rows were read.
+        num_conversations: how many of them were messages or instructions.
+        unusable: errors of rows that cannot be read, or whose conversation the chat template
+            rejects.
     """
 
     def __init__(
@@ -206,34 +214,59 @@ class RowEncoder:
         tokenizer: Callable[[], Any],
         vocab_size: int,
         media: Callable[[], MediaEncoder] | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
-        """Without `media` the model takes text alone."""
+        """Without `media` the model takes text alone; `strict` raises the first row's error."""
         self.tokenizer = functools.cache(tokenizer)
         self.media = None if media is None else functools.cache(media)
-        self.num_conversations = 0
-        self.rejected: list[str] = []
+        self.num_rows = self.num_conversations = 0
+        self.unusable: list[DataError] = []
         self._vocab_size = vocab_size
+        self._is_strict = strict
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
-        """Yield each row encoded, without those that the chat template rejects.
+    def encode(self, rows: Iterable[ReadRow]) -> Iterator[EncodedRow]:
+        """Yield each row encoded, without those that cannot be used.
 
         The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
         gives no tokens.
 
         Raises:
             DataError: a token id is outside the vocabulary, the tokenizer has no chat template for
-                a conversation, or a medium cannot be read.
+                a conversation, a medium cannot be read, or many rows cannot be used.
 
         """
         for row in rows:
-            self.num_conversations += row.messages is not None
+            self.num_rows += 1
             try:
+                if isinstance(row, UnusableRow):
+                    raise RejectedRowError(row.error.message, hint=row.error.hint)
+                self.num_conversations += row.messages is not None
                 encoded = self._encode(row)
             except RejectedRowError as error:
-                self.rejected.append(f"{row.origin} ({error.__cause__})")
+                if self._is_strict:
+                    raise
+                self.unusable.append(error)
+                if len(self.unusable) >= _TELLING:
+                    self.refuse_many()
                 continue
             self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
             yield encoded
+
+    def refuse_many(self) -> None:
+        """Refuse the text if too many of the rows that were read cannot be used."""
+        if len(self.unusable) > MOST_UNUSABLE * self.num_rows:
+            raise DataError(self.describe_unusable(), hint=self.unusable[0].hint)
+
+    def describe_unusable(self) -> str:
+        """Name the first rows that cannot be used, and why."""
+        count, shown = len(self.unusable), self.unusable[:_NUM_SHOWN]
+        if count == self.num_rows == 1:
+            return self.unusable[0].message
+        return (
+            f"{count} of {format_count(self.num_rows, 'row')} cannot be used: "
+            f"{'; '.join(each.message for each in shown)}{'; ...' * (count > len(shown))}"
+        )
 
     def _encode(self, row: Row) -> EncodedRow:
         if row.media:

@@ -82,6 +82,17 @@ class Row:
         return tuple(part for part in parts if isinstance(part, Medium))
 
 
+@dataclass(frozen=True)
+class UnusableRow:
+    """A row that cannot be read."""
+
+    error: DataError
+    """Why; it names the row."""
+
+
+ReadRow = Row | UnusableRow
+
+
 def parse_row(
     value: object,
     origin: str,

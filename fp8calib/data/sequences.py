@@ -32,7 +32,7 @@ class RowsUsed:
     too_short: int
     """Rows without the tokens of a sequence."""
     rejected: int
-    """Conversations that the chat template does not accept."""
+    """Rows that cannot be read, or whose conversation the chat template does not accept."""
     cut: int
     """Used rows whose last tokens are in no sequence."""
     conversations: int
@@ -50,7 +50,7 @@ class RowsUsed:
         """Describe the rows in a few lines: their number, the chat template, the examples."""
         beside = (
             (self.too_short, "too short"),
-            (self.rejected, "rejected by the chat template"),
+            (self.rejected, "that cannot be used"),
             (self.cut, "cut at their end"),
         )
         notes = "".join(f", {count:,} {what}" for count, what in beside if count)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fp8calib.data.rows import COLUMNS, MASK, Row, parse_row
+from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, UnusableRow, parse_row
 from fp8calib.data.specs import (
     DataSpec,
     FileSource,
@@ -29,12 +29,12 @@ BuiltinPart = Literal["calibrate", "verify"]
 
 _PARQUET_ROWS_AT_ONCE = 64
 _Values = Iterator[tuple[str, object]]
-"""Decoded rows of a file, each after its origin."""
+"""Decoded rows of a file, or why one cannot be decoded, each after its origin."""
 
 
 def split_data(
     data: str | Path | Iterable[Any] | None, *, text_column: str | None = None
-) -> tuple[tuple[str, ...], Iterator[Row] | None]:
+) -> tuple[tuple[str, ...], Iterator[ReadRow] | None]:
     """Tell specs from rows in memory: a string or a path is a spec, and so are several paths.
 
     Rows that are mappings are read from `text_column` if given (see `parse_row`).
@@ -64,7 +64,7 @@ def split_data(
     return (), (_make_row(item, f"row {index}", text_column) for index, item in numbered)
 
 
-def _make_row(item: object, origin: str, text_column: str | None) -> Row:
+def _make_row(item: object, origin: str, text_column: str | None) -> ReadRow:
     if isinstance(item, np.ndarray):
         item = torch.from_numpy(item)
     if isinstance(item, torch.Tensor):
@@ -84,12 +84,22 @@ def _make_row(item: object, origin: str, text_column: str | None) -> Row:
                 hint="pass one spec as a string of its own, several as pathlib.Path",
             )
         return parse_row({"text": item}, origin)
-    return parse_row(item, origin, text_column=text_column)
+    return _parse(item, origin, text_column=text_column)
+
+
+def _parse(value: object, origin: str, **options: Any) -> ReadRow:
+    """Parse a row (see `parse_row`); one that cannot be used is counted, and ends nothing."""
+    try:
+        if isinstance(value, DataError):
+            raise value
+        return parse_row(value, origin, **options)
+    except DataError as error:
+        return UnusableRow(error)
 
 
 def mix_rows(
-    sources: Sequence[tuple[Iterator[Row], float | None]], *, seed: int = 0
-) -> Iterator[Row]:
+    sources: Sequence[tuple[Iterator[ReadRow], float | None]], *, seed: int = 0
+) -> Iterator[ReadRow]:
     """Join the rows of (rows, weight) pairs.
 
     If no source has a weight, they are read one after another. Otherwise each row is drawn from a
@@ -114,11 +124,11 @@ def mix_rows(
 
 def iter_rows(
     spec: DataSpec, *, part: BuiltinPart = "calibrate", text_column: str | None = None
-) -> Generator[Row]:
+) -> Generator[ReadRow]:
     """Yield the rows of one spec, read from `text_column` if given (see `parse_row`).
 
     Raises:
-        DataError: a row cannot be read, or a file holds no rows.
+        DataError: a file cannot be read, or holds no rows.
 
     """
     source = spec.source
@@ -136,15 +146,13 @@ def iter_rows(
         where = f"hub:{source.name}"
     # Datasets such as wikitext have blank rows, which the user cannot remove.
     rows = (
-        parse_row(
-            value, f"{where} row {i}", allow_blank=True, text_column=text_column, folder=folder
-        )
+        _parse(value, f"{where} row {i}", allow_blank=True, text_column=text_column, folder=folder)
         for i, value in enumerate(_iter_dataset(source, spec.label), start=1)
     )
     yield from _require_rows(rows, spec.label)
 
 
-def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Row]:
+def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[ReadRow]:
     """Yield the rows of one data file; its suffix selects the format."""
     match path.suffix.lower():
         case ".jsonl":
@@ -156,7 +164,7 @@ def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Ro
         case _:
             values, text_column = _read_txt(path), None  # it has no columns
     rows = (
-        parse_row(value, origin, text_column=text_column, folder=path.parent)
+        _parse(value, origin, text_column=text_column, folder=path.parent)
         for origin, value in values
     )
     try:
@@ -192,7 +200,7 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
             yield Row(f"builtin:{name}", text=text)
 
 
-def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
+def _require_rows(rows: Iterator[ReadRow], where: str) -> Iterator[ReadRow]:
     first = next(rows, None)
     if first is None:
         raise DataError(f"{where}: no rows", hint="use a file that holds data")
@@ -204,9 +212,14 @@ def _read_jsonl(path: Path) -> _Values:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             origin = f"{path.name}:{number}"
-            line = _decode(raw, origin)
-            if line.strip():
-                yield origin, _parse_json(line.rstrip("\r\n"), origin)
+            value: object
+            try:
+                line = _decode(raw, origin)
+                value = _parse_json(line.rstrip("\r\n"), origin) if line.strip() else None
+            except DataError as error:
+                value = error
+            if value is not None or line.strip():  # a line of white space is no row
+                yield origin, value
 
 
 def _read_json(path: Path) -> _Values:

@@ -100,7 +100,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_used(
     assert "rows 0 to 127" in outcome.err
 
 
-def test_conversations_that_the_template_rejects_are_skipped_counted_and_named(
+def test_rows_that_cannot_be_used_are_skipped_counted_and_named(
     model: Path, tmp_path: Path
 ) -> None:
     template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
@@ -111,6 +111,7 @@ def test_conversations_that_the_template_rejects_are_skipped_counted_and_named(
         {"messages": [{"role": "tool" if i % 10 == 3 else "user", "content": text}]}
         for i, text in enumerate(TEXTS[:10] * 4)
     ]
+    chats[13] = {"messages": [{"role": "user", "content": None}]}
     data = write_rows(tmp_path / "rows.jsonl", chats)
     command = ("calibrate", model, "--data", data, "--samples", 99, "--seq-len", 64)
     outcome = succeed(
@@ -118,10 +119,14 @@ def test_conversations_that_the_template_rejects_are_skipped_counted_and_named(
     )
     result = json.loads(outcome.out)
     assert (result["sequences"], result["rows"]["read"], result["rows"]["rejected"]) == (36, 40, 4)
-    where = [f"rows.jsonl:{line} (no tools)" for line in (4, 14, 24)]
-    assert f"4 of 40 rows are rejected by the chat template: {'; '.join(where)}; ..." in outcome.err
+    rejected = "rows.jsonl:4: the chat template rejects the conversation (no tools)"
+    unread = "rows.jsonl:14: messages[0].content must be text or a list of parts, found nothing"
+    assert f"4 of 40 rows cannot be used: {rejected}; {unread}; " in outcome.err
+    assert "; ...; they were skipped" in outcome.err
+    strict = run(*command, "--strict-rows", "--out", tmp_path / "b")
+    assert (strict.code, f"error: {rejected}\n" in strict.err) == (5, True)
     write_rows(data, [*chats, chats[3]])
     outcome = run(*command, "--dtype", "float32", "--out", tmp_path / "b")
     assert outcome.code == 5
-    assert "5 of 41 rows are rejected by the chat template: rows.jsonl:4 (no tools)" in outcome.err
+    assert f"5 of 41 rows cannot be used: {rejected}; {unread}; " in outcome.err
     assert not (tmp_path / "b").exists()

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fp8calib.data.plan import build_plan
+from fp8calib.data.rows import ReadRow, UnusableRow
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
@@ -90,6 +92,19 @@ def test_samples_stop_the_reading_before_a_bad_row(tmp_path: Path) -> None:
     assert lists(plan_of(spec, samples=1)) == [[1, 2, 3, 4]]
     with pytest.raises(DataError, match=r"x\.jsonl:3: input_ids holds 999"):
         plan_of(spec, samples=2)
+
+
+def test_a_source_of_unusable_rows_is_refused_before_it_ends() -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[ReadRow]:
+        for number in count():
+            read.append(number)
+            yield UnusableRow(DataError(f"row {number}: odd", hint="write it again"))
+
+    with pytest.raises(DataError, match="100 of 100 rows cannot be used: row 0: odd; row 1: odd"):
+        plan_of(rows=rows())
+    assert len(read) == 100
 
 
 def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:

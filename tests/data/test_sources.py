@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from fp8calib.data.rows import Row
+from fp8calib.data.rows import ReadRow, Row, UnusableRow
 from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
@@ -25,6 +25,13 @@ A_AND_B = [{"text": "a"}, {"text": "b"}]
 def write(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
+
+
+def read(rows: Iterable[ReadRow]) -> None:
+    """Read rows up to the first that cannot be used, and raise its error."""
+    for row in rows:
+        if isinstance(row, UnusableRow):
+            raise row.error
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,7 @@ def test_a_bad_file_is_named_with_the_place(
     tmp_path: Path, name: str, content: bytes, fragment: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        list(iter_file_rows(write(tmp_path / name, content)))
+        read(iter_file_rows(write(tmp_path / name, content)))
     assert fragment in caught.value.message
     assert caught.value.hint
 
@@ -96,11 +103,14 @@ def test_a_file_that_went_away_is_a_data_error(tmp_path: Path) -> None:
             list(iter_file_rows(tmp_path / name))
 
 
-def test_rows_before_a_bad_one_are_given_first(tmp_path: Path) -> None:
-    rows = iter_file_rows(write(tmp_path / "x.jsonl", b'{"text": "a"}\nbroken\n'))
-    assert next(rows) == Row("x.jsonl:1", text="a")
-    with pytest.raises(DataError, match=r"x\.jsonl:2"):
-        next(rows)
+def test_rows_around_a_bad_one_are_given(tmp_path: Path) -> None:
+    text = b'{"text": "a"}\nbroken\n\n{"text": "b"}\n{"text": "c'
+    rows = list(iter_file_rows(write(tmp_path / "x.jsonl", text)))
+    first, second, third, last = rows
+    assert (first, third) == (Row("x.jsonl:1", text="a"), Row("x.jsonl:4", text="b"))
+    for row, place in ((second, "x.jsonl:2"), (last, "x.jsonl:5")):
+        assert isinstance(row, UnusableRow)
+        assert row.error.message.startswith(f"{place}: not JSON")
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
@@ -142,7 +152,7 @@ def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
 )
 def test_a_bad_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], fragment: str) -> None:
     with pytest.raises(DataError) as caught:
-        list(iter_file_rows(write_parquet(tmp_path / "x.parquet", columns)))
+        read(iter_file_rows(write_parquet(tmp_path / "x.parquet", columns)))
     assert fragment in caught.value.message
 
 
@@ -235,7 +245,7 @@ def test_a_hub_row_that_cannot_be_used_keeps_its_own_message(
 ) -> None:
     fake_hub(monkeypatch, [{"prompt": "a"}])
     with pytest.raises(DataError, match="hub:a row 1: no usable field; the keys are: prompt"):
-        list(iter_rows(parse_spec("hub:a")))
+        read(iter_rows(parse_spec("hub:a")))
 
 
 def test_an_empty_hub_split_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,9 +335,9 @@ def test_a_saved_dataset_without_text_or_without_its_files_is_refused(tmp_path: 
     Dataset.from_dict({"id": [1], "label": [0]}).save_to_disk(tmp_path / "d")
     spec = parse_spec(str(tmp_path / "d"))
     with pytest.raises(DataError, match="d row 1: no usable field; the keys are: id, label"):
-        list(iter_rows(spec))
+        read(iter_rows(spec))
     with pytest.raises(DataError, match="the column body is missing; the keys are: id, label"):
-        list(iter_rows(spec, text_column="body"))
+        read(iter_rows(spec, text_column="body"))
     for arrow in (tmp_path / "d").glob("*.arrow"):
         arrow.unlink()
     with pytest.raises(DataError, match="d: the dataset cannot be read"):

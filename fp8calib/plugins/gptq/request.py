@@ -7,7 +7,14 @@ from typing import Annotated
 
 from fp8calib.commands import options as shared
 from fp8calib.commands.option import Option
-from fp8calib.commands.options import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.commands.options import (
+    BATCH_SIZE,
+    PACK,
+    SAMPLES,
+    SEQ_LEN,
+    STRICT_ROWS,
+    TEXT_COLUMN,
+)
 from fp8calib.commands.quantize import QuantizeRequest
 
 
@@ -24,6 +31,7 @@ class GptqRequest(QuantizeRequest):
     _: KW_ONLY
     data: shared.DataOption = None
     text_column: Annotated[str | None, TEXT_COLUMN] = None
+    strict_rows: Annotated[bool, STRICT_ROWS] = False
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
