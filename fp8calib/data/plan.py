@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -83,8 +84,8 @@ def build_plan(
     encoding = RowEncoder(tokenizer, vocab_size, encoder, strict=strict_rows)
     packed = pack_rows(encoding.encode(rows), samples=samples, seq_len=seq_len, pack=pack)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
-    used = _summarize_rows(packed, encoding)
     encoding.refuse_many()
+    used = _summarize_rows(packed, encoding)
     if not packed.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in "
@@ -160,7 +161,7 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
     if encoding.num_conversations and has_chat_template(template):
         text = template.chat_template
         if not isinstance(text, str):  # several, by their names
-            text = template.get_chat_template()
+            text = text["default"]
         digest = hashlib.sha256(text.encode()).hexdigest()
     return RowsUsed(
         read=encoding.num_rows,
@@ -279,7 +280,7 @@ class RowEncoder:
         if row.input_ids is not None:
             return row.input_ids
         if row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
-            return render_messages(self.tokenizer(), row.messages, row.origin)
+            return render_messages(self.tokenizer(), row.messages, row.origin, tools=row.tools)
         if row.text is None or not row.text.strip():
             return []
         # verbose=False: text longer than the model's context is cut later, so no warning is due.
@@ -309,7 +310,9 @@ class RowEncoder:
         )
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
+def render_messages(
+    tokenizer: Any, messages: Sequence[Message], origin: str, *, tools: Sequence[Any] | None = None
+) -> list[int]:
     """Render a conversation with the tokenizer's chat template and tokenize the result.
 
     If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
@@ -322,16 +325,12 @@ def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) ->
     def holds_all(text: str) -> bool:
         return all(str(message["content"]).strip() in text for message in messages)
 
+    def render(messages: Iterable[Message]) -> str:
+        given = None if tools is None else list(tools)
+        return str(tokenizer.apply_chat_template(list(messages), tools=given, tokenize=False))
+
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-        if not holds_all(text):
-            # Templates of models that see may read lists of parts alone, and skip a plain text.
-            parts = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                for message in messages
-            ]
-            other = str(tokenizer.apply_chat_template(parts, tokenize=False))
-            text = other if holds_all(other) else text
+        text = render(messages)
     except Exception as error:  # a template is a program that may raise anything
         if not has_chat_template(tokenizer):
             raise DataError(
@@ -342,6 +341,15 @@ def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) ->
             f"{origin}: the chat template rejects the conversation ({error})",
             hint="check the order and names of the roles",
         ) from error
+    if not holds_all(text):
+        # Templates of models that see may read lists of parts alone, and skip a plain text. Others
+        # leave out what a model thought, and fail at parts.
+        with contextlib.suppress(Exception):
+            other = render(
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            )
+            text = other if holds_all(other) else text
     require_unicode(text, f"{origin}: the rendered chat")
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,31 +37,39 @@ FORMS = (
     ("content",),
     ("prompt", "completion"),
     ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("question", "response"),
+    ("question", "answer"),
+    ("chosen",),
+    ("body",),
 )
 """The fields that a row is read from: the first form whose fields are all present and not null."""
 MASK = "attention_mask"
 """A field of rows with `input_ids`, where 0 marks padding, which is left out."""
-CONTEXT = "input"
-"""A field of rows with `instruction` and `output`: the input of the task, if any."""
+CONTEXTS = ("input", "context")
+"""Fields of rows with `instruction`: the input of the task, if any."""
+SYSTEMS = ("system", "system_prompt")
+"""Fields of rows with a conversation, or a question and an answer: the system's message, if any."""
+TOOLS = "tools"
+"""A field of rows with a conversation: what the chat template gets as tools."""
 COLUMNS = frozenset(
     {
         *(field for form in FORMS for field in form),
-        *(MASK, CONTEXT, *MEDIA_COLUMNS, *VIDEO_COLUMNS),
+        *(MASK, TOOLS, *CONTEXTS, *SYSTEMS, *MEDIA_COLUMNS, *VIDEO_COLUMNS),
     }
 )
 """All fields that a row is read from."""
 
 _ROW_HINT = (
-    "a row needs `text`, `content`, `messages`, `conversations`, `input_ids`, `prompt` and "
-    "`completion`, or `instruction` and `output`; --text-column names another column"
+    "a row needs `text`, `messages`, `input_ids`, or other columns that docs/calibrate.md lists; "
+    "--text-column names another column"
 )
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "chatgpt", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
-    "tool": "tool",
 }
 
 
@@ -74,6 +83,8 @@ class Row:
     """With `messages`: their content as plain text, for a tokenizer without a chat template."""
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[int, ...] | None = None
+    tools: tuple[Any, ...] | None = None
+    """With `messages`: what the chat template gets beside them."""
 
     @property
     def media(self) -> tuple[Medium, ...]:
@@ -115,25 +126,32 @@ def parse_row(
     if not isinstance(value, dict):
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
     if text_column is not None:
-        column, kind = text_column, _name_kind(value, text_column, origin)
+        column = text_column
+        kind: tuple[str, ...] = (_name_kind(value, text_column, origin),)
     else:
         usable = (form for form in FORMS if all(value.get(name) is not None for name in form))
-        column = kind = next(usable, ("",))[0]
+        kind = next(usable, ("",))
+        column = kind[0]
     where = f"{origin}: {column}"
     match kind:
-        case "input_ids":
+        case ("body",):  # a request of OpenAI's batches
+            return parse_row(value[column], where, allow_blank=allow_blank, folder=folder)
+        case ("input_ids",):
             ids = _parse_input_ids(value[column], origin)
             mask = value.get(MASK)
             row = Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
-        case "text" | "content":
+        case ("text" | "content",):
             text = _parse_text(value[column], where)
             row = Row(origin, text=text if allow_blank else _require_filled(text, where))
-        case "messages" | "conversations":
-            row = Row(origin, messages=_parse_messages(value[column], where, folder))
-        case "prompt":
+        case ("messages" | "conversations" | "chosen",):
+            messages = _parse_messages(value[column], where, folder)
+            if messages[0]["role"] != "system":
+                messages = (*_read_system(value, origin), *messages)
+            row = Row(origin, messages=messages, tools=_read_tools(value, origin))
+        case ("prompt", "completion"):
             row = _parse_completion(value, origin, folder)
-        case "instruction":
-            row = _parse_instruction(value, origin)
+        case (question, answer):
+            row = _parse_question(value, question, answer, origin)
         case _:
             raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
     return _place_media(row, {} if text_column is not None else _find_media(value, origin, folder))
@@ -166,19 +184,46 @@ def _parse_completion(value: dict[Any, Any], origin: str, folder: Path) -> Row:
     return Row(origin, text=_require_filled(text, f"{origin}: prompt and completion"))
 
 
-def _parse_instruction(value: dict[Any, Any], origin: str) -> Row:
-    """Parse an instruction and its answer: a conversation of two turns."""
-    where = f"{origin}: instruction"
-    question = _require_filled(_parse_text(value["instruction"], where), where)
-    if value.get(CONTEXT) is not None:
-        context = _parse_text(value[CONTEXT], f"{origin}: {CONTEXT}")
-        question = "\n\n".join(filter(str.strip, (question, context)))
-    answer = _parse_text(value["output"], f"{origin}: output")
+def _parse_question(value: dict[Any, Any], asked: str, answered: str, origin: str) -> Row:
+    """Parse a question, or an instruction, and its answer: a conversation of two turns."""
+    where = f"{origin}: {asked}"
+    question = _require_filled(_parse_text(value[asked], where), where)
+    for name in CONTEXTS if asked == "instruction" else ():
+        if value.get(name) is not None:
+            context = _parse_text(value[name], f"{origin}: {name}")
+            question = "\n\n".join(filter(str.strip, (question, context)))
+    answer = _parse_text(value[answered], f"{origin}: {answered}")
     messages = (
+        *_read_system(value, origin),
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     )
-    return Row(origin, text=f"{question}\n\n{answer}", messages=messages)
+    text = "\n\n".join(message["content"] for message in messages)
+    return Row(origin, text=text, messages=messages)
+
+
+def _read_system(value: dict[Any, Any], origin: str) -> Iterator[Message]:
+    """Read the system's message, if the row has one in a column of its own."""
+    name = next((name for name in SYSTEMS if value.get(name)), None)
+    if name is not None:
+        yield {"role": "system", "content": _parse_text(value[name], f"{origin}: {name}")}
+
+
+def _read_tools(value: dict[Any, Any], origin: str) -> tuple[Any, ...] | None:
+    tools = _decode_json(value.get(TOOLS))
+    if tools is not None and not isinstance(tools, list):
+        raise _row_error(f"{origin}: {TOOLS} must be a list, found {_name_type(tools)}")
+    return tuple(tools) if tools else None
+
+
+def _decode_json(value: object) -> object:
+    """Decode what is kept as JSON in a column of text; anything else stays as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -235,6 +280,12 @@ def _require_filled(text: str, where: str) -> str:
 
 
 def _parse_messages(value: object, where: str, folder: Path) -> tuple[Message, ...]:
+    value = _decode_json(value)
+    if isinstance(value, dict) and all(isinstance(item, list) for item in value.values()):
+        # `datasets` gives a sequence of objects as an object of lists.
+        value = [
+            dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)
+        ]
     if not isinstance(value, list):
         raise _row_error(f"{where} must be a list of messages, found {_name_type(value)}")
     if not value:
@@ -255,11 +306,29 @@ def _parse_message(value: object, where: str, folder: Path) -> Message:
         raise _row_error(f"{where}: the role must be a string, found {role!r:.40}")
     if "role" in present:
         content = present.get("content", "" if "tool_calls" in present else None)
-        return {**present, "content": _parse_content(content, f"{where}.content", folder)}
-    if role not in _SHAREGPT_ROLES:
+        present = {**present, "content": _parse_content(content, f"{where}.content", folder)}
+        if "tool_calls" in present:
+            present["tool_calls"] = _parse_calls(present["tool_calls"], where)
+        return present
+    if role.lower() not in _SHAREGPT_ROLES:
         raise _row_error(f"{where} is from {role!r:.40}, an unknown role")
     content = _parse_content(present.get("value"), f"{where}.value", folder)
-    return {"role": _SHAREGPT_ROLES[role], "content": content}
+    return {"role": _SHAREGPT_ROLES[role.lower()], "content": content}
+
+
+def _parse_calls(value: object, where: str) -> list[Any]:
+    """Decode the arguments of calls: templates expect objects, as servers give them."""
+    calls = _decode_json(value)
+    if not isinstance(calls, list):
+        raise _row_error(f"{where}: tool_calls must be a list, found {_name_type(calls)}")
+    decoded = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function = {**function, "arguments": _decode_json(function["arguments"])}
+            call = {**call, "function": function}  # noqa: PLW2901
+        decoded.append(call)
+    return decoded
 
 
 def _parse_content(value: object, where: str, folder: Path) -> str | list[Part]:
@@ -347,7 +416,8 @@ def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
             for (parts, index), medium in zip(places, items, strict=True):
                 parts[index] = medium
     placed = zip(messages, contents, strict=True)
-    return Row(row.origin, messages=tuple({**m, "content": content} for m, content in placed))
+    messages = tuple({**m, "content": content} for m, content in placed)
+    return Row(row.origin, messages=messages, tools=row.tools)
 
 
 def _split_content(

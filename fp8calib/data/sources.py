@@ -226,7 +226,15 @@ def _read_json(path: Path) -> _Values:
     text = _decode(path.read_bytes(), path.name)
     if not text.strip():
         return
-    value = _parse_json(text, path.name)
+    try:
+        value = _parse_json(text, path.name)
+    except DataError as error:
+        try:  # many tools write lines of JSON under this suffix
+            _parse_json(text.lstrip().partition("\n")[0], path.name)
+        except DataError:
+            raise error from None
+        yield from _read_jsonl(path)
+        return
     candidates = list(value.values()) if isinstance(value, dict) else [value]
     lists = [item for item in candidates if isinstance(item, list)]
     if len(lists) != 1:

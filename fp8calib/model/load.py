@@ -243,13 +243,18 @@ def load_tokenizer(source: ModelSource) -> Any:
             hint = "pip install mistral-common, which reads tekken.json, or copy a tokenizer.json"
         elif "pip install" in str(error):
             hint = "install the package that it names, or copy a tokenizer.json"
+        else:
+            hint = "copy all files of the tokenizer that the model was published with"
         raise ModelError(
             f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
             hint=hint,
         ) from error
     own_file = source.folder / "chat_template.json"  # where older processors keep the template
     if not getattr(tokenizer, "chat_template", None) and own_file.is_file():
-        tokenizer.chat_template = load_json_object(own_file).get("chat_template")
+        template = load_json_object(own_file).get("chat_template")
+        if isinstance(template, list):  # several, as the tokenizer's own file has them
+            template = {each["name"]: each["template"] for each in template}
+        tokenizer.chat_template = template
     return tokenizer
 
 

@@ -53,6 +53,11 @@ def read(rows: Iterable[ReadRow]) -> None:
             b'\xef\xbb\xbf{"version": 1, "data": [{"text": "a"}]}',
             [Row("x.json row 1", text="a")],
         ),
+        (
+            "x.json",
+            b'{"text": "a"}\n{"text": "b"}\n',
+            [Row("x.json:1", text="a"), Row("x.json:2", text="b")],
+        ),
         ("x.txt", b"\xef\xbb\xbfa\n\nb\n", [Row("x.txt", text="a\n\nb\n")]),
     ],
 )
@@ -79,7 +84,7 @@ def test_a_text_file_gives_its_rows_in_order(
         ("x.json", b"3", "x.json: holds neither a list of rows"),
         ("x.json", b'{"a": [], "b": []}', "x.json: holds neither a list of rows"),
         ("x.json", b'[{"text": "a"}, 5]', "x.json row 2: a row must be a JSON object"),
-        ("x.json", b'{"text": "a"}\n{"text": "b"}', "x.json: not JSON, Extra data (line 2"),
+        ("x.json", b'[{"text": "a"},\n{"text": "b"}', "x.json: not JSON, Expecting ',' delimiter"),
         ("x.json", b"\xff", "x.json: not UTF-8 at byte 0"),
         ("x.txt", b"", "x.txt: no rows"),
         ("x.txt", b" \n", "x.txt: text is empty"),

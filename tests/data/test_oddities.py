@@ -1,0 +1,267 @@
+"""Tokenizers and rows as people have them, by a table: the text that the model sees, or the error.
+
+The expected text is written by hand, with the special tokens that the model sees.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fp8calib.commands.model import plan_text
+from fp8calib.commands.recipe import Data
+from fp8calib.errors import Fp8CalibError
+from fp8calib.model.load import open_source
+from tests import zoo
+
+VOCABULARY = 300
+SPECIAL = ["<s>", "</s>", "<|start|>", "<|end|>"]
+CHAT = "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+TOOLS = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+CALLS = "{% for c in messages[0].tool_calls %}{{ c.function.arguments.city }}{% endfor %}"
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+THOUGHTS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SEEN = "<|start|>user:a<|end|><|start|>assistant:b<|end|>"
+SYSTEM = "<|start|>system:s<|end|>"
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+Change = Callable[[Path], object]
+
+
+def save_tokenizer(
+    folder: Path,
+    *,
+    adds_bos: bool = False,
+    bos: str | None = "<s>",
+    template: Any = None,
+    more: int = 0,
+) -> None:
+    """Save a byte-level tokenizer of 260 tokens; `more` are added, some beyond the embedding."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet)
+    backend.train_from_iterator([], trainer)
+    if adds_bos:
+        single = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        backend.post_processor = single
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
+    tokenizer.add_tokens([f"new{index}" for index in range(more)])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+def edit(name: str, **changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / name
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | changes))
+
+    return change
+
+
+def put(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def own(*, then: Change | None = None, **options: Any) -> Change:
+    def change(folder: Path) -> None:
+        save_tokenizer(folder, **options)
+        if then is not None:
+            then(folder)
+
+    return change
+
+
+def named(*names: str) -> list[dict[str, str]]:
+    return [{"name": name, "template": f"{name} {CHAT}"} for name in names]
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+PAD = {"strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None}
+PAD |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "</s>"}
+TEXT, ROW = {"text": "ab"}, {"messages": TURNS}
+SENTENCE = {"text": "a long sentence"}
+
+TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
+    "none": (lambda _: None, TEXT, "holds no tokenizer"),
+    "none, and none needed": (lambda _: None, {"input_ids": [1, 2]}, "token ids 1 2"),
+    "plain": (own(), TEXT, "ab"),
+    "it adds BOS": (own(adds_bos=True), TEXT, "<s>ab"),
+    "no BOS": (own(bos=None, template=CHAT), ROW, SEEN),
+    "BOS by the tokenizer alone": (own(adds_bos=True, template=CHAT), ROW, f"<s>{SEEN}"),
+    "BOS by the template alone": (own(template="<s>" + CHAT), ROW, f"<s>{SEEN}"),
+    "BOS by both": (own(adds_bos=True, template="<s>" + CHAT), ROW, f"<s>{SEEN}"),
+    "no template": (own(), ROW, "the tokenizer has no chat template"),
+    "template in .jinja": (own(then=put("chat_template.jinja", CHAT)), ROW, SEEN),
+    "template in .json": (own(then=edit("chat_template.json", chat_template=CHAT)), ROW, SEEN),
+    "templates in .json": (
+        own(then=edit("chat_template.json", chat_template=named("default", "rag"))),
+        ROW,
+        f"default {SEEN}",
+    ),
+    "damaged .json": (own(then=put("chat_template.json", '{"c')), ROW, "cannot be read as JSON"),
+    "templates in the config": (
+        own(then=edit("tokenizer_config.json", chat_template=named("tool_use", "default"))),
+        ROW,
+        f"default {SEEN}",
+    ),
+    "templates without a default": (
+        own(then=edit("tokenizer_config.json", chat_template=named("tool_use", "rag"))),
+        ROW,
+        "multiple chat templates with no default",
+    ),
+    "template that raises": (
+        own(template=NO_SYSTEM + CHAT),
+        {"system": "s", "messages": TURNS},
+        "rejects the conversation (no system)",
+    ),
+    "template of parts": (own(template=PARTS), ROW, "ab"),
+    "template that drops thoughts": (
+        own(template=THOUGHTS),
+        {"messages": [{"role": "assistant", "content": "<think>x</think>ab"}]},
+        "ab",
+    ),
+    "template that is empty": (own(template=""), ROW, "no sequence of two tokens"),
+    "added tokens": (own(more=4), {"text": "new3a"}, "new3a"),
+    "tokens beyond the embedding, unused": (own(more=60), TEXT, "ab"),
+    "tokens beyond the embedding, used": (own(more=60), {"text": "new59"}, "token 319 (new59)"),
+    "special tokens in text": (own(), {"text": "<|start|>a"}, "<|start|>a"),
+    "it truncates": (own(then=edit("tokenizer.json", truncation=CUT)), SENTENCE, "a long sentence"),
+    "it pads": (own(then=edit("tokenizer.json", padding=PAD)), TEXT, "ab"),
+    "short context": (
+        own(then=edit("tokenizer_config.json", model_max_length=2)),
+        SENTENCE,
+        "a long sentence",
+    ),
+    "unknown class": (own(then=edit("tokenizer_config.json", tokenizer_class="Foo")), TEXT, "ab"),
+    "code of its own": (
+        own(
+            then=edit(
+                "tokenizer_config.json",
+                tokenizer_class="Foo",
+                auto_map={"AutoTokenizer": ["x.Foo", None]},
+            )
+        ),
+        TEXT,
+        "pass --trust-remote-code",
+    ),
+    "tokenizer.json alone": (own(then=remove("tokenizer_config.json")), TEXT, "ab"),
+    "its config alone": (own(then=remove("tokenizer.json")), TEXT, "holds no tokenizer"),
+    "a damaged tokenizer.json": (
+        own(then=put("tokenizer.json", '{"a": ')),
+        TEXT,
+        "copy all files of the tokenizer",
+    ),
+    "a pointer of Git LFS": (own(then=put("tokenizer.json", LFS)), TEXT, "copy all files"),
+    "tekken.json alone": (put("tekken.json", "{}"), TEXT, "pip install mistral-common"),
+    "tokenizer.model alone": (put("tokenizer.model", "x"), TEXT, "install the package"),
+    "vocab.txt alone": (put("vocab.txt", "a\nb"), TEXT, "copy all files of the tokenizer"),
+}
+
+ROWS: dict[str, tuple[str, Any, str]] = {
+    "OpenAI's batch": (CHAT, {"custom_id": "1", "body": ROW}, SEEN),
+    "preferences": (CHAT, {"chosen": TURNS, "rejected": []}, SEEN),
+    "ShareGPT": (
+        CHAT,
+        {"conversations": [{"from": "Human", "value": "a"}, {"from": "bot", "value": "b"}]},
+        SEEN,
+    ),
+    "ShareGPT's tools": (
+        CHAT,
+        {
+            "conversations": [
+                {"from": "function_call", "value": "a"},
+                {"from": "observation", "value": "b"},
+            ]
+        },
+        "<|start|>assistant:a<|end|><|start|>tool:b<|end|>",
+    ),
+    "another speaker": (CHAT, {"conversations": [{"from": "x", "value": "a"}]}, "an unknown role"),
+    "messages as JSON": (CHAT, {"messages": json.dumps(TURNS)}, SEEN),
+    "messages as lists": (
+        CHAT,
+        {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
+        SEEN,
+    ),
+    "question and answer": (CHAT, {"question": "a", "answer": "b"}, SEEN),
+    "prompt and response": (CHAT, {"prompt": "a", "response": "b"}, SEEN),
+    "system and question": (
+        CHAT,
+        {"system_prompt": "s", "question": "a", "response": "b"},
+        SYSTEM + SEEN,
+    ),
+    "system and messages": (CHAT, {"system": "s", **ROW}, SYSTEM + SEEN),
+    "instruction in context": (
+        CHAT,
+        {"instruction": "a", "context": "", "response": "b", "category": "x"},
+        SEEN,
+    ),
+    "tools": (TOOLS + CHAT, {"tools": [TOOL], **ROW}, f"weather;{SEEN}"),
+    "tools as JSON": (TOOLS + CHAT, {"tools": json.dumps([TOOL]), **ROW}, f"weather;{SEEN}"),
+    "arguments as JSON": (
+        CALLS,
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        "Ulm",
+    ),
+    "calls that are no list": (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": 3}]},
+        "tool_calls must be a list",
+    ),
+    "only text is empty": (CHAT, {"text": "", "messages": TURNS}, SEEN),
+    "nothing is said": (CHAT, {"messages": [{"role": "user", "content": None}]}, "found nothing"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    zoo.save("llama", folder, vocab_size=VOCABULARY)
+    return folder
+
+
+def see(folder: Path, row: Any, suffix: str = ".json") -> str:
+    """Give the text that the model sees, or the error with its hint."""
+    data = folder / f"rows{suffix}"
+    data.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    source = open_source(str(folder), revision=None, trust_remote_code=False, needs_weights=True)
+    settings = Data(sources=(str(data),), samples=1, seq_len=64, pack=False)
+    try:
+        plan = plan_text(source, settings, part="calibrate")
+    except Fp8CalibError as error:
+        return f"{error.message} ({error.hint})"
+    assert plan.rows is not None
+    return plan.rows.examples[0]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer(name: str, model: Path, tmp_path: Path) -> None:
+    change, row, expected = TOKENIZERS[name]
+    for path in model.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    change(tmp_path)
+    seen = see(tmp_path, row)
+    assert seen == expected or (" (" in seen and expected in seen)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row(name: str, model: Path, tmp_path: Path) -> None:
+    template, row, expected = ROWS[name]
+    for path in model.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    save_tokenizer(tmp_path, template=template)
+    seen = see(tmp_path, row, ".jsonl")
+    assert seen == expected or (" (" in seen and expected in seen)
