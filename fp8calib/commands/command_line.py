@@ -32,7 +32,7 @@ def publish_command(command: str) -> str:
 
 
 def cut_path(word: str) -> str:
-    """Keep the last component of a path, alone or as `--option=PATH`.
+    """Keep the last component of a path, alone or as the value of an option.
 
     An id of the Hub (`org/name`) stays, unless there is a folder `org` here.
     """
