@@ -20,7 +20,7 @@ OTHERS = {
     *("--kv-cache-dtype", "--logprobs-mode", "--max-model-len", "--quantization-param-path"),
     *("--llm_kv_type", "--use_fast_math", "--worker-extension-cls", "--nproc-per-node"),
     *("--upgrade", "--show-completion", "--model-path", "--enforce-eager", "--model_dir"),
-    *("--disable-radix-cache", "--max-logprobs"),
+    *("--disable-radix-cache", "--max-logprobs", "--tp-size", "--no-enable-prefix-caching"),
 }
 """Of engines, compilers, torchrun, pip and typer."""
 
