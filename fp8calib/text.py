@@ -31,8 +31,6 @@ class Cell:
     """An explanation, which only a page has space for."""
     kind: str = ""
     """What it says: `name`, a verdict, or `bad`."""
-    anchor: str = ""
-    """The id of the figure on a page that shows more."""
 
     def __str__(self) -> str:
         return self.text

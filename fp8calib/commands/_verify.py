@@ -32,13 +32,14 @@ from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
-from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError
+from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
 from fp8calib.machine import PeakMemory
+from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.figures import format_db, format_share
-from fp8calib.verification.judge.decide import is_unfit
+from fp8calib.verification.judge.decide import find_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.page.page import write_page
@@ -53,7 +54,13 @@ from fp8calib.verification.report import (
     describe_pair,
 )
 from fp8calib.verification.tables import list_shown_pairs, rules_table, sites_table
-from fp8calib.verification.verify import Verification, Verified, list_histograms
+from fp8calib.verification.verify import (
+    Verification,
+    Verified,
+    list_histograms,
+    list_sequence_klds,
+    quote_worst_texts,
+)
 from fp8calib.verification.verify import verify as compare
 
 
@@ -177,7 +184,7 @@ def run(
         hashes = hash_inputs(asked, request, model, specs)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             verified = compare(asked, scored, reporter, measures_noise=True)
-    report = complete_report(verified, request, mode, peak)
+    report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:
             reporter.warn(note)
@@ -236,7 +243,11 @@ def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> Run
 
 
 def complete_report(
-    verified: Verified, request: VerifyRequest, mode: MemoryPlan, peak: PeakMemory
+    verified: Verified,
+    request: VerifyRequest,
+    model: RunModel,
+    mode: MemoryPlan,
+    peak: PeakMemory,
 ) -> VerifyReport:
     """Add to a report what it was made from, and what the page alone shows."""
     asked = verified.verification
@@ -251,11 +262,34 @@ def complete_report(
     )
     return verified.report.model_copy(
         update={
-            "histograms": () if request.report is None else tuple(list_histograms(asked)),
             "memory": {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes},
             "provenance": provenance,
+            **({} if request.report is None else _list_shown_on_page(verified, request, model)),
         }
     )
+
+
+def _list_shown_on_page(
+    verified: Verified, request: VerifyRequest, model: RunModel
+) -> dict[str, object]:
+    """List what the page alone shows."""
+    tokenizer = getattr(request.tokenizer, "tokenizer", request.tokenizer)  # of a processor
+    if tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(model.source)
+        except ModelError:  # a text of token ids needs none, and is quoted as such
+            tokenizer = None
+
+    def decode(ids: list[int]) -> str:
+        if tokenizer is None or not hasattr(tokenizer, "decode"):
+            return " ".join(map(str, ids))
+        return fit_line(tokenizer.decode(ids, skip_special_tokens=False))
+
+    return {
+        "histograms": tuple(list_histograms(verified.verification)),
+        "sequence_klds": list_sequence_klds(verified),
+        "worst_texts": tuple(quote_worst_texts(verified, decode)),
+    }
 
 
 def finish(
@@ -287,7 +321,7 @@ def finish(
             save_tensors(Path(request.dump), dict(logprobs), metadata=metadata)
             reporter.say(f"log-probabilities of {len(logprobs)} models written to {request.dump}")
         if request.report is not None:
-            write_page(result, Path(request.report), command=result.next)
+            write_page(result, Path(request.report), command=result.next, gate=asked.gate)
             reporter.say(f"report written to {request.report}")
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
@@ -318,7 +352,7 @@ def describe(
         name = candidate.name
         rows = [row for row in result.layers if row.candidate == name]
         is_told = name == SCALE_ONE and is_diagnosed  # by the table that follows
-        if rows and (request.everything or (is_unfit(name, result) and not is_told)):
+        if rows and (request.everything or (find_unfit(name, result) and not is_told)):
             yield Line()
             title = f"{name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
             yield sites_table(rows[:_SHOWN_ROWS], title=title)

@@ -64,7 +64,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
         Collection[str] | None,
         Option(
             only_in_python=True,
-            help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
+            help="The kinds of tensors to observe: kv, query, inputs, weights; None: the recipe's.",
         ),
     ] = None
     out: Annotated[

@@ -132,8 +132,8 @@ FALLBACK = Option(
     "--fallback",
     choices=tuple(Fallback),
     key="scales.fallback",
-    help="Scale of a site for which none can be computed: layer-max, the largest of the same role "
-    "in its layer, else 1.0 (default for tensors of zeros); one; or refuse.",
+    help="Scale of a tensor without one: layer-max, the largest of its role and layer, else 1.0 "
+    "(default for tensors of zeros); one; or refuse.",
 )
 FP8_DTYPE = Option(
     "--fp8-dtype",

@@ -181,7 +181,7 @@ class Recipe(Frozen):
 
     name: str = Field(description="name recorded in the statistics file")
     description: str = Field(default="", description="one sentence for the reader")
-    observe: Observe = Field(default=Observe(), description="which sites are observed")
+    observe: Observe = Field(default=Observe(), description="which tensors are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[str, ...] = _key(keys.FORMATS)

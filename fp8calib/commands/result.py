@@ -77,8 +77,11 @@ class Overview:
         ]
 
 
+_HIDDEN = {*dir(BaseModel), "overview", "of", "first_keys", "left_out"} - {*dir(object)}
+
+
 class WithOverview:
-    """A result whose `repr` is its overview instead of all its figures."""
+    """A result whose `repr` is its overview, and whose `dir` has what users need."""
 
     __slots__ = ()
 
@@ -90,6 +93,9 @@ class WithOverview:
         return self.overview().to_text()
 
     __str__ = __repr__
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__()} - _HIDDEN)
 
     def _repr_html_(self) -> str:
         return self.overview().to_html()

@@ -40,7 +40,7 @@ class Saturation(Record):
             for shares in (self.median_share, self.least_share)
         )
         return (
-            f"{self.name_points()} the median site had reached {middle} of its final amax, the "
+            f"{self.name_points()} the median tensor had reached {middle} of its final amax, the "
             f"slowest {least} ({self.slowest_site})"
         )
 

@@ -15,7 +15,7 @@ from fp8calib.calibration.merge import merge_shards
 from fp8calib.commands.options import Stats
 from fp8calib.commands.recipe_options import make_scale_options
 from fp8calib.commands.result import Overview, WithOverview
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, format_count
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.model.shapes import Role
@@ -40,7 +40,7 @@ class GivenStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
-    """The statistics of one calibration: `amax` and histograms of every site, and its origin."""
+    """The statistics of one calibration: `amax` and histograms of every tensor, and its origin."""
 
     @classmethod
     def of(cls, stats: calibration_stats.CalibrationStats) -> Self:
@@ -97,8 +97,28 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
         )
         return make_scale_tensors(table, all_ranks=tp != 1)
 
+    def amax_table(self) -> list[dict[str, str | int | float | None]]:
+        """List the amax of every tensor as plain values, which `pandas.DataFrame` takes.
+
+        Returns:
+            Rows by layer: `layer` (None outside of the layers), `role`, `module`, `amax` (None
+            where no token was seen) and `tokens` (0 for weights).
+        """
+        layer_of = self.geometry.index_modules()
+        rows = [
+            {
+                "layer": layer_of.get(site.module),
+                "role": str(site.role),
+                "module": site.module,
+                "amax": float(seen.amax.max()) if seen.amax.numel() else None,
+                "tokens": seen.count,
+            }
+            for site, seen in sorted(self.sites.items())
+        ]
+        return sorted(rows, key=lambda row: (row["layer"] is None, row["layer"]))
+
     def overview(self) -> Overview:
-        """Count the sites of each role, and give the range of their amax."""
+        """Count the tensors of each role, and give the range of their amax."""
         header, rows = self.header, []
         of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
         for role in Role:
@@ -114,11 +134,15 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
         return Overview(
             f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
             f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
-            ("role", "sites", "smallest amax", "at", "largest amax", "at"),
+            ("role", "tensors", "smallest amax", "at", "largest amax", "at"),
             rows,
             [
-                *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
-                "sites[Site].amax has the figures, kv_scales() the scales of K and V",
+                *(
+                    [f"not observed: {format_count(len(header.skipped), 'tensor')}"]
+                    if header.skipped
+                    else []
+                ),
+                "amax_table() has the figures, kv_scales() the scales of K and V",
             ],
         )
 

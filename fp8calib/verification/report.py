@@ -236,6 +236,20 @@ class HistogramResult(_Model):
     """scale * smallest subnormal / 2: below this, values flush to zero."""
 
 
+class WorstText(_Model):
+    """A sequence that loses much with a candidate, quoted up to the token that loses most."""
+
+    candidate: str
+    sequence: int
+    """Counted from 1."""
+    kld: float
+    """The mean of its tokens."""
+    before: str
+    worst: str
+    """The token that loses most."""
+    worst_kld: float
+
+
 class RuleResult(_Model):
     """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
@@ -331,7 +345,11 @@ class VerifyReport(_Model):
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
-    """For the page alone."""
+    """For the page alone, as the next two."""
+    sequence_klds: Mapping[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
+    """By candidate: the mean divergence of each sequence, in their order."""
+    worst_texts: tuple[WorstText, ...] = Field(default=(), exclude=True)
+    """Of the candidate that the decision is about, the largest divergence first."""
     fits: Mapping[str, tuple[SiteFit, ...]] = Field(default_factory=dict, exclude=True)
     """By candidate: how well its scales fit."""
     unusable: tuple[str, ...] = Field(default=(), exclude=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
@@ -46,22 +46,17 @@ def sites_table(
     *,
     title: str = "",
     has_candidates: bool = False,
-    anchors: Mapping[str, str] | None = None,
 ) -> Table:
     """Make a table of tensors; figures beyond the limits of the tool are marked as bad.
 
-    Args:
-        layers: the rows.
-        title: of the table.
-        has_candidates: whether the rows are of several candidates.
-        anchors: the ids of the sites' histograms on a page.
+    With `has_candidates` the rows are of several candidates.
     """
     named = ["candidate"] if has_candidates else []
     rows: list[list[str | Cell]] = []
     for each in layers:
         is_lost = each.sqnr_db is not None and each.sqnr_db < LEAST_DB
         row: list[str | Cell] = [
-            Cell(each.site, anchor=(anchors or {}).get(each.site, "")),
+            each.site,
             *([each.candidate] if has_candidates else []),
             Cell(format_db(each.sqnr_db), kind="bad" if is_lost else ""),
             Cell(f"{each.clipped:.2%}", kind="bad" if each.clipped > MOST_CLIPPED else ""),
@@ -117,3 +112,19 @@ def pairs_table(report: VerifyReport) -> Table | None:
     rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
     columns = ["candidate", "against", "difference of KLD ± se"]
     return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
+
+
+def texts_table(report: VerifyReport) -> Table | None:
+    """Quote the texts that lose most, up to the token that loses most; None without one."""
+    rows = [
+        [
+            str(text.sequence),
+            format_kld(text.kld),
+            text.before,
+            text.worst,
+            format_kld(text.worst_kld),
+        ]
+        for text in report.worst_texts
+    ]
+    columns = ["sequence", "KLD mean", "text before its worst token", "worst token", "its KLD"]
+    return Table(columns=columns, rows=rows, words=(2, 3)) if rows else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ from fp8calib.verification.report import (
     RuleResult,
     Verdict,
     VerifyReport,
+    WorstText,
 )
 from fp8calib.verification.score import Scores, score
 from fp8calib.verification.summary import (
@@ -58,7 +59,7 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.token_scores import TokenScores
+from fp8calib.verification.token_scores import TokenScores, split_sequences
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 _FITTED_NAME = "scales that fit"
@@ -265,7 +266,7 @@ def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
         if asked and not candidate.weights and not scores.damage[candidate.name]:
             raise VerificationError(
                 f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
-                f"{next(iter(asked))} or another site",
+                f"{next(iter(asked))} or another tensor",
                 hint="this class of the model is not supported: report it with its config",
             )
 
@@ -493,3 +494,46 @@ def list_histograms(asked: Verification) -> Iterator[HistogramResult]:
             largest=scale * fmt.max,
             smallest=scale * fmt.smallest_subnormal / 2,
         )
+
+
+_MOST_TEXTS, _TOKENS_BEFORE = 5, 24
+
+
+def list_sequence_klds(verified: Verified) -> dict[str, tuple[float, ...]]:
+    """Give the mean divergence of each sequence, by candidate."""
+    asked = verified.verification
+    return {
+        each.name: tuple(
+            float(klds.double().mean())
+            for klds in split_sequences(
+                verified.scores.candidates[each.name].klds, asked.plan.lengths
+            )
+        )
+        for each in asked.candidates
+    }
+
+
+def quote_worst_texts(verified: Verified, decode: Callable[[list[int]], str]) -> list[WorstText]:
+    """Quote the texts that lose most with the candidate that the decision is about."""
+    report, plan = verified.report, verified.verification.plan
+    name = report.decision.candidate or report.candidates[0].name
+    klds = list(split_sequences(verified.scores.candidates[name].klds, plan.lengths))
+    ranked = sorted(range(len(klds)), key=lambda index: -float(klds[index].double().mean()))
+    text = list(batches(plan, 1))
+    quoted = []
+    for index in ranked[:_MOST_TEXTS]:
+        worst = int(klds[index].argmax())
+        at = int(text[index].scored[0][worst]) + 1
+        ids = plan.sequences[index][max(at - _TOKENS_BEFORE, 0) : at + 1].tolist()
+        cut = "... " * (at > _TOKENS_BEFORE)
+        quoted.append(
+            WorstText(
+                candidate=name,
+                sequence=index + 1,
+                kld=float(klds[index].double().mean()),
+                before=f"{cut}{decode(ids[:-1])}",
+                worst=decode(ids[-1:]),
+                worst_kld=float(klds[index][worst]),
+            )
+        )
+    return [each for each in quoted if each.kld > 0]

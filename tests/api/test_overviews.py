@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,30 @@ def test_an_overview_has_the_figures_that_a_user_looks_for(results: dict[str, ob
     stats = result.stats
     title, head, first, *_ = repr(stats).splitlines()
     assert title == "CalibrationStats: 64 tokens in 4 sequences through LlamaForCausalLM (float32)"
-    assert head.split()[:2] == ["role", "sites"]
+    assert head.split()[:2] == ["role", "tensors"]
     largest = max(float(s.amax.max()) for site, s in stats.sites.items() if site.role == "k")
     assert first.split()[:2] == ["k", "2"]
     assert f"{largest:.4g}" in first.split()
     assert "scale-1.0" in repr(results["verify"])
     assert "vllm" in repr(results["check"])
+
+
+def test_amax_is_a_table_of_plain_values(results: dict[str, object]) -> None:
+    result = results["calibrate"]
+    assert isinstance(result, fp8calib.CalibrateResult)
+    table = result.stats.amax_table()
+    assert json.loads(json.dumps(table)) == table
+    assert [row["layer"] for row in table] == sorted(row["layer"] for row in table)  # type: ignore[type-var]
+    by_name = {f"{row['module']}.{row['role']}": row for row in table}
+    assert set(by_name) == set(map(str, result.stats.sites))
+    for site, seen in result.stats.sites.items():
+        row = by_name[str(site)]
+        assert (row["amax"], row["tokens"]) == (float(seen.amax.max()), seen.count)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "verify", "check", "quantize"])
+def test_a_result_lists_what_users_need(results: dict[str, object], name: str) -> None:
+    public = {each for each in dir(results[name]) if not each.startswith("_")}
+    assert {"passed", "exit_code", "to_json", "from_json"} < public
+    assert {each for each in public if each.startswith(("model_", "parse_"))} <= {"model_hash"}
+    assert not public & {"copy", "dict", "json", "construct", "overview", "first_keys"}

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import fp8calib
+from fp8calib.errors import fit_line
 from tests.cli.program import run, succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
@@ -74,6 +76,16 @@ def test_verify_with_its_files(
     assert result.decision.headline[1:] in html.unescape(page.read_text())
     assert html.escape(result.next, quote=False) in page.read_text()
     assert set(load_file(dump)) == {"reference", str(out), "scale-1.0"}
+    quoted, klds = result.worst_texts, result.sequence_klds
+    (name,) = {text.candidate for text in quoted}
+    mean = next(each.kld_mean for each in result.candidates if each.name == name)
+    assert sum(klds[name]) / 4 == pytest.approx(mean)
+    assert [text.kld for text in quoted] == sorted(klds[name], reverse=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    ids = [each for row in rows for each in tokenizer(row)["input_ids"]]
+    whole = fit_line(tokenizer.decode(ids[: 4 * 16]))
+    assert all(f"{text.before} {text.worst}" in whole for text in quoted)
 
 
 def test_a_dry_run_is_a_plan(model: Path, data: Path, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_shares_are_running_maxima_over_the_final_one() -> None:
     assert saturation.least_share == (0.125, 0.25, 0.5)
     assert saturation.slowest_site == "a.k"
     assert saturation.describe() == (
-        "saturation: at 1/4, 1/2, 3/4 of the data the median site had reached 25.0%, 75.0%, 75.0% "
-        "of its final amax, the slowest 12.5%, 25.0%, 50.0% (a.k)"
+        "saturation: at 1/4, 1/2, 3/4 of the data the median tensor had reached 25.0%, 75.0%, "
+        "75.0% of its final amax, the slowest 12.5%, 25.0%, 50.0% (a.k)"
     )
 
 
@@ -97,7 +97,7 @@ def test_reach_is_the_amax_below_a_position_over_the_final_one() -> None:
     assert reach.least_share == (0.25, 0.25)
     assert reach.slowest_site == "a.k"
     assert reach.describe() == (
-        "positions: below 512, 1024 the median site had reached 75.0%, 100.0% of its final amax, "
+        "positions: below 512, 1024 the median tensor had reached 75.0%, 100.0% of its final amax, "
         "the slowest 25.0%, 25.0% (a.k)"
     )
 

@@ -884,25 +884,6 @@ def test_the_page_ends_with_the_command_and_the_hashes(
     assert origin["data_hash"] in text
 
 
-@pytest.mark.parametrize(
-    ("options", "linked"),
-    [
-        ((), {"k", "v"}),
-        (("--scheme", "fp8-static"), {"input"}),
-        (("--scheme", "fp8-dynamic"), set()),
-    ],
-)
-def test_the_worst_sites_link_to_what_calibration_saw_of_them(
-    verify: Any, files: Path, tmp_path: Path, options: tuple[str, ...], linked: set[str]
-) -> None:
-    page = tmp_path / "r.html"
-    verify("--scales", files / "stats.safetensors", *options, "--report", page)
-    text = page.read_text(encoding="utf-8")
-    sites = re.findall(r'<a href="#histogram-\d+">([^<]+)</a>', text)
-    assert {site.rpartition(".")[2] for site in sites} == linked
-    assert ("links to its histogram" in text) is bool(linked)
-
-
 def test_a_scheme_that_the_engine_cannot_load_is_a_warning(verify: Any) -> None:
     told = [text for text in verify("--scheme", "fp8-block").json["warnings"] if "load it" in text]
     assert len(told) == 1

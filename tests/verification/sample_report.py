@@ -17,10 +17,11 @@ from fp8calib.verification.report import (
     RuleResult,
     Verdict,
     VerifyReport,
+    WorstText,
 )
 from tests.kit.reports import make_candidate, make_layer, make_small
 
-LAYERS = 30
+LAYERS, SEQUENCES = 30, 64
 OVERLAY = "SmolLM2-135M-fp8calib/kv-overlay"
 HEADS = "SmolLM2-135M-fp8calib/kv-overlay-head"
 CHECKPOINT = "out/SmolLM2-135M-fp8-static-compressed-tensors"
@@ -35,10 +36,11 @@ def make_report() -> VerifyReport:
     """Make a report with every part; a few of its numbers are null, as in real ones."""
     random = np.random.default_rng(5)
     amax = _draw_amax(random)
+    candidates = _make_candidates(random)
     return make_small(
         model="HuggingFaceTB/SmolLM2-135M",
         data=("builtin (last 20 %)",),
-        candidates=_make_candidates(random),
+        candidates=candidates,
         layers=(*_make_cache_layers(random, amax), *_make_linear_layers(random)),
         decision=Decision(
             headline="k of layers 0 and 16 clips at scale 1.0: calibrate. One scale a tensor is "
@@ -46,6 +48,21 @@ def make_report() -> VerifyReport:
         ),
         diagnosis=_make_diagnosis(random, amax),
         histograms=_make_histograms(random, amax),
+        sequence_klds={
+            one.name: tuple(one.kld_mean * np.exp(random.normal(0, 0.4, SEQUENCES)))
+            for one in candidates
+        },
+        worst_texts=tuple(
+            WorstText(
+                candidate=OVERLAY,
+                sequence=number,
+                kld=0.02 - index / 1000,
+                before="... the scales of a cache are read once, when the model is loaded,\\nand",
+                worst=" then",
+                worst_kld=0.5,
+            )
+            for index, number in enumerate((9, 2, 12, 3, 7))
+        ),
         rules=_make_rules(),
         warnings=(
             "calibration and verification text overlap: 3 of 64 sequences were seen in "

@@ -13,7 +13,7 @@ from fp8calib.plugins.plan.request import PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.text import Answer, Block, Cell, Line, Table
 from fp8calib.verification.figures import format_kld, format_mean_kld
-from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_chart
+from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_curve, place_chart
 from fp8calib.verification.page.page import Section, render
 from fp8calib.verification.report import describe_pair
 
@@ -136,13 +136,13 @@ def _draw_frontier(result: PlanResult) -> list[Figure]:
     chosen = [point if point.is_chosen else None for point in points]
     uniform = [point if point.is_uniform and not point.is_chosen else None for point in points]
     others = [None if point.is_uniform or point.is_chosen else point for point in points]
-    series = [
-        ("the plan", STYLES[1], chosen),
-        ("other plans", STYLES[0], others),
-        ("one scheme for all", BASELINE, uniform),
+    curves = [
+        kld_curve("the plan", STYLES[1], chosen),
+        kld_curve("other plans", STYLES[0], others),
+        kld_curve("one scheme for all", BASELINE, uniform),
     ]
     places = [
         (f"{point.size_bytes / 1e6:.4g}", f"{point.name}: {format_size(point.size_bytes)}")
         for point in points
     ]
-    return [kld_chart("KL divergence by size", places, series, x_title="size, MB", low=-4)]
+    return [place_chart("KLD by size", places, curves, x_title="size, MB")]

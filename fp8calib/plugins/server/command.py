@@ -123,7 +123,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             )
             evidence = _gather(verified, scored, faults, reporter)
             assessment = assess(answers, evidence, text.sequences)
-    report = complete_report(verified, request, mode, peak)
+    report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in told:
             reporter.warn(note)

@@ -103,11 +103,11 @@ def _list_collapses(report: VerifyReport) -> Iterator[str]:
 # --- scales that do not fit -----------------------------------------------------------------------
 
 
-def is_unfit(candidate: str, report: VerifyReport) -> bool:
-    """Whether a scale of a candidate loses what another one would keep."""
-    fits = report.fits
-    rows = list_unfit_rows(candidate, report.layers, fits)
-    return bool(rows or list_losing(fits.get(candidate, ())))
+def find_unfit(candidate: str, report: VerifyReport) -> set[str]:
+    """Find the tensors of which the scales of a candidate lose what others would keep."""
+    fits, layers = report.fits, report.layers
+    rows = {row.site for row in list_unfit_rows(candidate, layers, fits)}
+    return rows | {fit.site for fit in list_losing(fits.get(candidate, ()))}
 
 
 def _describe_unfit(candidate: str, report: VerifyReport) -> str:

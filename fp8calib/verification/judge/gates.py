@@ -37,6 +37,17 @@ class Gate(BaseModel):
         """The largest standard error of the logarithm of a ratio with which the gate can tell."""
         return math.log(self.pass_at) or max(math.log(self.fail_above), _LEAST_MARGIN)
 
+    @property
+    def kld_limit(self) -> tuple[float, str]:
+        """The mean divergence above which a candidate does not pass, and its verdict then.
+
+        Without a threshold of the gate's own it is log(`fail_above`), at least log(1.05): FP8
+        itself has a divergence, so a stricter gate on the ratio does not lower it.
+        """
+        if self.kld_fail_above is not None:
+            return self.kld_fail_above, "fail"
+        return math.log(max(self.fail_above, GATES["kv"].fail_above)), "warning"
+
     @model_validator(mode="after")
     def _ordered(self) -> Gate:
         if not 1 <= self.pass_at <= self.fail_above:
@@ -155,18 +166,15 @@ def correct_if_misleading(
     """Correct a verdict if the perplexity ratio hides damage.
 
     The text may not need what is damaged, and losses may cancel out. `damage` describes a tensor
-    that is destroyed: a failure of its own. A mean divergence above log(`fail_above`), at least
-    log(1.05), is a warning: on text that the model writes itself, the divergence is the logarithm
-    of the ratio. The gate's own threshold on the divergence, if any, replaces this one.
+    that is destroyed: a failure of its own. A mean divergence above `kld_limit` is a warning: on
+    text that the model writes itself, the divergence is the logarithm of the ratio.
     """
     if damage and verdict is not Verdict.FAIL:
         return Verdict.FAIL, f"{why}, but {damage}"
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
-    # FP8 itself has a divergence: a stricter gate on the ratio does not lower this threshold.
-    most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
     kld = summary.kld_mean
-    if gate.kld_fail_above is None and kld is not None and kld > most:
+    if gate.kld_fail_above is None and kld is not None and kld > gate.kld_limit[0]:
         shown = format_mean_kld(kld, summary.kld_se)
         return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
     return verdict, why

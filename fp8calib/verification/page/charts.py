@@ -1,11 +1,11 @@
-"""Charts as SVG: intervals, lines by layer, histograms. Their colours are in page.css."""
+"""Three kinds of chart as SVG: values over places, bars beside limits, histograms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -71,26 +71,31 @@ class Axis:
         return self.place(value, FLOOR, TOP)
 
 
-def db_axis(values: Iterable[float | None]) -> Axis:
-    """Make an axis of SQNR from 0 to 40 dB, longer where `values` need it."""
-    known = [value for value in values if value is not None]
-    low = math.floor(min([0, *known]) / 10) * 10
-    high = math.ceil(max([40, *known]) / 10) * 10
-    ticks = range(low, high + 1, 10 if high - low <= 100 else 50)
-    named = [(float(value), str(value)) for value in ticks]
-    return Axis(title="SQNR, dB", low=low, high=high, ticks=named)
+DB_AXIS = Axis(
+    title="SQNR, dB",
+    low=0,
+    high=40,
+    ticks=[
+        *((float(value), str(value)) for value in (10, 20, 30)),
+        (0.0, "\N{LESS-THAN OR EQUAL TO} 0"),
+        (40.0, "\N{GREATER-THAN OR EQUAL TO} 40"),
+    ],
+)
+_MOST_DECADES = 7
 
 
-def log_axis(title: str, values: Iterable[float | None], *, low: int, high: int) -> Axis:
-    """Make an axis from 10**low to 10**high, longer upwards where `values` need it.
+def log_axis(title: str, values: Iterable[float | None]) -> Axis:
+    """Make an axis of whole decades, two at least, that holds the positive values.
 
-    What is smaller is drawn at its lower end, whose tick says so.
+    Seven at most: what is smaller is drawn at its lower end, whose tick says so.
     """
-    known = [value for value in values if value is not None and value > 0]
-    high = max([high, *(math.ceil(math.log10(value)) for value in known)])
-    every = math.ceil((high - low) / 7)
-    names = {n: f"{10.0**n:g}" if -4 < n < 5 else f"1e{n}" for n in range(low, high + 1, every)}
-    names[low] = f"\N{LESS-THAN OR EQUAL TO} {names[low]}"
+    logs = [math.log10(value) for value in values if value is not None and value > 0] or [0.0]
+    high = math.ceil(max(logs))
+    least = math.floor(min(logs))
+    low = max(min(least, high - 2), high - _MOST_DECADES)
+    names = {n: f"{10.0**n:g}" if -4 < n < 5 else f"1e{n}" for n in range(low, high + 1)}
+    if least < low:
+        names[low] = f"\N{LESS-THAN OR EQUAL TO} {names[low]}"
     ticks = [(10.0**n, name) for n, name in names.items()]
     return Axis(title=title, low=10.0**low, high=10.0**high, ticks=ticks, is_log=True)
 
@@ -102,8 +107,6 @@ class Figure:
     title: str
     chart: Markup
     legend: Sequence[tuple[Style, str]] = ()
-    anchor: str = ""
-    """Its id on the page."""
 
 
 class Point(NamedTuple):
@@ -123,21 +126,34 @@ class Curve(NamedTuple):
     points: Sequence[Point | None]
 
 
+def kld_curve(label: str, style: Style, rows: Iterable[Any]) -> Curve:
+    """Make the curve of rows of a report, which have a `kld_mean`, or None."""
+    points = [
+        row and Point(row.kld_mean or None, format_mean_kld(row.kld_mean, row.kld_se), row.kld_se)
+        for row in rows
+    ]  # the logarithm of zero is a gap
+    return Curve(label, style, points)
+
+
 def place_chart(
     title: str,
     places: Sequence[tuple[str, str]],
     curves: Sequence[Curve],
     *,
     x_title: str,
-    y: Axis,
+    y: Axis | None = None,
+    joined: bool = False,
     floor: tuple[float, str] | None = None,
 ) -> Figure:
     """Draw curves over places: the name below each, and the first line that a pointer shows.
 
-    With `floor`, a value below which nothing is good and the text below its dashed line, they are
-    lines; without it intervals, side by side. One without a value is left out.
+    Without `y` they are mean divergences. Points are `joined` by lines, or stand side by side with
+    their standard errors. `floor` is a value below which nothing is good, and the text below its
+    dashed line. A curve without a value is left out.
     """
-    curves = [c for c in curves if any(p is not None and p.value is not None for p in c.points)]
+    values = [[point.value if point else None for point in curve.points] for curve in curves]
+    curves = [c for c, known in zip(curves, values, strict=True) if {*known} - {None}]
+    y = y or log_axis("mean KLD, nats", chain.from_iterable(values))
     step = (RIGHT - LEFT) / max(len(places), 1)
     xs = [LEFT + step * (index + 0.5) for index in range(len(places))]
     longest = max((len(name) for name, _ in places), default=1)
@@ -148,19 +164,19 @@ def place_chart(
     if floor is not None:
         parts.append(_path(f"M{LEFT} {y.y(floor[0]):.1f}H{RIGHT}", "limit"))
         parts.append(_text(RIGHT - 2, y.y(floor[0]) + 15, floor[1], "end"))
-    apart = min(9.0, step * 0.8 / max(len(curves), 1)) if floor is None else 0.0
+    apart = 0.0 if joined else min(9.0, step * 0.8 / max(len(curves), 1))
     for number, (_, style, points) in enumerate(curves):
         shift = apart * (number - (len(curves) - 1) / 2)
         drawn = _draw_points(points, [x + shift for x in xs], y, _MARKS[style.glyph])
-        under = _path(drawn[0], "line") if floor is not None else _path(drawn[1], "error")
+        under = _path(drawn[0], "line") if joined else _path(drawn[1], "error")
         group = Markup('<g class="{}">{}{}</g>')
         parts.append(group.format(style.css, under, _path(drawn[2], "marks")))
     strip = Markup('<path d="{}" class="hover"><title>{}</title></path>')
     for index, (x, (_, tip)) in enumerate(zip(xs, places, strict=True)):
-        found = [(curve.label, curve.points[index]) for curve in curves]
-        told = "\n".join([tip, *(f"{label}: {point.tip}" for label, point in found if point)])
+        here = [(curve.label, curve.points[index]) for curve in curves]
+        lines = "\n".join([tip, *(f"{label}: {point.tip}" for label, point in here if point)])
         outline = f"M{x - step / 2:.1f} {TOP}h{step:.1f}V{FLOOR}h-{step:.1f}z"
-        parts.append(strip.format(outline, told))
+        parts.append(strip.format(outline, lines))
     legend = [(style, label) for label, style, _ in curves]
     return Figure(title=title, chart=_join(title, parts), legend=legend)
 
@@ -183,36 +199,41 @@ def _draw_points(
     return line, errors, marks
 
 
-def kld_chart(
-    title: str,
-    places: Sequence[tuple[str, str]],
-    series: Sequence[tuple[str, Style, Sequence[Any]]],
-    *,
-    x_title: str,
-    low: int,
+_GAUGE_TOP, _GAUGE_FLOOR = 22, 44
+
+
+def gauge(
+    title: str, css: str, value: float, error: float | None, limits: Sequence[tuple[float, str]]
 ) -> Figure:
-    """Draw mean divergences with their errors, from 10**low on.
+    """Draw a value as a bar with its standard error, beside one or two limits and their names.
 
-    `series` are a label, a style and rows of a report, which have a `kld_mean`, or None.
+    The first limit is named above the bar, the second below it. A value far beyond the limits ends
+    with the chart.
     """
+    places = [limit for limit, _ in limits]
+    start = 0.0 if min(places) < 1 else 1.0
+    low = min(start, value - (error or 0.0))
+    span = max(places) - start or 0.01
+    most = max(*places, min(value + (error or 0.0), start + 3 * span))
+    x = Axis(title="", low=low, high=most + (most - low) / 5, ticks=())
 
-    def draw(row: Any) -> Point | None:
-        if row is None:
-            return None
-        tip = f"{format_mean_kld(row.kld_mean, row.kld_se)}, perplexity ratio {row.ppl_ratio:.4f}"
-        return Point(row.kld_mean or None, tip, row.kld_se)  # a logarithm of zero is a gap
+    def at(v: float) -> float:
+        return x.place(v, 8, RIGHT)
 
-    curves = [
-        Curve(label, style, [draw(row) for _, row in zip_longest(places, rows)])
-        for label, style, rows in series
-    ]
-    klds = [row.kld_mean for _, _, rows in series for row in rows if row is not None]
-    y = log_axis("mean KLD, nats", klds, low=low, high=low + 5)
-    return place_chart(title, places, curves, x_title=x_title, y=y)
+    bar = f"M{at(start):.1f} {_GAUGE_TOP}H{at(value):.1f}V{_GAUGE_FLOOR}H{at(start):.1f}z"
+    parts = [_path(bar, f"level {css}")]
+    if error is not None:
+        ends, middle = (at(value - error), at(value + error)), (_GAUGE_TOP + _GAUGE_FLOOR) / 2
+        caps = "".join(f"M{end:.1f} {middle - 5}v10" for end in ends)
+        parts.append(_path(f"M{ends[0]:.1f} {middle}H{ends[1]:.1f}{caps}", "interval"))
+    for (limit, name), y in zip(limits, (_GAUGE_TOP - 9, _GAUGE_FLOOR + 20), strict=False):
+        parts.append(_path(f"M{at(limit):.1f} {_GAUGE_TOP - 5}V{_GAUGE_FLOOR + 7}", "limit"))
+        parts.append(_text(min(max(at(limit), 60), RIGHT - 60), y, name, "middle"))
+    return Figure(title=title, chart=_join(title, parts, _GAUGE_FLOOR + 14 * len(limits)))
 
 
-def histogram(row: HistogramResult, anchor: str) -> Figure:
-    """Draw the magnitudes of a site in units of its scale, and the range that FP8 covers.
+def histogram(row: HistogramResult) -> Figure:
+    """Draw the magnitudes of a tensor in units of its scale, and the range that FP8 covers.
 
     Outside of the range the ground is shaded; dashed lines are the ends of that of scale 1.0.
     """
@@ -220,7 +241,7 @@ def histogram(row: HistogramResult, anchor: str) -> Figure:
     title = f"log2(|x| / scale); zero below {row.smallest:.2g}, clips above {row.largest:.4g}"
     ticks = [(float(value), str(value)) for value in range(-12, 15, 4)]
     x = Axis(title=title, low=-16.0, high=14.0, ticks=ticks)  # e4m3 covers -10 to 8.8 of it
-    y = log_axis("share of values", [], low=-7, high=0)
+    y = log_axis("share of values", [1.0, 1e-7])
     bins: dict[float, float] = {}
     for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
         at = min(max(edge - shift, x.low), x.high - _BIN_OCTAVES)  # the ends hold what is beyond
@@ -237,12 +258,12 @@ def histogram(row: HistogramResult, anchor: str) -> Figure:
     parts.append(_path(f"{steps}V{FLOOR}z", "bar c0"))
     unscaled = [end - shift for end in inside if x.low < end - shift < x.high]
     parts += [_path(f"M{x.x(end):.1f} {TOP}V{FLOOR}", "limit") for end in unscaled]
-    return Figure(title=row.site, chart=_join(row.site, parts), anchor=anchor)
+    return Figure(title=row.site, chart=_join(row.site, parts))
 
 
-def _join(label: str, parts: Sequence[Markup]) -> Markup:
+def _join(label: str, parts: Sequence[Markup], height: int = HEIGHT) -> Markup:
     chart = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
-    return chart.format(WIDTH, HEIGHT, label, Markup("").join(parts))
+    return chart.format(WIDTH, height, label, Markup("").join(parts))
 
 
 def _draw_grid(y: Axis) -> Iterator[Markup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.errors import format_ranges
+from fp8calib.errors import name_ranges
 from fp8calib.text import Table
 from fp8calib.verification import tables
-from fp8calib.verification.figures import format_db
+from fp8calib.verification.figures import format_db, format_kld, format_mean_kld, format_ratio
+from fp8calib.verification.judge.decide import find_unfit
 from fp8calib.verification.judge.fits import LEAST_DB
+from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
 from fp8calib.verification.report import (
@@ -29,10 +31,6 @@ from fp8calib.verification.report import (
 )
 
 _TITLE = "FP8 verification of "
-_HEAD_BYTES = 4096
-"""The title is among the first of them."""
-_MOST_CHARS = 900_000
-"""Of all charts together: a page stays under 1 MB."""
 _BADGES = {
     Verdict.PASS: "\N{CHECK MARK}",
     Verdict.WARN: "!",
@@ -42,10 +40,9 @@ _BADGES = {
     "refused": "\N{MULTIPLICATION X}",
 }
 """A verdict is never told by its colour alone."""
-_MOST_WORST, _MOST_HISTOGRAMS = 12, 120
-_ROLES = {"k": "Keys", "v": "Values", "q": "Queries", "input": "Inputs", "weight": "Weights"}
-_FITTED = {"fitted power of two": "fitted_db", "per head": "per_head_db"}
-"""Scales that only the diagnosis has."""
+_MOST_WORST, _MOST_HISTOGRAMS, _MOST_RANKS = 8, 3, 100
+_ROLES = {"k": "Keys", "v": "Values", "q": "Queries", "p": "Softmax"}
+_ROLES |= {"input": "Inputs of linears", "weight": "Weights"}
 _HTML = Environment(
     loader=PackageLoader(__package__, ""),
     autoescape=True,
@@ -77,33 +74,38 @@ def render(*, provenance: RunProvenance | None, facts: Mapping[str, str], **part
     """Render a page: `parts` are the names of the template, `facts` end it with `provenance`."""
     if provenance is not None:
         facts = {
+            "Versions": ", ".join(" ".join(found) for found in provenance.versions.items()),
             "Date": provenance.date,
             "Command": provenance.command,
+            **facts,
             "Hash of the model": provenance.model_hash,
             "Hash of the text": provenance.data_hash,
-            **facts,
-            "Versions": ", ".join(" ".join(found) for found in provenance.versions.items()),
         }
     return _HTML.get_template("page.html.jinja").render(facts=facts, **parts)
 
 
-def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:
-    """Write the page atomically; `command` is the one that the conclusion asks for.
+def write_page(
+    report: VerifyReport, path: Path, *, command: str = "", gate: Gate | None = None
+) -> None:
+    """Write the page atomically.
+
+    `command` is the one that the conclusion asks for, `gate` the one that was asked for.
 
     Raises:
         ExportError: the file cannot be written.
     """
+    page = render_page(report, command=command, gate=gate)
     # Names of files that are not UTF-8 are surrogates here.
-    write_file_atomic(path, render_page(report, command=command).encode("utf-8", "replace"))
+    write_file_atomic(path, page.encode("utf-8", "replace"))
 
 
 def is_page(path: Path) -> bool:
     """Whether a file is one that `write_page` wrote."""
     with path.open("rb") as file:
-        return f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
+        return f"<title>{_TITLE}".encode() in file.read(4096)
 
 
-def render_page(report: VerifyReport, *, command: str = "") -> str:
+def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = None) -> str:
     """Render the page as HTML."""
     data = ", ".join(report.data)
     return render(
@@ -121,64 +123,69 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
             f"computed in {report.dtype} on {report.device}",
             f"perplexity of the unquantized model {report.reference.ppl:.5g}",
         ),
-        sections=list(_keep_small(list_sections(report))),
+        sections=list(list_sections(report, gate)),
         provenance=report.provenance,
-        facts={"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"},
+        facts={"Run": f"{report.duration_s:.0f} s on {report.device}"},
     )
 
 
-def _keep_small(sections: Iterator[Section]) -> Iterator[Section]:
-    """Leave out the figures that no longer fit into the size of a page, and say how many."""
-    left = _MOST_CHARS
-    for section in sections:
-        kept = []
-        for figure in section.figures:
-            left -= len(figure.chart)
-            kept += [figure] if left > 0 else []
-        missing = len(section.figures) - len(kept)
-        notes = [f"{missing} more charts are left out: a page has at most 1 MB."] if missing else []
-        yield replace(section, figures=kept, findings=[*section.findings, *notes])
+def _draw_gauges(report: VerifyReport, gate: Gate) -> Iterator[Figure]:
+    """Draw what the gate judges beside its limits, for every candidate."""
+    ratios = [(gate.pass_at, f"pass up to {gate.pass_at:g}")] * (gate.pass_at > 1)
+    ratios.append((gate.fail_above, f"fail above {gate.fail_above:g}"))
+    most, word = gate.kld_limit
+    for one in report.candidates:
+        ratio, kld = format_ratio(one.ppl_ratio, one.ppl_ratio_se), one.kld_mean
+        title = f"{one.name}: perplexity ratio {ratio}"
+        yield charts.gauge(title, one.verdict, one.ppl_ratio, one.ppl_ratio_se, ratios)
+        if kld is not None:
+            title = f"{one.name}: KLD {format_mean_kld(kld, one.kld_se)}"
+            limit = [(most, f"{word} above {most:.3g}")]
+            yield charts.gauge(title, one.verdict, kld, one.kld_se, limit)
 
 
-def list_sections(report: VerifyReport) -> Iterator[Section]:
+def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Section]:
     """List the sections in their order on the page, those without content too."""
     free, names = cycle(charts.STYLES), [one.name for one in report.candidates]
     styles = {name: charts.BASELINE if name == SCALE_ONE else next(free) for name in names}
-    worst = sorted((row for row in report.layers if row.sqnr_db is not None), key=_rank)
-    del worst[_MOST_WORST:]
-    order = {row.site: index for index, row in enumerate(worst)}  # the worst first, then by layer
-    filled = [row for row in report.histograms if any(row.counts)]
-    filled.sort(key=lambda row: (order.get(row.site, len(order)), row.site[-1:], row.layer))
-    drawn, missing = filled[:_MOST_HISTOGRAMS], max(len(filled) - _MOST_HISTOGRAMS, 0)
-    anchors = {row.site: f"histogram-{index}" for index, row in enumerate(drawn)}
-    yield Section(title="Candidates in pairs", table=tables.pairs_table(report))
+    lost = {name: find_unfit(name, report) for name in names}
+    hurt = [row for row in report.layers if row.site in lost[row.candidate]]
+    if gate is not None:
+        yield Section(title=f"The {gate.name} gate", figures=list(_draw_gauges(report, gate)))
     yield Section(
-        title="KL divergence by position",
-        lead="Where it rises, errors in the KV cache accumulate with the length of a sequence.",
-        figures=_draw_positions(report, styles),
+        title="KLD by sequence and by position",
+        lead="A few sequences that lose more than the others are text of another kind. Where KLD "
+        "rises with the position, errors in the KV cache accumulate.",
+        figures=[*_draw_sequences(report, styles), *_draw_positions(report, styles)],
     )
+    of = report.worst_texts[0].candidate if report.worst_texts else ""
+    yield Section(title=f"Texts that lose most with {of}", table=tables.texts_table(report))
     yield Section(
-        title="Signal to quantization noise by layer",
-        lead="Higher is better; 3 dB more is half the noise. Of several tensors in a layer the "
-        "worst is shown. A gap: nothing was lost, or the tensor is all zeros.",
-        findings=list(_list_needs(report)),
-        figures=[f for role in _ROLES if (f := _draw_layers(report, role, styles)) is not None],
+        title="SQNR by layer",
+        lead="The signal to quantization noise ratio: higher is better, 3 dB more is half the "
+        "noise. Of several tensors in a layer the worst is shown, of what loses nothing none.",
+        findings=list(_list_losses(report, hurt)),
+        figures=[
+            _draw_layers(report, role, styles) for role in _ROLES if role in {r.role for r in hurt}
+        ],
     )
-    sites = tables.sites_table(worst, has_candidates=True, anchors=anchors)
-    has_links = any(row.site in anchors for row in worst)
-    lead = "A name links to its histogram." if has_links else ""
-    yield Section(title="The worst sites", lead=lead, table=sites if worst else None)
+    worst = sorted((r for r in hurt or report.layers if r.sqnr_db is not None), key=_rank)
+    magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
+    drawn = [site for site in dict.fromkeys(row.site for row in worst) if site in magnitudes]
+    yield Section(
+        title="Tensors that lose most" if hurt else "Tensors of lowest SQNR",
+        lead="The charts show all values of a tensor in calibration, divided by its scale. In the "
+        "shaded ranges FP8 has no values: on the left they become zero, on the right they clip. "
+        "Dashed lines are the ends of the range at scale 1.0."
+        if hurt and drawn
+        else "",
+        table=tables.sites_table(worst[:_MOST_WORST], has_candidates=True) if worst else None,
+        figures=[charts.histogram(magnitudes[site]) for site in drawn[:_MOST_HISTOGRAMS] if hurt],
+        is_folded=not hurt,
+    )
     rules = tables.rules_table(report.rules) if report.rules else None
     yield Section(title="Scale rules", table=rules)
-    yield Section(
-        title="Magnitudes and the range of the format",
-        lead="All values that calibration observed at one site, divided by its scale. In the "
-        "shaded ranges FP8 has no values: on the left they become zero, on the right they clip. "
-        "Dashed lines are the ends of the range at scale 1.0.",
-        figures=[charts.histogram(row, anchors[row.site]) for row in drawn],
-        findings=[f"{missing} more sites are not drawn."] if missing else [],
-        is_folded=True,
-    )
+    yield Section(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
     others = tables.figures_table(report.candidates)
     yield Section(title="Other figures of the candidates", table=others, is_folded=True)
 
@@ -187,57 +194,68 @@ def _rank(row: LayerResult) -> float:
     return math.inf if row.sqnr_db is None else row.sqnr_db
 
 
+def _draw_sequences(report: VerifyReport, styles: Mapping[str, Style]) -> list[Figure]:
+    """Draw the divergences of sequences, or of a hundred, those of every candidate sorted."""
+    ranked = {name: sorted(klds, reverse=True) for name, klds in report.sequence_klds.items()}
+    ranked = {name: klds for name, klds in ranked.items() if len(klds) > 1 and klds[0] > 0}
+    if not ranked:
+        return []
+    count = max(map(len, ranked.values()))
+    ranks = range(0, count, math.ceil(count / _MOST_RANKS))
+    curves = [
+        Curve(name, styles[name], [Point(klds[r] or None, format_kld(klds[r])) for r in ranks])
+        for name, klds in ranked.items()
+    ]
+    places = [(str(r + 1), f"number {r + 1} of {count}") for r in ranks]
+    x_title = "sequences, the largest KLD first"
+    return [charts.place_chart("KLD by sequence", places, curves, x_title=x_title, joined=True)]
+
+
 def _draw_positions(report: VerifyReport, styles: Mapping[str, Style]) -> list[Figure]:
     known = [one for one in report.candidates if any(row.kld_mean for row in one.by_position)]
     ranges = max((one.by_position for one in known), key=len, default=())
     places = [(str(row.first), f"positions {row.first} to {row.last}") for row in ranges]
-    series = [(one.name, styles[one.name], one.by_position) for one in known]
+    curves = [charts.kld_curve(one.name, styles[one.name], one.by_position) for one in known]
     x_title = "first position of the range"
-    chart = charts.kld_chart("Mean KL divergence", places, series, x_title=x_title, low=-6)
-    return [chart] if known else []
+    return [charts.place_chart("KLD by position", places, curves, x_title=x_title)] if known else []
 
 
-def _list_needs(report: VerifyReport) -> Iterator[str]:
-    """Say of K, V and q where scale 1.0 does not fit, and what loses nothing at all."""
-    unfit = () if report.kv is None else report.kv.sites
-    for role, name in _ROLES.items():
-        rows = [row for row in report.layers if row.role == role]
-        if rows and all(row.sqnr_db is None for row in rows):
-            yield f"{name}: nothing is lost, in any layer of any candidate."
-        elif ones := [row for row in rows if row.candidate == SCALE_ONE]:
-            lost = sorted({row.layer for row in ones if row.site in unfit})
-            layers = f"layer{'s' if len(lost) > 1 else ''} {format_ranges(lost)}"
-            yield f"{name}: scale 1.0 {f'does not fit {layers}' if lost else 'fits every layer'}."
+def _list_losses(report: VerifyReport, hurt: Sequence[LayerResult]) -> Iterator[str]:
+    """Say of each kind of tensor which layers lose, or that nothing is lost."""
+    for role, title in _ROLES.items():
+        dbs = [row.sqnr_db for row in report.layers if row.role == role]
+        layers: dict[str, set[int]] = {}
+        for row in hurt:
+            if row.role == role:
+                layers.setdefault(row.candidate, set()).add(row.layer)
+        if layers:
+            words = (f"{name} does not fit {name_ranges(found)}" for name, found in layers.items())
+            yield f"{title}: {'; '.join(words)}."
+        elif known := [db for db in dbs if db is not None]:
+            ends = f"{min(known):.1f} to {max(known):.1f} dB"
+            yield f"{title}: every scale fits ({ends})."
+        elif dbs:
+            yield f"{title}: nothing is lost."
 
 
-def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -> Figure | None:
-    """Draw the worst SQNR of each layer and candidate, and of fitted scales."""
-    worst: dict[tuple[str, int], LayerResult] = {}
-    for row in report.layers:
+def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -> Figure:
+    """Draw the worst SQNR of each layer and candidate."""
+    worst: dict[tuple[str, int], float | None] = {}
+    for row in sorted(report.layers, key=_rank, reverse=True):  # the lowest stays
         if row.role == role:
-            place = row.candidate, row.layer
-            worst[place] = min(row, worst.get(place, row), key=_rank)
+            worst[row.candidate, row.layer] = row.sqnr_db
     layers = sorted({layer for _, layer in worst})
-    curves = []
-    for name, style in styles.items():
-        found = [worst.get((name, layer)) for layer in layers]
-        points = [None if row is None else Point(row.sqnr_db, _describe(row)) for row in found]
-        curves.append(Curve(name, style, points))
-    fitted = {row.layer: row for row in report.diagnosis if row.site.endswith(f".{role}")}
-    for (label, field), style in zip(_FITTED.items(), charts.STYLES[-2:], strict=True):
-        dbs = [getattr(fitted.get(layer), field, None) for layer in layers]
-        curves.append(Curve(label, style, [Point(db, f"{format_db(db)} dB") for db in dbs]))
-    floor = (LEAST_DB, f"below {LEAST_DB:.0f} dB the tensor is lost")
-    y = charts.db_axis(
-        point.value for curve in curves for point in curve.points if point is not None
-    )
-    places = [(str(layer), f"layer {layer}") for layer in layers]
-    chart = charts.place_chart(_ROLES[role], places, curves, x_title="layer", y=y, floor=floor)
-    return chart if chart.legend else None
-
-
-def _describe(row: LayerResult) -> str:
-    return (
-        f"{format_db(row.sqnr_db)} dB, amax {row.amax:.4g}, scale {tables.format_scale(row)}, "
-        f"{row.clipped:.3%} clipped, {row.flushed:.3%} zeroed"
+    dbs = {name: [worst.get((name, layer)) for layer in layers] for name in styles}
+    curves = [
+        Curve(name, style, [Point(db, f"{format_db(db)} dB") for db in dbs[name]])
+        for name, style in styles.items()
+    ]
+    return charts.place_chart(
+        _ROLES[role],
+        [(str(layer), f"layer {layer}") for layer in layers],
+        curves,
+        x_title="layer",
+        y=charts.DB_AXIS,
+        joined=True,
+        floor=(LEAST_DB, f"below {LEAST_DB:.0f} dB the tensor is lost"),
     )
