@@ -20,7 +20,7 @@ _SHARED = frozenset(
         *("calibrated", "card", "checked", "command_line", "function", "hashes", "job"),
         *("magnitudes", "model", "opened", "option", "options", "quantized", "recipe"),
         *("recipe_options", "result", "run_plan", "saturation", "saved", "stats", "suggest"),
-        *("work_folder", "written"),
+        "written",
     )
 )
 SCHEMA_VERSION = 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,39 +33,34 @@ from fp8calib.commands.calibrate import (
     Experts,
     NotQuantized,
 )
-from fp8calib.commands.card import write_card
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import Known, hash_run
-from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.job import CalibrationJob, UnwrittenError, remove_outputs
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.quantized import make_quantize_result
 from fp8calib.commands.recipe_options import decide_query, write_recipe
-from fp8calib.commands.result import BeforeAfter, WrittenCheck
+from fp8calib.commands.result import BeforeAfter
 from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.commands.work_folder import UnwrittenError, remove_outputs
-from fp8calib.commands.written import check_written, finish_formats
+from fp8calib.commands.written import finish_checkpoint, finish_formats
 from fp8calib.errors import ExportError, Fp8CalibError, ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.numerics.rules import Fallback
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
-from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.select import select
 
 
-def write_outputs(
-    job: CalibrationJob,
-    stats: CalibrationStats,
-    cost: Mapping[str, Any],
-    folder: Path,
-    request: CalibrateRequest,
-    find_known: Callable[[], Known],
-) -> CalibrateResult:
-    """Write all output; where a format cannot be written, save at least the statistics."""
+@contextmanager
+def keeping_statistics(
+    job: CalibrationJob, stats: CalibrationStats, folder: Path
+) -> Iterator[None]:
+    """Where a format cannot be written to the working folder, save at least the statistics."""
     try:
-        return _write_all(job, stats, cost, folder, request, find_known)
+        yield
+        return
     except OSError as error:
         failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
     except ExportError as error:
@@ -90,14 +86,15 @@ def write_outputs(
     ) from failed
 
 
-def _write_all(
+def write_outputs(
     job: CalibrationJob,
+    request: CalibrateRequest,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
-    request: CalibrateRequest,
     find_known: Callable[[], Known],
 ) -> CalibrateResult:
+    """Write all output, the report last."""
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
     written = write_recipe(
@@ -108,7 +105,7 @@ def _write_all(
         query=decide_query(recipe, stats)[0],
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
-    checkpoint = _quantize(job, stats, folder, request)
+    checkpoint = _quantize(job, request, stats, folder)
     checked, cards = finish_formats(
         *(recipe.formats, folder, job.folder, request.model),
         revision=request.revision,
@@ -146,56 +143,36 @@ def _write_all(
 
 
 def _quantize(
-    job: CalibrationJob, stats: CalibrationStats, folder: Path, request: CalibrateRequest
+    job: CalibrationJob, request: CalibrateRequest, stats: CalibrationStats, folder: Path
 ) -> QuantizeResult | NotQuantized | None:
     """Write the recipe's checkpoint, if it has one, under `folder`, with its card.
 
     Where it cannot be written, the result says why: statistics and scales of a long run are kept.
     """
-    asked, settings = job.recipe.quantize, job.quantization
+    asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
     if asked is None or settings is None:
         return None
-    name, plain = asked.folder, asked.kv_cache_dtype_skip_layers
+    started, plain_caches = time.monotonic(), asked.kv_cache_dtype_skip_layers
     try:
-        result = _write_checkpoint(job, settings, stats, folder / name, plain)
+        selection = job.select_matrices(settings)
+        unmeasured = list_unmeasured(stats, *split_static(settings, selection))
+        if unmeasured:
+            settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
+            selection = select(checkpoint, ignore=settings.ignore)
+        scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
+        plan = make_plan(checkpoint, settings, selection, scales=scales)
+        job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+        written = quantize(
+            *(checkpoint, plan, folder / asked.folder),
+            device=torch.device("cpu"),
+            advance=job.reporter.advance,
+        )
     except (ModelError, ExportError) as error:
         why = "; ".join(filter(None, (error.message, error.hint)))
         return NotQuantized(scheme=settings.schemes.default.name, why=why)
-    checked: tuple[WrittenCheck, ...] = ()
-    if request.check:
-        target = job.folder / name
-        checked = check_written(folder / name, target, path=name, plain_caches=plain)
-    write_card(
-        *(folder, job.folder, result.name_schemes(), request.model),
-        path=name,
-        revision=request.revision,
-        checked=checked,
-    )
-    files = tuple(sorted({*result.files, CARD_NAME}))
-    return result.model_copy(update={"files": files, "checked": checked})
-
-
-def _write_checkpoint(
-    job: CalibrationJob,
-    settings: PlanSettings,
-    stats: CalibrationStats,
-    folder: Path,
-    plain_caches: Sequence[int],
-) -> QuantizeResult:
-    started, checkpoint = time.monotonic(), job.model.checkpoint
-    selection = job.select_matrices(settings)
-    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
-    if unmeasured:
-        settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
-        selection = select(checkpoint, ignore=settings.ignore)
-    scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
-    plan = make_plan(checkpoint, settings, selection, scales=scales)
-    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-    device = torch.device("cpu")
-    written = quantize(checkpoint, plan, folder, device=device, advance=job.reporter.advance)
-    return make_quantize_result(
+    result = make_quantize_result(
         *(checkpoint, plan, written),
-        out=job.folder / folder.name,
+        out=job.folder / asked.folder,
         started=started,
         notes=[  # notes on scales are in the report already
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
@@ -204,6 +181,15 @@ def _write_checkpoint(
         stats=stats,
         plain_caches=plain_caches,
     )
+    checked, _ = finish_checkpoint(
+        *(folder, job.folder, result.name_schemes(), request.model),
+        path=asked.folder,
+        revision=request.revision,
+        check=request.check,
+        plain_caches=plain_caches,
+    )
+    files = tuple(sorted({*result.files, CARD_NAME}))
+    return result.model_copy(update={"files": files, "checked": checked})
 
 
 def make_calibrate_result(
@@ -218,7 +204,24 @@ def make_calibrate_result(
     """Make the result; `cost` is what the run gave, and `written` has the rest of the fields."""
     model, text, recipe, header = job.model, job.plan, job.recipe, stats.header
     before, after = kv_bytes_per_token(stats.geometry)
-    experts = {name.removesuffix(".up_proj"): seen for name, seen in stats.expert_counts.items()}
+    expert_tokens = {
+        name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
+    }
+    experts = None
+    if expert_tokens and not stats.shard:  # another shard may reach those that this one did not
+        experts = Experts(
+            fallback=recipe.scales.fallback or Fallback.LAYER_MAX,
+            layers=tuple(
+                ExpertLayer(
+                    module=module,
+                    min=min(tokens),
+                    median=median(tokens),
+                    max=max(tokens),
+                    never_reached=tuple(i for i, count in enumerate(tokens) if count == 0),
+                )
+                for module, tokens in sorted(expert_tokens.items())
+            ),
+        )
     return CalibrateResult(
         stats=PublicStats.of(stats),
         model=model.name,
@@ -243,9 +246,8 @@ def make_calibrate_result(
         coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
         saturation=compute_saturation(stats),
         positions=compute_position_saturation(stats),
-        expert_tokens=experts,
-        # another shard may reach the experts that this one did not
-        experts=None if stats.shard else _count_experts(experts, recipe.scales.fallback),
+        expert_tokens=expert_tokens,
+        experts=experts,
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         warnings=(
             *model.describe_decoded(),
@@ -258,23 +260,4 @@ def make_calibrate_result(
         model_hash=header.model_fingerprint,
         data_hash=header.data_fingerprint,
         **written,
-    )
-
-
-def _count_experts(counts: Mapping[str, list[int]], fallback: Fallback | None) -> Experts | None:
-    """Summarize the tokens that reached the experts of each layer; None without experts."""
-    if not counts:
-        return None
-    return Experts(
-        fallback=fallback or Fallback.LAYER_MAX,
-        layers=tuple(
-            ExpertLayer(
-                module=module,
-                min=min(tokens),
-                median=median(tokens),
-                max=max(tokens),
-                never_reached=tuple(expert for expert, count in enumerate(tokens) if count == 0),
-            )
-            for module, tokens in sorted(counts.items())
-        ),
     )

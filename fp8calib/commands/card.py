@@ -15,7 +15,6 @@ from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.command_line import cut_path, publish_command, spell_command
 from fp8calib.commands.hashes import hash_files
 from fp8calib.commands.options import Model
-from fp8calib.commands.result import WrittenCheck
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def write_card(
     *,
     path: str = ".",
     revision: str | None = None,
-    checked: Sequence[WrittenCheck] = (),
+    commands: Sequence[str] = (),
     is_quantized: bool = True,
 ) -> str:
     """Write the card of a checkpoint, and give its name. The same run gives the same bytes.
@@ -48,7 +47,7 @@ def write_card(
         model: what the checkpoint was made from.
         path: of the checkpoint in the output folder.
         revision: that of a model on the Hub.
-        checked: what engines do with the checkpoints of the run.
+        commands: what serves it.
         is_quantized: whether weights or the KV cache are.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -60,7 +59,6 @@ def write_card(
     data = ModelCardData(
         base_model=base, scheme=scheme, **(_QUANTIZED if is_quantized else {}), **kept
     )
-    commands = [each.command for each in checked if each.path == path]
     parts = (
         f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
         _quote("Made by", [spell_command()]),

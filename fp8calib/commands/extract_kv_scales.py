@@ -228,8 +228,7 @@ def _write(
     attachment: Attachment,
 ) -> ExtractResult:
     from fp8calib.checkpoint.atomic import output_folder
-    from fp8calib.commands.card import write_card
-    from fp8calib.commands.written import check_written, require_server
+    from fp8calib.commands.written import finish_checkpoint, require_server
     from fp8calib.formats.copy import write_tables
     from fp8calib.formats.write import list_owned
     from fp8calib.model.kv_bytes import kv_bytes_per_token
@@ -257,10 +256,10 @@ def _write(
         if dialect.needs_model:
             if quantized is not None:
                 require_server(folder, geometry, quantized)
-            checked = check_written(folder, out) if request.check else ()
-            revision = request.revision
-            write_card(
-                *(folder, out, dialect.name, request.model), revision=revision, checked=checked
+            checked, _ = finish_checkpoint(
+                *(folder, out, dialect.name, request.model),
+                revision=request.revision,
+                check=request.check,
             )
         files = list_files(folder)
     degrees = tuple(table.tp for table in tables)

@@ -1,36 +1,57 @@
-"""A calibration that is decided before a weight is loaded: what it observes, and how it runs."""
+"""A calibration: what it observes, how it runs, and the working folder that --resume continues."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from fp8calib.calibration.calibrate import TextEngine, WorkShare, calibrate, make_header
-from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
+from fp8calib.calibration.calibrate import (
+    TextEngine,
+    WorkShare,
+    calibrate,
+    make_header,
+    text_hashes_of,
+)
+from fp8calib.calibration.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+)
 from fp8calib.calibration.header import BackOff, StatsHeader
-from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
+from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.observed_batches import choose_batch_size
-from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.folder_lock import shared_lock
+from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
+from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.result import ShardIndex
+from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Share, select_batches
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.write import list_outputs
 from fp8calib.machine import PeakMemory
 from fp8calib.model.dtype import DTYPES
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import make_settings
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 
 
@@ -47,6 +68,10 @@ class LayerJob(Protocol):
 
     def check_same(self, folder: Path) -> None:
         """Refuse what an interrupted run with other options has left in a working folder."""
+
+
+class UnwrittenError(ExportError):
+    """No output could be written; the run's checkpoints stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +95,6 @@ class CalibrationJob:
     engine: TextEngine | None = None
     """What runs the text; None runs it with transformers."""
     reporter: Reporter
-    quantization: PlanSettings | None = None
-    """How the FP8 checkpoint is written; None without one."""
     layer_job: LayerJob | None = None
     """What also works on each layer while its inputs are there; None if nothing does."""
 
@@ -90,9 +113,7 @@ class CalibrationJob:
         Raises:
             UsageError: there are fewer batches than shards.
         """
-        if self.plan is None:
-            return []
-        return select_batches(self.plan, self.batch_size, self.shard)
+        return [] if self.plan is None else select_batches(self.plan, self.batch_size, self.shard)
 
     def count(self) -> dict[str, Any]:
         """Count its sequences and tokens, and name its shard."""
@@ -116,19 +137,16 @@ class CalibrationJob:
         if self.out is None:
             return frozenset()
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
-        checkpoint = {self.recipe.quantize.folder} if self.recipe.quantize else frozenset[str]()
-        return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
+        checkpoint = [self.recipe.quantize.folder] if self.recipe.quantize else []
+        return formats.union((STATS_NAME, REPORT_NAME), checkpoint)
 
-    def make_header(self) -> StatsHeader:
-        """Make the header of the statistics that it will write."""
-        model = self.model
-        return make_header(
-            *(model.prepared, self.plan, model.source, model.checkpoint),
-            observe=self.recipe.observe,
-            recipe_name=self.recipe.name,
-            compute_dtype=model.dtype,
-            engine=self.engine,
-        )
+    @property
+    def quantization(self) -> PlanSettings | None:
+        """How the recipe's FP8 checkpoint is written; None without one."""
+        asked = self.recipe.quantize
+        if asked is None:
+            return None
+        return make_settings(asked.scheme, asked.layer_schemes, asked.ignore)
 
     def select_matrices(self, settings: PlanSettings) -> Selection:
         """Choose the linears to quantize.
@@ -143,6 +161,19 @@ class CalibrationJob:
             raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {fp8_dtype}")
         check_unquantized(self.model.checkpoint.stored)
         return select_linears(self.model.checkpoint, settings)
+
+    # --- how it runs ------------------------------------------------------------------------------
+
+    def make_header(self) -> StatsHeader:
+        """Make the header of the statistics that it will write."""
+        model = self.model
+        return make_header(
+            *(model.prepared, self.plan, model.source, model.checkpoint),
+            observe=self.recipe.observe,
+            recipe_name=self.recipe.name,
+            compute_dtype=model.dtype,
+            engine=self.engine,
+        )
 
     def choose_mode(self) -> MemoryPlan:
         """Choose between a model in memory whole and one that is streamed.
@@ -179,6 +210,28 @@ class CalibrationJob:
         )
         limits = find_limits(model.device, model.memory, sharers=sharers)
         return plan_halved(work, limits, 1 if self.recipe.data.batch_size else self.batch_size)
+
+    def describe_plan(self, mode: MemoryPlan, **more: Any) -> RunPlan:
+        """Describe the planned run; `more` is added to it, or replaces what it has."""
+        text, model = self.plan, self.model
+        rows = text.rows if text else None
+        described: Any = {
+            "model": model.name,
+            "architecture": model.prepared.geometry.architecture,
+            "layers": len(model.prepared.geometry.layers),
+            "weights_size_bytes": model.checkpoint.total_size_bytes,
+            "dtype": model.dtype,
+            "dtype_why": model.dtype_why,
+            "device": model.device,
+            **self.count(),
+            "data": list(text.sources) if text else [],
+            "rows": rows and rows.to_json(),
+            "out": str(self.out),
+            "writes": sorted(self.owned),
+            **mode.as_json(),
+            **more,
+        }
+        return RunPlan(plan=described, text=tuple(rows.describe()) if rows else ())
 
     def run(
         self, mode: MemoryPlan, header: StatsHeader, journal: Journal | None
@@ -229,3 +282,124 @@ class CalibrationJob:
             "resumed_sequences": len(tokens),
             "ranks": group.size,
         }
+
+
+# --- where it works -------------------------------------------------------------------------------
+
+
+def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
+    """Read the result from a folder that holds this run, finished; None if it does not."""
+    try:
+        stats = load_stats(folder / STATS_NAME, accepts_shard=True)
+        report = json.loads((folder / REPORT_NAME).read_bytes())
+        result = CalibrateResult.from_json(
+            {**report, "stats": PublicStats.of(stats), "was_finished": True}
+        )
+    except (ModelError, ValueError):
+        return None
+    asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
+    is_same = asked == found and not explain_other_run(stats.header, header)
+    return result if is_same else None
+
+
+def looks_finished(job: CalibrationJob, folder: Path) -> bool:
+    """Whether a folder may hold the finished run that --resume continues."""
+    return job.resume and all((folder / name).exists() for name in job.owned)
+
+
+@contextmanager
+def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
+    """Open the working folder of a run; it becomes the output folder at the end.
+
+    An interruption, a failed peer and a failure to write the output keep it for --resume; any
+    other error removes it. Of several processes the first one does all of this; the others write
+    their checkpoints to its folder.
+
+    Yields:
+        The journal in the folder; or the result of an earlier run that wrote all output there but
+        could not move it.
+
+    Raises:
+        UsageError: the folder is in use, or --resume finds another calibration in it.
+        ModelError: a checkpoint is damaged.
+    """
+    group, say = job.group, job.reporter.say
+
+    def open_journal(folder: Path, **done: Any) -> Journal:
+        return Journal(
+            folder,
+            header,
+            text_hashes_of(job.plan),
+            shard=job.shard,
+            batch_size=job.batch_size,
+            warn=job.reporter.warn,
+            rank=group.rank,
+            **done,
+        )
+
+    def check_old(staging: Path) -> None:
+        """Check what an interrupted run left, or warn that it is lost."""
+        if job.resume:
+            open_journal(staging).load()
+            if job.layer_job is not None:
+                job.layer_job.check_same(staging)
+        elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
+            job.reporter.warn(
+                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
+                "such a run, add --resume to its command line"
+            )
+
+    if not group.is_first:
+        made: Mapping[str, Any] = group.broadcast(dict)
+        path, ranges = Path(made["folder"]), tuple(map(tuple, made["sequences"]))
+        with shared_lock(path):
+            yield open_journal(path, sequences=ranges, weights=made["weights"])
+        return
+    with resumable_folder(
+        job.folder,
+        owned=job.owned,
+        tag="fp8calib calibrate",
+        resume=job.resume,
+        force=job.force,
+        inputs=[job.model.source.folder],
+        is_shared=group.size > 1,
+        on_old=check_old,
+        kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
+    ) as staging:
+        journal = open_journal(staging)
+        is_complete = looks_finished(job, staging) and not any(
+            map(is_checkpoint, staging.iterdir())
+        )
+        finished = read_finished(job, header, staging) if is_complete and group.size == 1 else None
+        if finished is not None:
+            yield finished
+            return
+        remove_outputs(staging)
+        if job.resume:
+            journal.load()
+            done = count_sequences(journal.sequences)
+            if journal.has_layers:
+                say("--resume: continuing after the finished layers")
+            elif not journal.sequences and not journal.weights:
+                say("--resume: no interrupted run found, starting from the beginning")
+            else:
+                say(
+                    f"--resume: {done} of {header.num_sequences} sequences are done, continuing "
+                    "with the rest"
+                )
+        if group.size > 1:
+            known = {"sequences": journal.sequences, "weights": sorted(journal.weights)}
+            group.broadcast(lambda: {"folder": str(staging), **known})
+        yield journal
+        journal.remove()
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove output that an earlier run began to write; it is written again."""
+    for path in folder.iterdir():
+        if path.name == PROGRESS_NAME or is_checkpoint(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -14,14 +14,13 @@ import torch
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
-from fp8calib.commands.card import write_card
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import open_recipe
 from fp8calib.commands.result import BeforeAfter, LayerScheme
 from fp8calib.commands.saved import warn_of_tokenizer
-from fp8calib.commands.written import check_written
+from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError
 from fp8calib.model.device import choose_device
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
@@ -92,12 +91,11 @@ def finish(
     result: ResultT, request: QuantizeRequest, reporter: Reporter, plain_caches: Sequence[int] = ()
 ) -> ResultT:
     """Look at a written checkpoint as `check` does, write its card, and warn of its notes."""
-    out = result.out
-    checked = check_written(out, out, plain_caches=plain_caches) if request.check else ()
-    card = write_card(
-        *(out, out, result.name_schemes(), request.model),
+    checked, card = finish_checkpoint(
+        *(result.out, result.out, result.name_schemes(), request.model),
         revision=request.revision,
-        checked=checked,
+        check=request.check,
+        plain_caches=plain_caches,
     )
     files = tuple(sorted({*result.files, card}))
     result = result.model_copy(update={"checked": checked, "files": files})

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.card import write_card
-from fp8calib.commands.check import CheckRequest, EngineResult
+from fp8calib.commands.check import CheckRequest
 from fp8calib.commands.checked import check_path
 from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
@@ -173,94 +174,92 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
 
 
 def finish_formats(
-    names: Iterable[str],
-    written: Path,
-    target: Path,
-    model: Model,
-    *,
-    revision: str | None = None,
-    check: bool = True,
+    names: Iterable[str], written: Path, target: Path, model: Model, **more: Any
 ) -> tuple[tuple[WrittenCheck, ...], list[str]]:
-    """Check the checkpoints among written formats, and write their cards.
-
-    Args:
-        names: the formats.
-        written: the output folder where it is now.
-        target: the output folder where it will be.
-        model: what they were made from.
-        revision: that of a model on the Hub.
-        check: whether to check them.
+    """Finish the checkpoints among written formats: `finish_checkpoint` of each.
 
     Returns:
         What engines do with them, and the names of the cards.
     """
-    dialects = [each for each in map(find_dialect, names) if each.needs_model]
-    checked = tuple(
-        found
-        for path in (each.path() for each in dialects)
-        if check and path not in _NO_OVERLAY
-        for found in check_written(written / path, target / path, path=path)
+    checked: list[WrittenCheck] = []
+    cards = []
+    for dialect in map(find_dialect, names):
+        if dialect.needs_model:
+            path = dialect.path()
+            found, card = finish_checkpoint(
+                *(written, target, dialect.name, model), path=path, **more
+            )
+            checked += found
+            cards.append(card)
+    return tuple(checked), cards
+
+
+def finish_checkpoint(
+    written: Path,
+    target: Path,
+    scheme: str,
+    model: Model,
+    *,
+    path: str = ".",
+    revision: str | None = None,
+    check: bool = True,
+    plain_caches: Sequence[int] = (),
+) -> tuple[tuple[WrittenCheck, ...], str]:
+    """Check a written checkpoint as `check` does, and write its card.
+
+    Args:
+        written: the output folder where it is now.
+        target: the output folder where it will be.
+        scheme: how weights or the KV cache are stored.
+        model: what it was made from.
+        path: of the checkpoint in the output folder.
+        revision: that of a model on the Hub.
+        check: whether to check it.
+        plain_caches: the layers whose KV cache stays in 16 bits.
+
+    Returns:
+        What engines do with it, and the name of the card.
+    """
+    checked: tuple[WrittenCheck, ...] = ()
+    if check and path not in _NO_OVERLAY:
+        checked = check_written(written, target, path=path, plain_caches=plain_caches)
+    commands = [each.command for each in checked]
+    card = write_card(
+        *(written, target, scheme, model), path=path, revision=revision, commands=commands
     )
-    cards = [
-        write_card(
-            *(written, target, each.name, model),
-            path=each.path(),
-            revision=revision,
-            checked=checked,
-        )
-        for each in dialects
-    ]
-    return checked, cards
+    return checked, card
 
 
 def check_written(
     written: Path, target: Path, *, path: str = ".", plain_caches: Sequence[int] = ()
 ) -> tuple[WrittenCheck, ...]:
-    """Check a checkpoint, as `check` does.
-
-    Args:
-        written: where it is now.
-        target: where it will be.
-        path: how the result names it.
-        plain_caches: the layers whose KV cache stays in 16 bits.
-    """
-    engines = [find_replayed(name) for name in list_defaults()]
+    """Say what the default engines do with a checkpoint; arguments as of `finish_checkpoint`."""
     try:
-        report = check_path(CheckRequest(written))
+        report = check_path(CheckRequest(written / path))
     except Fp8CalibError as error:
-        return tuple(
+        report, summary = None, f"unknown: {error.message}"
+    checked = []
+    for engine in map(find_replayed, list_defaults()):
+        verdict, command = "unknown", ""
+        if report is not None:
+            found = report.engines[engine.key]
+            why = found.fault
+            if plain_caches and not engine.can_skip_caches:
+                layers = format_ranges(plain_caches)
+                why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
+            verdict = "not ok" if found.ok and why else found.verdict
+            summary = found.summary if verdict == "ok" else f"{verdict}: {why}"
+        if report is not None and verdict == "ok" and engine.launch is not None:
+            skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
+            spelled = engine.launch.spell(str(target / path), has_kv=found.asks_for_kv, tp=1)
+            command = f"{spelled} {skip}".rstrip()
+        checked.append(
             WrittenCheck(
                 path=path,
                 engine=engine.release,
-                verdict="unknown",
-                summary=f"unknown: {error.message}",
-                command="",
+                verdict=verdict,
+                summary=summary,
+                command=command,
             )
-            for engine in engines
         )
-    return tuple(
-        _sum_up(path, target, engine, report.engines[engine.key], plain_caches)
-        for engine in engines
-    )
-
-
-def _sum_up(
-    path: str, target: Path, engine: Engine, found: EngineResult, plain_caches: Sequence[int]
-) -> WrittenCheck:
-    why = found.fault
-    if plain_caches and not engine.can_skip_caches:
-        layers = format_ranges(plain_caches)
-        why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
-    verdict = "not ok" if found.ok and why else found.verdict
-    command = ""
-    if verdict == "ok" and engine.launch is not None:
-        skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
-        spelled = engine.launch.spell(str(target), has_kv=found.asks_for_kv, tp=1)
-        command = f"{spelled} {skip}".rstrip()
-    return WrittenCheck(
-        path=path,
-        engine=engine.release,
-        verdict=verdict,
-        summary=found.summary if verdict == "ok" else f"{verdict}: {why}",
-        command=command,
-    )
+    return tuple(checked)

@@ -20,15 +20,13 @@ from fp8calib.calibration.processes import ProcessGroup
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
-from fp8calib.commands._calibrate import make_run_plan
 from fp8calib.commands.function import Reporter
-from fp8calib.commands.job import CalibrationJob
+from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model
 from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result, write_plan
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import apply_request, resolve_text
 from fp8calib.commands.run_plan import RunPlan
-from fp8calib.commands.work_folder import work_folder
 from fp8calib.commands.written import require_servable
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.device import choose_device, choose_rank_device
@@ -136,8 +134,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     """Describe what would be run and written."""
     expected = opened.expected
     schemes = list(list_layer_schemes(expected))
-    return make_run_plan(
-        opened.job,
+    return opened.job.describe_plan(
         opened.job.choose_mode(),
         out=str(Path(opened.task.request.out)),
         writes=sorted(expected.names),
@@ -235,7 +232,6 @@ def _make_job(
         force=request.force,
         reporter=task.reporter,
         group=group,
-        quantization=task.settings,
         layer_job=Rounding(task.settings),
     )
 
