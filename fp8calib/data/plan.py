@@ -134,7 +134,7 @@ def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> 
         taken = " and ".join(kind for kind in MODALITIES if kind in placeholders.values())
         yield (
             f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "
-            "with media (docs/media.md)"
+            "with media (docs/calibrate.md)"
         )
     tokens = torch.tensor(list(placeholders), dtype=torch.int64)
     count = sum(

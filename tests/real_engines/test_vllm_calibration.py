@@ -160,7 +160,7 @@ def test_every_site_is_what_transformers_computes(
 def test_the_demo_model_is_as_near_as_its_arithmetic_allows(
     calibrate: Calibrator, demo_model: Path, tmp_path: Path
 ) -> None:
-    """One rank, three (it has nine heads) and two stages; `docs/large-models.md` has figures."""
+    """One rank, three (it has nine heads) and two stages; `docs/vllm.md` has figures."""
     (tmp_path / "observe.yaml").write_text(
         "name: all\nobserve: {kv: true, query: true, inputs: true}\nformats: []\n"
     )
