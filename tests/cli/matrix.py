@@ -276,8 +276,11 @@ def show_fp8_dialects() -> str:
 
 
 def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
-    """Make the table of conversions."""
-    rows = [[_quote(name), *(str(cell) for cell in row.values())] for name, row in cells.items()]
+    """Make the table of conversions, with a row for all forms that become the same."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, row in cells.items():
+        alike.setdefault(tuple(map(str, row.values())), []).append(_quote(name))
+    rows = [["; ".join(names), *row] for row, names in alike.items()]
     return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
 
 
