@@ -1,4 +1,4 @@
-"""Numbers in JSON files."""
+"""JSON files of scales: one byte for byte, and the numbers in it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,34 @@ from tests.formats.handmade import (
     plain_stats,
     write_scales,
 )
+
+GOLDEN = """{
+  "model_type": "llama",
+  "kv_cache": {
+    "dtype": "float8_e4m3fn",
+    "scaling_factor": {
+      "0": {
+        "0": 0.25,
+        "1": 2.0
+      },
+      "1": {
+        "0": 0.75,
+        "1": 0.0625
+      }
+    }
+  },
+  "_fp8calib": {
+    "model": "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "data": "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
+    "text": "+/////////8HAAAAAAAAAA=="
+  }
+}
+"""
+
+
+def test_the_file_for_two_ranks_is_these_bytes(tmp_path: Path) -> None:
+    write_scales("vllm-json", compute_kv_scales(plain_stats(), E4M3FN, tp=2), tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_text() == GOLDEN
 
 
 def test_every_number_reads_back_as_the_fp32_it_was(tmp_path: Path) -> None:

@@ -138,174 +138,135 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
     assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
 
 
-def test_a_model_type_of_null_fits_every_model(tmp_path: Path) -> None:
-    document = _document({"0": {"0": 1, "1": 1}}, model_type=None)
-    assert _read(tmp_path, document).table.tp == 1
+def test_a_model_type_of_null_fits_every_model_and_the_rfc_needs_none(tmp_path: Path) -> None:
+    assert _read(tmp_path, _document({"0": LAYERS}, model_type=None)).table.tp == 1
+    assert _read(tmp_path, _document({"rank0": LAYERS}, model_type="absent")).dialect == "rfc"
 
 
-def test_the_rfc_does_not_ask_for_a_model_type_but_vllm_does(tmp_path: Path) -> None:
-    layers = {"0": 1.0, "1": 1.0}
-    assert _read(tmp_path, _document({"rank0": layers}, model_type="absent")).dialect == "rfc"
-    message = _refusal(tmp_path, _document({"0": layers}, model_type="absent"))
-    assert message == "there is no `model_type`"
+LAYERS = {"0": 1.0, "1": 1.0}
+TWENTY = make_geometry([make_attention(index) for index in range(20)])
+NOT_JSON = "cannot be read as JSON: "
+NO_FACTORS = "there is no `scaling_factor` object in `kv_cache`"
 
 
-@pytest.mark.parametrize("value", [True, "0.1", None, [0.5, 0.5], {"k": 1.0}])
-def test_only_numbers_are_numbers(tmp_path: Path, value: object) -> None:
-    message = _refusal(tmp_path, _document({"0": {"0": 0.5, "1": value}}))
-    assert message == f"layer 1 of rank 0: {value!r} is not a number"
+def _write_number(number: str) -> str:
+    return RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {number}')
+
+
+REFUSED: list[tuple[object, str]] = [
+    *(
+        (_document({"0": {"0": 0.5, "1": value}}), f"layer 1 of rank 0: {value!r} is not a number")
+        for value in (True, "0.1", None, [0.5, 0.5], {"k": 1.0})
+    ),
+    *(
+        (_write_number(number), f"layer 0 of rank1: {shown} is not a scale")
+        for number, shown in (
+            *(("NaN", "nan"), ("Infinity", "inf"), ("-Infinity", "-inf"), ("0", "0.0")),
+            *(("-0.25", "-0.25"), ("1e400", "inf"), ("1e39", "inf")),
+        )
+    ),
+    *(
+        (_write_number(number), f"layer 0 of rank1: {number} is too small for a scale")
+        for number in ("1e-60", "1e-45", "1.17e-38")
+    ),
+    (_write_number("1" + "0" * 400), "layer 0 of rank1: the number is too large for a scale"),
+    # keys
+    *(
+        (VLLM_TEXT.replace(old, new), f"{NOT_JSON}the key '{key}' occurs twice")
+        for old, new, key in (
+            ('"1":0.25', '"0":0.25', "0"),
+            ('"1":{"0":0.5', '"0":{"0":0.5', "0"),
+            ('"kv_cache":', '"model_type":"llama","kv_cache":', "model_type"),
+        )
+    ),
+    *(
+        (
+            _document(dict.fromkeys(keys, LAYERS)),
+            f"the keys of kv_cache.scaling_factor are not ranks: {', '.join(map(repr, keys))}",
+        )
+        for keys in (
+            *(["0", "rank1"], ["rank0", "1"], ["00"], [" 0"], ["0.0"], ["rank00"], ["Rank0"]),
+            *(["-1"], ["_comment", "0"]),  # a comment among ranks is refused by engines too
+        )
+    ),
+    *(
+        (
+            _document({"0": {key: 1.0, "1": 1.0}}),
+            f"kv_cache.scaling_factor.0: not layer indices: {key!a}",
+        )
+        for key in ("00", "0.0", " 0", "layer0", "\u0660", "_comment")
+    ),
+    # ranks and layers
+    (
+        _document(dict.fromkeys(("rank0", "rank2", "rank3"), LAYERS)),
+        "rank 1 is missing; there is only ranks 0, 2, 3",
+    ),
+    (_document({"7": LAYERS}), "rank 0 is missing; there is only rank 7"),
+    (
+        _document({"0": {**LAYERS, "2": 1.0}}),
+        "there are scales for layer 2, but the model has 2 layers",
+    ),
+    (
+        _document({"0": LAYERS, "1": {"0": 1.0}}),
+        "layer 1: in only one of rank 0 and rank 1",
+    ),
+    *(
+        (
+            _document({"rank0": layers}),
+            f"kv_cache.scaling_factor.rank0 is not an object of layers: {layers!r}",
+        )
+        for layers in ([0.5, 0.5], 1.0, None)
+    ),
+    # what stands around them
+    (_document({"0": LAYERS}, model_type="absent"), "there is no `model_type`"),
+    *(
+        (
+            _document({"0": LAYERS}, model_type=model_type),
+            f"model_type is {model_type!r}, the model's is 'llama'",
+        )
+        for model_type in ("qwen2", 5, ["llama"])
+    ),
+    *(
+        (_document({"0": LAYERS}, dtype=dtype), f"kv_cache.dtype is {dtype!r}")
+        for dtype in ("float8_e5m2", "fp8", "e4m3fn", None, 8, ["float8_e4m3fn"])
+    ),
+    *((_document(factors), NO_FACTORS) for factors in (None, {}, [], "absent", 1.0)),
+    *(({"kv_cache": value}, "there is no `kv_cache` object") for value in (None, [], "x")),
+    *((text, NOT_JSON) for text in ("", "{", VLLM_TEXT[:-20], "[1", "\ufeff{}", "not JSON")),
+    ("[1.0, 2.0]", "not a JSON object"),
+    ('{"kv_cache": ' + "[" * 200_000, f"{NOT_JSON}nested too deeply"),
+]
+"""Documents or texts, and the message, or how it begins."""
+
+
+@pytest.mark.parametrize(("document", "message"), REFUSED)
+def test_what_holds_no_scales_of_the_model_is_refused(
+    tmp_path: Path, document: object, message: str
+) -> None:
+    found = _refusal(tmp_path, document)
+    assert found == message or (message == NOT_JSON and found.startswith(message))
 
 
 @pytest.mark.parametrize(
-    ("number", "shown"),
+    ("layers", "geometry", "missing"),
     [
-        ("NaN", "nan"),
-        ("Infinity", "inf"),
-        ("-Infinity", "-inf"),
-        ("0", "0.0"),
-        ("0.0", "0.0"),
-        ("-0.25", "-0.25"),
-        ("1e400", "inf"),
-        ("1e39", "inf"),
+        ({"3"}, TWENTY, "layers 0-2, 4-19 (19 of 20 are missing)"),
+        ({str(index) for index in range(20)} - {"7"}, TWENTY, "layer 7 (1 of 20 are missing)"),
+        # a producer is not excused by the layers that share its cache
+        ({"0", "2", "3"}, shared_stats().geometry, "layer 1 (1 of 2 are missing)"),
     ],
 )
-def test_a_scale_is_finite_and_above_zero_as_fp32(tmp_path: Path, number: str, shown: str) -> None:
-    text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {number}')
-    assert _refusal(tmp_path, text) == f"layer 0 of rank1: {shown} is not a scale"
-
-
-@pytest.mark.parametrize("number", ["1e-60", "1e-45", "1.17e-38"])
-def test_a_scale_that_is_no_normal_number_of_fp32_is_refused(tmp_path: Path, number: str) -> None:
-    text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {number}')
-    assert _refusal(tmp_path, text) == f"layer 0 of rank1: {number} is too small for a scale"
+def test_all_missing_layers_are_named(
+    tmp_path: Path, layers: set[str], geometry: ModelGeometry, missing: str
+) -> None:
+    message = _refusal(tmp_path, _document({"0": dict.fromkeys(layers, 1.0)}), geometry)
+    assert message == f"there is no KV scale for {missing}"
 
 
 def test_the_smallest_scale_of_all_is_read(tmp_path: Path) -> None:
     text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {2.0**-126!r}')
     found = _read(tmp_path, text)
     assert _values(found)["model.layers.0.self_attn.k"] == [1.0, 2.0**-126]
-
-
-def test_integers_without_end_are_no_scale(tmp_path: Path) -> None:
-    text = VLLM_TEXT.replace('"1":2}', f'"1":1{"0" * 400}}}')
-    assert _refusal(tmp_path, text) == "layer 1 of rank 1: the number is too large for a scale"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "key"),
-    [
-        ('"1":0.25', '"0":0.25', "0"),
-        ('"1":{"0":0.5', '"0":{"0":0.5', "0"),
-        ('"kv_cache":', '"model_type":"llama","kv_cache":', "model_type"),
-    ],
-)
-def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, old: str, new: str, key: str) -> None:
-    message = _refusal(tmp_path, VLLM_TEXT.replace(old, new))
-    assert message == f"cannot be read as JSON: the key '{key}' occurs twice"
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [["0", "rank1"], ["rank0", "1"], ["00"], [" 0"], ["0.0"], ["rank00"], ["Rank0"], ["-1"]],
-)
-def test_keys_that_are_neither_all_integers_nor_all_ranks_are_refused(
-    tmp_path: Path, keys: list[str]
-) -> None:
-    message = _refusal(tmp_path, _document({key: {"0": 1.0, "1": 1.0} for key in keys}))
-    listed = ", ".join(map(repr, keys))
-    assert message == f"the keys of kv_cache.scaling_factor are not ranks: {listed}"
-
-
-def test_a_comment_among_the_ranks_is_refused_as_engines_do(tmp_path: Path) -> None:
-    factors = {"_comment": "for one rank", "0": {"0": 1.0, "1": 1.0}}
-    assert "are not ranks: '_comment', '0'" in _refusal(tmp_path, _document(factors))
-
-
-@pytest.mark.parametrize("key", ["00", "0.0", " 0", "layer0", "\u0660", "_comment"])
-def test_layer_keys_are_plain_integers(tmp_path: Path, key: str) -> None:
-    message = _refusal(tmp_path, _document({"0": {key: 1.0, "1": 1.0}}))
-    assert message == f"kv_cache.scaling_factor.0: not layer indices: {key!a}"
-
-
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    layers = {"0": 1.0, "1": 1.0}
-    document = _document({"rank0": layers, "rank2": layers, "rank3": layers})
-    assert _refusal(tmp_path, document) == "rank 1 is missing; there is only ranks 0, 2, 3"
-    assert _refusal(tmp_path, _document({"7": layers})) == "rank 0 is missing; there is only rank 7"
-
-
-def test_all_missing_layers_are_named(tmp_path: Path) -> None:
-    geometry = make_geometry([make_attention(index) for index in range(20)])
-
-    assert _refusal(tmp_path, _document({"0": {"3": 1.0}}), geometry) == (
-        "there is no KV scale for layers 0-2, 4-19 (19 of 20 are missing)"
-    )
-    layers = {str(index): 1.0 for index in range(20) if index != 7}
-    assert _refusal(tmp_path, _document({"0": layers}), geometry) == (
-        "there is no KV scale for layer 7 (1 of 20 are missing)"
-    )
-
-
-def test_a_producer_is_not_excused_by_the_layers_that_share_its_cache(tmp_path: Path) -> None:
-    document = _document({"0": {"0": 1.0, "2": 1.0, "3": 1.0}})
-    message = _refusal(tmp_path, document, shared_stats().geometry)
-    assert message == "there is no KV scale for layer 1 (1 of 2 are missing)"
-
-
-def test_a_layer_the_model_does_not_have_is_named(tmp_path: Path) -> None:
-    document = _document({"0": {"0": 1.0, "1": 1.0, "2": 1.0}})
-    assert (
-        _refusal(tmp_path, document) == "there are scales for layer 2, but the model has 2 layers"
-    )
-
-
-def test_ranks_with_different_layers_are_refused(tmp_path: Path) -> None:
-    document = _document({"0": {"0": 1.0, "1": 1.0}, "1": {"0": 1.0}})
-    assert _refusal(tmp_path, document) == "layer 1: in only one of rank 0 and rank 1"
-
-
-@pytest.mark.parametrize("model_type", ["qwen2", 5, ["llama"]])
-def test_another_model_type_is_refused(tmp_path: Path, model_type: object) -> None:
-    document = _document({"0": {"0": 1.0, "1": 1.0}}, model_type=model_type)
-    expected = f"model_type is {model_type!r}, the model's is 'llama'"
-    assert _refusal(tmp_path, document) == expected
-
-
-@pytest.mark.parametrize("dtype", ["float8_e5m2", "fp8", "e4m3fn", None, 8, ["float8_e4m3fn"]])
-def test_other_dtypes_than_the_two_of_kv_scales_are_refused(tmp_path: Path, dtype: object) -> None:
-    document = _document({"0": {"0": 1.0, "1": 1.0}}, dtype=dtype)
-    assert _refusal(tmp_path, document) == f"kv_cache.dtype is {dtype!r}"
-
-
-@pytest.mark.parametrize("factors", [None, {}, [], "absent", 1.0])
-def test_a_kv_cache_without_factors_is_refused(tmp_path: Path, factors: object) -> None:
-    message = _refusal(tmp_path, _document(factors))
-    assert message == "there is no `scaling_factor` object in `kv_cache`"
-
-
-@pytest.mark.parametrize("kv_cache", [None, [], "x"])
-def test_a_kv_cache_that_is_no_object_is_refused(tmp_path: Path, kv_cache: object) -> None:
-    assert _refusal(tmp_path, {"kv_cache": kv_cache}) == "there is no `kv_cache` object"
-
-
-@pytest.mark.parametrize("layers", [[0.5, 0.5], 1.0, None])
-def test_a_rank_that_is_no_object_is_refused(tmp_path: Path, layers: object) -> None:
-    message = _refusal(tmp_path, _document({"rank0": layers}))
-    assert message == f"kv_cache.scaling_factor.rank0 is not an object of layers: {layers!r}"
-
-
-@pytest.mark.parametrize("text", ["", "{", VLLM_TEXT[:-20], "[1", "\ufeff{}", "not JSON"])
-def test_half_a_file_is_not_json(tmp_path: Path, text: str) -> None:
-    assert _refusal(tmp_path, text).startswith("cannot be read as JSON: ")
-
-
-def test_what_is_json_but_no_object_is_refused(tmp_path: Path) -> None:
-    assert _refusal(tmp_path, "[1.0, 2.0]") == "not a JSON object"
-
-
-def test_depth_without_end_is_refused(tmp_path: Path) -> None:
-    text = '{"kv_cache": ' + "[" * 200_000
-    assert _refusal(tmp_path, text) == "cannot be read as JSON: nested too deeply"
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

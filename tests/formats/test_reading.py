@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.read import has_kv_scales, read_scales
-from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.formats.handmade import (
-    hybrid_stats,
-    latent_stats,
-    linear_stats,
     make_attention,
-    make_geometry,
-    make_kv_sites,
-    make_stats,
     plain_stats,
-    save_source,
-    shared_stats,
-    write_scales,
 )
 
 GEOMETRY = plain_stats().geometry
@@ -45,93 +32,6 @@ JSON = json.dumps(
         "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 2.0}}},
     }
 )
-
-
-def gpt2_stats() -> CalibrationStats:
-    """Two layers of gpt2, whose checkpoint leaves the model's prefix out."""
-    attentions = [
-        make_attention(i, module=f"transformer.h.{i}.attn", checkpoint_module=f"h.{i}.attn")
-        for i in range(2)
-    ]
-    geometry = make_geometry(attentions, model_type="gpt2")
-    return make_stats(geometry, make_kv_sites(geometry))
-
-
-STATS = {
-    "plain": plain_stats,
-    "shared": shared_stats,
-    "hybrid": hybrid_stats,
-    "latent": latent_stats,
-    "gpt2": gpt2_stats,
-}
-
-
-def _assert_same(found: ScaleTable, written: ScaleTable, *, one_value: bool) -> None:
-    assert (found.tp, found.per_head, found.fmt) == (written.tp, written.per_head, written.fmt)
-    assert found.scales.keys() == written.scales.keys()
-    for _, attention in written.geometry.attentions():
-        for role in Role.K, Role.V, Role.Q:
-            if (site := attention.site(role)) not in written.scales:
-                continue
-            expected = written.scales[site].values
-            if one_value:
-                ranks = range(written.tp)
-                expected = torch.tensor([written.kv(attention, rank) for rank in ranks])
-            assert torch.equal(found.scales[site].values, expected), site
-            is_shared = attention.producer is not None and role is not Role.Q
-            assert found.scales[site].source is (
-                ScaleSource.SHARED if is_shared else ScaleSource.OBSERVED
-            )
-
-
-READ_BACK: list[tuple[str, str, Fp8Format, dict[str, Any]]] = [
-    ("kv-overlay", "compressed-tensors", E4M3FN, {}),
-    ("kv-overlay", "compressed-tensors", E4M3FN, {"per_head": True}),
-    ("kv-overlay", "compressed-tensors", E4M3FN, {"query": True}),
-    ("tgi", "tgi", E4M3FN, {}),
-    ("tgi", "tgi", E4M3FNUZ, {}),
-    ("kv-scales", "kv-scales", E4M3FNUZ, {}),
-    ("vllm-json", "vllm-json", E4M3FN, {}),
-    ("vllm-json", "vllm-json", E4M3FN, {"tp": 4}),
-    ("vllm-json", "vllm-json", E4M3FNUZ, {"tp": 2}),
-]
-
-
-@pytest.mark.parametrize("make", STATS.values(), ids=STATS)
-@pytest.mark.parametrize(("form", "dialect", "fmt", "options"), READ_BACK)
-def test_every_form_reads_back(
-    tmp_path: Path,
-    make: Callable[[], CalibrationStats],
-    form: str,
-    dialect: str,
-    fmt: Fp8Format,
-    options: dict[str, Any],
-) -> None:
-    stats = make()
-    if make is latent_stats:
-        options = {name: value for name, value in options.items() if name != "query"}
-    table = compute_kv_scales(stats, fmt, **options)
-    source = None
-    if form in {"kv-overlay", "tgi"}:
-        source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
-    written = tmp_path / {"kv-scales": "a.safetensors", "vllm-json": "a.json"}.get(form, "out")
-    write_scales(form, table, written, source=source)
-    # a file of tensors does not name its format
-    found = read_scales(written, table.geometry, source_fmt=fmt if form == "kv-scales" else None)
-
-    assert (found.dialect, found.has_weights) == (dialect, False)
-    _assert_same(found.table, table, one_value=form in {"tgi", "vllm-json"})
-
-
-def test_the_json_of_the_rfc_reads_back(tmp_path: Path) -> None:
-    stats = linear_stats()
-    table = compute_kv_scales(stats, E4M3FN, tp=2)
-    linears = compute_linear_scales(stats, E4M3FN, tp=2)
-    write_scales("rfc", table, tmp_path / "a.json", linears=linears)
-    found = read_scales(tmp_path / "a.json", stats.geometry)
-
-    assert found.dialect == "rfc"
-    _assert_same(found.table, table, one_value=True)
 
 
 def test_the_sites_stand_in_the_order_of_the_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8calib.errors import UsageError
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.convert import convert_table
 from fp8calib.formats.read import read_scales
 from fp8calib.formats.registry import list_format_names
@@ -20,7 +21,13 @@ from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import write_table
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from tests.formats.handmade import make_attention, make_geometry, make_stats, save_source
+from tests.formats.handmade import (
+    latent_stats,
+    make_attention,
+    make_geometry,
+    make_stats,
+    save_source,
+)
 
 HEADS, KV_HEADS = 8, 4
 WIDE = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
@@ -29,6 +36,14 @@ HYBRID = make_geometry([None, make_attention(1, **WIDE), None, make_attention(3,
 SHARED = make_geometry(
     [make_attention(index, producer=who, **WIDE) for index, who in enumerate((None, None, 1, 0))]
 )
+GPT2 = make_geometry(
+    [
+        make_attention(i, module=f"transformer.h.{i}.attn", checkpoint_module=f"h.{i}.attn", **WIDE)
+        for i in range(2)
+    ],
+    model_type="gpt2",
+)
+"""Its checkpoint leaves the model's prefix out, and vLLM reads its scales under a second name."""
 FILES: Mapping[str, str] = {
     "kv-scales": "kv_scales.safetensors",
     "vllm-json": "scales.json",
@@ -49,7 +64,7 @@ scales = st.floats(2.0**-100, 2.0**100, width=32)
 @st.composite
 def tables(draw: st.DrawFn) -> ScaleTable:
     """Draw a table of any shape: ranks or heads, shared and missing caches, q or none."""
-    geometry = draw(st.sampled_from([PLAIN, HYBRID, SHARED]))
+    geometry = draw(st.sampled_from([PLAIN, HYBRID, SHARED, GPT2]))
     per_head = draw(st.booleans())
     tp = 1 if per_head else draw(st.sampled_from([1, 2, 4, 8]))
     roles = (Role.K, Role.V, Role.Q) if draw(st.booleans()) else (Role.K, Role.V)
@@ -117,7 +132,8 @@ def _expect(table: ScaleTable, name: str, fmt: Fp8Format, tp: int) -> dict[Site,
 
 def _round_trip(table: ScaleTable, name: str) -> ScaleTable:
     with tempfile.TemporaryDirectory() as folder:
-        source = save_source(make_stats(table.geometry, {}), Path(folder) / "source")
+        stats, model_type = make_stats(table.geometry, {}), table.geometry.model_type
+        source = save_source(stats, Path(folder) / "source", model_type=model_type)
         target = Path(folder) / "out" / FILES.get(name, "")
         target.parent.mkdir(exist_ok=True)
         with source:
@@ -147,6 +163,18 @@ def test_every_dialect_reads_back_what_it_can_hold(
     assert read == expected
     assert (back.fmt, back.tp, back.per_head) == (fmt, tp, name in PER_HEAD)
     assert back.geometry == table.geometry
+
+
+@pytest.mark.parametrize("name", sorted(set(list_format_names()) - LIGHTLLM))
+def test_a_latent_cache_has_one_scale_under_both_names_and_on_every_rank(name: str) -> None:
+    ranks = {"tp": 2} if name in RANKED else {"per_head": name in PER_HEAD}
+    table = compute_kv_scales(latent_stats(), E4M3FN, **ranks)
+    back = _round_trip(table, name).scales
+    assert back.keys() == table.scales.keys()
+    assert {number for scale in back.values() for number in scale.values.flatten().tolist()} == {
+        0.5
+    }
+    assert {scale.values.numel() for scale in back.values()} == {2 if name in RANKED else 1}
 
 
 def test_a_second_conversion_loses_nothing_more() -> None:

@@ -39,10 +39,6 @@ def _save(path: Path, dtype: str) -> Path:
     return path
 
 
-def test_nothing_to_say_is_nothing_said() -> None:
-    assert make_metadata(fmt=None, origin=None, provenance=None) == {}
-
-
 def test_the_format_and_the_origin_are_said() -> None:
     provenance = Provenance(dialect="quark", files=("q/a", "q/b"), has_fp8_weights=False)
     metadata = make_metadata(fmt=E4M3FNUZ, origin=None, provenance=provenance)
