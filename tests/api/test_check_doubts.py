@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.kit.minutes import HAS_MINUTES, in_minutes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ("model-1.safetensors", "model-2.safetensors")
@@ -298,49 +296,3 @@ def test_a_norm_that_holds_no_number(saved: Path, tmp_path: Path, name: str) -> 
     for report in fp8calib.check(folder).engines.values():
         assert report.weights is not None
         assert (report.weights.status, name in report.weights.why) == ("misread", True)
-
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn)
-_SHAPES = ((), (0,), (1,), (0, 5), (3, 0), (2, 3), (2, 2, 2))
-_SUFFIXES = ("bias", "k_scale", "weight_scale", "input_scale", "weight_packed")
-
-
-def damage(random: Random, tensors: dict[str, torch.Tensor]) -> None:
-    """Change the shape, dtype or name of a tensor, remove one, or add one beside it."""
-    name = random.choice(sorted(tensors))
-    own, kind = tensors[name], random.randrange(6)
-    if kind == 0:
-        tensors[name] = torch.zeros(random.choice(_SHAPES))
-    elif kind == 1:
-        tensors[name] = own.to(random.choice(_DTYPES))
-    elif kind == 2:
-        del tensors[name]
-    elif kind == 3:
-        tensors[random.choice((f"model.{name}", f"{name}x", name.replace("0", "9" * 12)))] = own
-    elif kind == 4:
-        beside = f"{name.rpartition('.')[0]}.{random.choice(_SUFFIXES)}"
-        tensors[beside] = torch.zeros(random.choice(_SHAPES))
-    else:
-        side = random.randrange(own.dim()) if own.dim() else 0
-        tensors[name] = torch.cat([own, own], side) if own.dim() else own
-
-
-@pytest.mark.parametrize(
-    "family", ["llama", "mixtral", *in_minutes("gemma2", "starcoder2", "gpt2")]
-)
-def test_random_damage_gets_an_answer(tmp_path: Path, family: str) -> None:
-    zoo.save(family, tmp_path / "x")
-    tensors = load_file(tmp_path / "x" / SINGLE)
-    attentions = {name.rpartition(".")[0] for name in tensors if ".self_attn." in name}
-    for path in sorted({each.rpartition(".")[0] for each in attentions}):
-        tensors |= {f"{path}.{role}_scale": torch.tensor([0.01]) for role in "kv"}
-    configure(quantization_config=make_quantization_config("tensor"))(tmp_path / "x")
-    random = Random(family)  # noqa: S311 -- a fixed seed
-    for _ in range(25 if HAS_MINUTES else 10):
-        damaged = dict(tensors)
-        for _ in range(random.randint(1, 3)):
-            damage(random, damaged)
-        kept = {name: each.clone().contiguous() for name, each in damaged.items()}
-        save_file(kept, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
-        report = fp8calib.check(tmp_path / "x")
-        assert set(report.engines) == {"vllm", "sglang"}

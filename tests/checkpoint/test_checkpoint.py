@@ -93,14 +93,6 @@ def test_what_the_index_does_not_name_is_unlisted_and_not_read(tmp_path: Path) -
         assert checkpoint.read("a").tolist() == [0.0] * 4
 
 
-def test_a_torn_shard_is_named(tmp_path: Path) -> None:
-    path = _save_sharded(tmp_path) / "two.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-    with pytest.raises(ModelError, match=r"two\.safetensors: truncated"):
-        Checkpoint.open(tmp_path)
-
-
 @pytest.mark.parametrize("method", ["read", "dtype", "file_of"])
 def test_a_tensor_that_is_not_there_is_a_model_error(tmp_path: Path, method: str) -> None:
     with (
@@ -110,35 +102,11 @@ def test_a_tensor_that_is_not_there_is_a_model_error(tmp_path: Path, method: str
         getattr(checkpoint, method)("lm_head")
 
 
-def test_closing_gives_every_descriptor_back(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with Checkpoint.open(_save_sharded(tmp_path)) as checkpoint:
-        for name in [*checkpoint.tensors] * 3:
-            checkpoint.read(name)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
 def test_the_config_is_asked_for_only_on_demand(tmp_path: Path) -> None:
     _save_sharded(tmp_path)
     Checkpoint.open(tmp_path).close()
 
     with pytest.raises(ModelError, match=r"there is no config\.json"):
-        Checkpoint.open(tmp_path).load_config()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "cannot be read as JSON"),
-        ("[1]", "not a JSON object"),
-        ("", "cannot be read as JSON"),
-    ],
-)
-def test_a_broken_config_is_a_model_error(tmp_path: Path, text: str, message: str) -> None:
-    (_save_sharded(tmp_path) / "config.json").write_text(text)
-
-    with pytest.raises(ModelError, match=message):
         Checkpoint.open(tmp_path).load_config()
 
 

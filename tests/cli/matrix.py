@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -26,6 +25,7 @@ from fp8calib.formats.registry import list_written
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
+from tests.cli import quantized_sources as sources
 from tests.cli.program import run, succeed
 from tests.formats.foreign import FOLDER, find_geometry
 
@@ -95,31 +95,6 @@ def _save_autofp8_of(scales: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
-def _save_ranks(folder: Path) -> Path:
-    """Write two different rank files of TensorRT-LLM, and its config."""
-    folder.mkdir()
-    for rank in range(2):
-        tensors = {
-            f"transformer.layers.{layer}.attention.kv_cache_scaling_factor": torch.tensor([value])
-            for layer, value in enumerate((0.25 * (rank + 1), 2.0 - rank))
-        }
-        save_file(tensors, folder / f"rank{rank}.safetensors")
-    config = {"mapping": {"tp_size": 2}, "quantization": {"kv_cache_quant_algo": "FP8"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _save_npz(folder: Path) -> Path:
-    """Write a rank file of AMMO, with no FP8 format stated beside it."""
-    folder.mkdir()
-    arrays = {
-        f"_np:layers:{layer}.{layer}.kv_cache_scaling_factor": np.array([0.5], dtype=np.float32)
-        for layer in range(2)
-    }
-    np.savez(folder / "llama_tp1_rank0.npz", **arrays)  # type: ignore[arg-type]
-    return folder
-
-
 READERS: Mapping[str, str | Callable[[Path], Path]] = {
     "compressed-tensors": "llmcompressor-fp8-static-kv",
     "compressed-tensors, `attn_head`": "llmcompressor-kv-head",
@@ -128,8 +103,8 @@ READERS: Mapping[str, str | Callable[[Path], Path]] = {
     "ModelOpt": "modelopt-fp8-kv",
     "ModelOpt, KV cache alone": "modelopt-kv",
     "Quark": "quark-fp8-kv",
-    "TensorRT-LLM rank files": _save_ranks,
-    "AMMO `.npz`": _save_npz,
+    "TensorRT-LLM rank files": sources.save_ranks,
+    "AMMO `.npz`": lambda folder: sources.save_npz(folder.with_suffix(".npz")),
 }
 """What other tools write: a folder of `tests/foreign`, made by the tool, or a function."""
 

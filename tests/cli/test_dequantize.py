@@ -30,7 +30,6 @@ from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
-    FORMS,
     save_child,
     save_fp4,
     save_gpt_oss,
@@ -63,23 +62,12 @@ def require_equal(found: Tensors, expected: Tensors) -> None:
 # --- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_values_are_codes_times_scales(tmp_path: Path, form: str) -> None:
-    child = save_child(form, tmp_path / "child")
-    report = dequantize(child, tmp_path / "out")
-    found = load_tensors(tmp_path / "out")
-    require_equal(found, decode_folder(child))
-    base = load_file(BASE / "model.safetensors")
-    assert {name: x.shape for name, x in found.items()} == {n: x.shape for n, x in base.items()}
-    assert set(report["dequantized"]) == {
-        name for name, tensor in load_tensors(child).items() if "float8" in str(tensor.dtype)
-    }
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*fp8*")))
 def test_what_other_tools_wrote_is_decoded(tmp_path: Path, name: str) -> None:
-    dequantize(FOLDER / name, tmp_path / "out")
+    report = dequantize(FOLDER / name, tmp_path / "out")
     require_equal(load_tensors(tmp_path / "out"), decode_folder(FOLDER / name))
+    codes = {n for n, x in load_tensors(FOLDER / name).items() if "float8" in str(x.dtype)}
+    assert set(report["dequantized"]) == codes
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "modelopt", "int8", "int4", "int4, groups"])
@@ -436,8 +424,6 @@ def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -
     ("tensor", "says"),
     [
         ({"weight_g_idx": torch.zeros(160, dtype=torch.int32)}, "weight_g_idx: groups of reor"),
-        ({"weight_scale": torch.full((32, 5), torch.inf)}, "weight_scale holds what is not a scal"),
-        ({"weight_scale": None}, "weight_scale is missing"),
     ],
 )
 def test_a_damaged_weight_is_named(

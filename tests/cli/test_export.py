@@ -83,24 +83,6 @@ def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(fnuz[name], value * (448 / 240), rtol=1e-6, atol=0)
 
 
-def test_force_replaces_an_export_and_refuses_strangers(stats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ("export", stats, "--format", "kv-scales", "--out", out)
-    succeed(*command)
-    assert "--force" in fail(2, *command)
-    succeed(*command, "--force")
-    (out / "mine").touch()
-    before = snapshot(out)
-    assert "mine" in fail(2, *command, "--force")
-    assert snapshot(out) == before
-
-
-def test_the_stats_may_not_be_replaced_by_their_export(stats: Path) -> None:
-    before = snapshot(stats.parent)
-    fail(2, "export", stats, "--format", "kv-scales", "--out", stats.parent, "--force")
-    assert snapshot(stats.parent) == before
-
-
 @pytest.mark.parametrize("name", sorted(set(ALL_FORMATS) - set(LOOSE)))
 def test_an_overlay_needs_the_model(refused: Callable[..., str], stats: Path, name: str) -> None:
     assert f"--format {name} needs --model" in refused(2, stats, "--format", name)
@@ -110,22 +92,6 @@ def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_
     zoo.save("llama", tmp_path / "other", seed=1)
     text = refused(4, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
     assert "is not the model these statistics were calibrated on" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        (["--format", "rfc,nonsense"], 2, "nonsense"),
-        (["--format", "vllm-json", "--tp", "3"], 2, "does not divide the 4 attention heads"),
-        (["--format", "kv-scales", "--rule", "percentile:101"], 2, "not in 0 < P <= 100"),
-        (["--format", "kv-scales", "--fallback", "guess"], 2, "--fallback"),
-        (["--format", "kv-overlay", "--model", "no-such-folder-or-model"], 4, "no-such-folder"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    refused: Callable[..., str], stats: Path, options: list[str], code: int, says: str
-) -> None:
-    assert says in refused(code, stats, *options)
 
 
 def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -> None:

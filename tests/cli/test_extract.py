@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fp8calib.cli import main_inner
 from tests import zoo
 from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, fail, snapshot, succeed
-from tests.cli.quantized_sources import ATTENTION, JOINT, SOURCES, K, V
+from tests.cli.quantized_sources import ATTENTION, JOINT, K, V
 from tests.kit.checked import list_verdicts
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
@@ -98,38 +96,6 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
     )
 
 
-def every_other(*values: Iterable[object]) -> list[tuple[object, ...]]:
-    """Give every second combination, so that each pair of neighbours has one.
-
-    tests/cli/test_matrix.py converts everything to everything.
-    """
-    places = itertools.product(*map(enumerate, values))
-    return [
-        tuple(value for _, value in each) for each in places if sum(i for i, _ in each) % 2 == 0
-    ]
-
-
-@pytest.mark.parametrize(("source", "name"), every_other(SOURCES, FORMATS))
-def test_every_source_becomes_every_form(
-    extract: Extract, tmp_path: Path, source: str, name: str
-) -> None:
-    place, save, is_joint = SOURCES[source]
-    report = extract(save(tmp_path / place), "--format", name)
-    k, v = _written(tmp_path / "out", name)
-
-    loses_pair = name in JOINT_FORMS and not is_joint
-    times = 2 if name == "kv-overlay-head" else 1
-    expected_k, expected_v = (JOINT, JOINT) if is_joint or loses_pair else (K, V)
-    assert k == [[number] * times for number in expected_k]
-    assert v == [[number] * times for number in expected_v]
-    assert report["dialect"] == source.removeprefix("old ")
-    notes = " | ".join(report["notes"])
-    assert ("k and v of a layer share one scale here" in notes) is loses_pair
-    assert ("in 2 of 2 layers" in notes) is loses_pair
-    assert ("one scale per layer is used for both k and v" in notes) is is_joint
-    assert ("gain nothing here" in notes) is (name == "kv-overlay-head")
-
-
 def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
     report = extract(sources.save_quark(tmp_path / "llama-FP8"))
     out = tmp_path / "out"
@@ -197,14 +163,6 @@ def test_a_json_says_so_where_readers_pass_over_it(extract: Extract, tmp_path: P
     assert set(document) == {"_comment", "model_type", "kv_cache", "_fp8calib"}
     assert set(document["kv_cache"]) == {"dtype", "scaling_factor"}
     assert set(document["kv_cache"]["scaling_factor"]) == {"0", "1"}
-
-
-def test_the_same_source_gives_the_same_bytes(extract: Extract, tmp_path: Path) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
-    for name in ("kv-overlay", "kv-scales", "rfc"):  # a folder, tensors, JSON
-        for turn in ("a", "b"):
-            extract(source, "--format", name, into=tmp_path / f"{name}-{turn}")
-        assert snapshot(tmp_path / f"{name}-a") == snapshot(tmp_path / f"{name}-b")
 
 
 def test_a_name_that_is_no_unicode_stays_out_of_the_json(extract: Extract, tmp_path: Path) -> None:
@@ -397,14 +355,6 @@ def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -
     [
         (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
         (["--format", "tgi", "kv-scales"], 2, "only one format can be written"),
-        *(
-            (["--source-dtype", name], 2, f"--source-dtype {name}: must be e4m3fn or e4m3fnuz")
-            for name in ("float8_e4m3fn", "e5m2", "fp8")
-        ),
-        (["--source-dtype", ""], 2, "--source-dtype '': the argument is empty"),
-        (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: must be e4m3fn or e4m3fnuz"),
-        (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),
-        (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
         (["--model", "no-such-folder-or-model"], 4, "no-such-folder-or-model"),
         (["--model", "./nowhere"], 4, "nowhere"),
     ],
@@ -467,28 +417,3 @@ def test_the_source_and_the_model_may_not_be_replaced(model: Path, tmp_path: Pat
     for place in (source, model, tmp_path):
         fail(2, *command, "--save-path", place, "--force")
     assert snapshot(model) | snapshot(source) == before
-
-
-@pytest.mark.parametrize(
-    ("error", "name"),
-    every_other([KeyboardInterrupt, OSError(28, "No space left on device")], FORMATS),
-)
-def test_an_interruption_leaves_nothing(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: type[BaseException] | BaseException,
-) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
-
-    def fail_late(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("fp8calib.checkpoint.atomic.put_in_place", fail_late)
-    before = snapshot(tmp_path)
-    command = ["extract-kv-scales", "--quantized-model", source, "--model", model, "--format", name]
-    with pytest.raises((KeyboardInterrupt, Exception)) as caught:
-        main_inner([*map(str, command), "--save-path", str(tmp_path / "new" / "out")])
-    assert "KeyboardInterrupt" in repr(caught.value) or "No space left" in str(caught.value)
-    assert snapshot(tmp_path) == before

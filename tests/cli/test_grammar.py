@@ -18,10 +18,6 @@ from tests.cli.program import fail, run, succeed
 COMMANDS = list(spell_commands())
 
 
-def test_the_commands_of_the_contract_are_there() -> None:
-    assert {"calibrate", "export", "show"} <= set(COMMANDS)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_has_an_example(command: str) -> None:
     assert f"Example: fp8calib {command}" in " ".join(succeed(command, "--help").out.split())

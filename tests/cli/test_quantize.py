@@ -269,23 +269,6 @@ def test_dead_weights_are_told(tmp_path: Path) -> None:
     assert f"warning: {name}: all zeros in 1 of 1" in outcome.err
 
 
-@pytest.mark.parametrize(
-    ("code", "options", "named"),
-    [
-        (2, ("--scheme", "fp8-static"), "--stats"),
-        (2, ("--scheme", "fp8-block", "--format", "modelopt"), "autofp8"),
-        (2, ("--scheme", "w8a16", "--ignore", "*.w1"), "--ignore *.w1"),
-        (2, ("--scheme", "w8a16", "--device", "cuda:99"), "CUDA devices"),
-        (2, ("--scheme", "w8a16", "--stats", "missing.safetensors"), "missing.safetensors"),
-        (2, (), "--scheme"),
-    ],
-)
-def test_what_cannot_be_asked_is_said(
-    refused: Callable[..., str], code: int, options: tuple[object, ...], named: str
-) -> None:
-    assert named in refused(code, *options)
-
-
 def test_models_that_cannot_be_quantized_are_named(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 OPTIONS = [
     ("--format rfc nonsense", "nonsense"),
     ("--format vllm-json --tp 0", "--tp 0"),
-    ("--format vllm-json --tp -2", "--tp -2"),
+    ("--format kv-overlay --tp -4", "--tp -4"),
     ("--format vllm-json --tp 3", "does not divide the 4 attention heads of layer 0"),
     ("--format rfc --tp 8", "does not divide the 4 attention heads"),
     ("--rule percentile:nan", "--rule: rule 'percentile:nan': its number is not in 0 < P"),

@@ -20,7 +20,6 @@ from fp8calib.numerics.histogram import count_bins
 from fp8calib.numerics.rules import AMAX, Fallback, parse_rule
 from tests.formats.handmade import (
     expert_stats,
-    hybrid_stats,
     latent_stats,
     linear_stats,
     plain_stats,
@@ -175,13 +174,6 @@ def test_a_latent_cache_of_which_half_has_no_histogram_keeps_its_amax() -> None:
     assert set(table.kept_amax) == {kv_site(0, Role.K), kv_site(0, Role.V)}
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_layers_without_a_cache_have_no_scales(rule: str) -> None:
-    stats = with_histograms(hybrid_stats(), BELOW_64)
-    table = compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule))
-    assert set(table.scales) == {kv_site(1, Role.K), kv_site(1, Role.V)}
-
-
 # --- dead and unseen ---------------------------------------------------------------------------
 
 
@@ -207,13 +199,6 @@ def test_a_dead_head_takes_the_scale_the_rule_gave_the_others(rule: str) -> None
     table = compute_kv_scales(stats, E4M3FN, per_head=True, rule=parse_rule(rule))
     dead, alive = values_of(table, 0, Role.V)
     assert dead == alive > 0
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_site_no_token_came_by_is_refused_under_every_rule(rule: str) -> None:
-    stats = change(with_histograms(plain_stats(), BELOW_64), kv_site(1, Role.K), count=0)
-    with pytest.raises(ExportError, match="no token reached"):
-        compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule))
 
 
 # --- linears -----------------------------------------------------------------------------------

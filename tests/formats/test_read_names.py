@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import (
     ScaleName,
     find_owners,
     find_spelling,
     parse_name,
 )
-from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.model.shapes import Attention, ModelGeometry
 from tests.formats.handmade import make_attention, make_geometry
-
-BOTH = (Role.K, Role.V)
 
 
 def _geometry(module: str, checkpoint_module: str | None = None) -> ModelGeometry:
@@ -43,25 +40,6 @@ def _indices(owners: dict[ScaleName, Attention], geometry: ModelGeometry) -> dic
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "spelling", "roles"),
-    [
-        ("m.0.self_attn.k_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.K,)),
-        ("m.0.self_attn.q_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.Q,)),
-        ("m.0.self_attn.kv_scale", "m.0.self_attn", Spelling.SINGLE, BOTH),
-        ("m.0.self_attn.k_proj.k_scale", "m.0.self_attn", Spelling.PROJECTION, (Role.K,)),
-        ("m.0.mixer.v_proj.v_scale", "m.0.mixer", Spelling.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.qkv_proj.v_scale", "m.0.self_attn", Spelling.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.v_proj.output_scale", "m.0.self_attn", Spelling.OUTPUT, (Role.V,)),
-        ("m.0.self_attn.k_zero_point", "m.0.self_attn", Spelling.ZERO_POINT, (Role.K,)),
-    ],
-)
-def test_a_name_is_taken_apart(
-    name: str, path: str, spelling: Spelling, roles: tuple[Role, ...]
-) -> None:
-    assert parse_name(name) == ScaleName(name, path, spelling, roles)
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "model.layers.0.self_attn.k_proj.weight_scale",
@@ -78,21 +56,6 @@ def test_a_name_is_taken_apart(
 def test_other_tensors_are_no_kv_scales(name: str) -> None:
     assert parse_name(name) is None
     assert find_spelling(name) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("m.0.self_attn.k_scale", Spelling.ATTENTION),
-        ("m.0.self_attn.kv_scale", Spelling.SINGLE),
-        ("m.0.self_attn.v_proj.output_scale", Spelling.OUTPUT),
-        ("transformer.layers.0.attention.kv_cache_scaling_factor", None),
-        ("m.0.self_attn.q_scale", None),
-        ("m.0.self_attn.k_zero_point", None),
-    ],
-)
-def test_q_and_zero_points_alone_are_nothing_to_read(name: str, expected: Spelling | None) -> None:
-    assert find_spelling(name) is expected
 
 
 @pytest.mark.parametrize(

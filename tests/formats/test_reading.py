@@ -13,10 +13,7 @@ from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.read import has_kv_scales, read_scales
-from fp8calib.model.shapes import Role
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.formats.handmade import (
-    make_attention,
     plain_stats,
 )
 
@@ -40,27 +37,6 @@ def test_the_sites_stand_in_the_order_of_the_model(tmp_path: Path) -> None:
     table = read_scales(tmp_path / "a.safetensors", GEOMETRY).table
     assert [str(site) for site in table.scales] == [name.removesuffix("_scale") for name in names]
     assert table.geometry is GEOMETRY
-
-
-@pytest.mark.parametrize(
-    ("source_fmt", "fmt"), [(None, E4M3FN), (E4M3FN, E4M3FN), (E4M3FNUZ, E4M3FNUZ)]
-)
-def test_a_file_that_names_no_dtype_has_that_of_the_user(
-    tmp_path: Path, source_fmt: Fp8Format | None, fmt: Fp8Format
-) -> None:
-    save_file(SCALES, tmp_path / "a.safetensors")
-    found = read_scales(tmp_path / "a.safetensors", GEOMETRY, source_fmt=source_fmt)
-    assert found.table.fmt is fmt
-    assert found.table.scales[make_attention(0).site(Role.K)].values.tolist() == [0.5]
-
-
-def test_the_files_dtype_and_the_users_may_not_differ(tmp_path: Path) -> None:
-    save_file(SCALES, tmp_path / "model.safetensors")
-    config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FN).table.fmt is E4M3FN
-    with pytest.raises(ModelError, match="states that its scales are for e4m3fn, not e4m3fnuz"):
-        read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FNUZ)
 
 
 @pytest.mark.parametrize("name", ["missing", "missing.json", "missing/a.safetensors"])
@@ -180,6 +156,7 @@ def test_an_empty_folder_has_no_scales(tmp_path: Path) -> None:
         ("model.layers.0.self_attn.kv_scale", True),
         ("model.layers.0.self_attn.v_proj.output_scale", True),
         ("model.layers.0.self_attn.q_scale", False),
+        ("model.layers.0.self_attn.k_zero_point", False),
         ("model.layers.0.self_attn.k_proj.weight_scale", False),
     ],
 )

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import ModelError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.formats.metadata import Provenance, find_recorded_format, make_metadata
+from fp8calib.formats.metadata import find_recorded_format
 from fp8calib.formats.read import check_origin, read_scales
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.numerics.formats import E4M3FN
 from tests.formats.handmade import (
     DATA,
     MODEL,
@@ -26,7 +26,6 @@ from tests.formats.handmade import (
 )
 
 STATS = plain_stats()
-FORMATS = (E4M3FN, E4M3FNUZ)
 SCALES = {
     f"model.layers.{layer}.self_attn.{role}_scale": torch.tensor(0.5)
     for layer in range(2)
@@ -37,36 +36,6 @@ SCALES = {
 def _save(path: Path, dtype: str) -> Path:
     save_file(SCALES, path, metadata={"fp8calib.kv_cache_dtype": dtype})
     return path
-
-
-def test_the_format_and_the_origin_are_said() -> None:
-    provenance = Provenance(dialect="quark", files=("q/a", "q/b"), has_fp8_weights=False)
-    metadata = make_metadata(fmt=E4M3FNUZ, origin=None, provenance=provenance)
-    assert metadata["fp8calib.kv_cache_dtype"] == "float8_e4m3fnuz"
-    assert json.loads(metadata["fp8calib.provenance"])["files"] == ["q/a", "q/b"]
-    assert provenance.describe().startswith("scales of a quantized model (quark: q/a, q/b): ")
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_a_file_of_scales_reads_back_in_its_format(tmp_path: Path, fmt: Fp8Format) -> None:
-    path = tmp_path / "kv_scales.safetensors"
-    write_scales("kv-scales", compute_kv_scales(STATS, fmt), path)
-    assert read_scales(path, STATS.geometry, needs_dtype=True).table.fmt is fmt
-    assert find_recorded_format(TensorFile(path)) is fmt
-    other = next(each for each in FORMATS if each is not fmt)
-    with pytest.raises(ModelError, match=f"states that its scales are for {fmt.name}, not"):
-        read_scales(path, STATS.geometry, source_fmt=other)
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_an_overlay_names_the_format_that_its_config_does_not_mean(
-    tmp_path: Path, fmt: Fp8Format
-) -> None:
-    source = save_source(STATS, tmp_path / "model")
-    write_scales("kv-overlay", compute_kv_scales(STATS, fmt), tmp_path / "out", source=source)
-    shard = TensorFile(tmp_path / "out" / "model-00002-of-00002.safetensors")
-    assert find_recorded_format(shard) is (None if fmt is E4M3FN else E4M3FNUZ)
-    assert read_scales(tmp_path / "out", STATS.geometry, needs_dtype=True).table.fmt is fmt
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "e4m3fn", ""])
@@ -119,18 +88,6 @@ def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
         assert measured is not None, path
         assert (measured.model, measured.data) == (MODEL, DATA)
         assert torch.equal(measured.text, TEXT)
-
-
-def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
-    for path in _write_every_form(tmp_path):
-        table = read_scales(path, STATS.geometry).table
-        check_origin("x", table.origin, MODEL)
-        with pytest.raises(ModelError) as caught:
-            check_origin("x", table.origin, MODEL[:32] + "f" * 32)
-        assert caught.value.message == (
-            "x: these scales are of another model: different weights (01234567, here ffffffff)"
-        )
-        assert "calibrate this one" in caught.value.hint
 
 
 def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:

@@ -87,31 +87,7 @@ def test_what_is_left_is_written_in_the_dtype_of_the_config(source: Path, tmp_pa
     assert found[f"{UP}.weight"].dtype is torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 120_000), (1, 3), (399, 802), (400, 400)])
-def test_any_span_can_be_read(source: Path, start: int, stop: int) -> None:
-    whole = torch.from_numpy(values_of(source, UP)).bfloat16().view(torch.uint8).flatten()
-    with open_dequantized(source) as checkpoint:
-        assert torch.equal(checkpoint.read_bytes(f"{UP}.weight", start, stop), whole[start:stop])
-
-
 def test_without_being_asked_it_is_refused(source: Path) -> None:
     with Checkpoint.open(source) as checkpoint, pytest.raises(ModelError) as raised:
         check_unquantized(checkpoint)
     assert "--dequantize" in raised.value.hint
-
-
-def test_a_nan_code_is_named(source: Path, tmp_path: Path) -> None:
-    tensors = read(source)
-    tensors[f"{UP}.weight"].view(torch.uint8)[7, 9] = 0x7F
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ModelError, match=f"{UP}.weight"):
-        run(source, tmp_path / "out", "w8a16")
-
-
-def test_what_is_not_fp8_cannot_be_dequantized(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(CONFIG))
-    save_file({f"{UP}.weight": torch.ones(2, 2)}, other / "model.safetensors")
-    with pytest.raises(ModelError, match="has no FP8 weights"):
-        open_dequantized(other)

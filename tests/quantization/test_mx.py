@@ -24,7 +24,6 @@ from tests.formats.foreign import FOLDER, load_tensors
 from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import LAYER, quantize_head, random, run, save
 from tests.quantization.stacked import STACKED
-from tests.quantization.test_resume import check_same, stop
 
 FORMS = {
     "compressed-tensors": "weight_scale",
@@ -490,15 +489,3 @@ def test_a_second_rounding_of_a_stack_is_measured(tmp_path: Path) -> None:
     report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
     (told,) = [text for text in report["notes"] if "a second time" in text]
     assert 0 < float(re.search(r"time: ([0-9.]+) %", told)[1]) < 5  # type: ignore[index]
-
-
-def test_a_run_to_nearest_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    names = [f"{LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    tensors = {name: random(64, 64, seed=seed) for seed, name in enumerate(names)}
-    source = save(tmp_path / "source", tensors, shards=3)
-    whole = run(source, tmp_path / "whole", "mxfp8")
-    with pytest.raises(KeyboardInterrupt):
-        stop(source, tmp_path / "out", scheme="mxfp8")
-    resumed = run(source, tmp_path / "out", "mxfp8", resume=True)
-    assert resumed.written.resumed == (whole.plan.shards[0].name,)
-    check_same(whole, resumed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -112,12 +111,6 @@ def test_without_resume_all_begins_anew(tmp_path: Path, source: Path) -> None:
     check_same(run(source, tmp_path / "whole", "w8a16"), again)
 
 
-def test_resume_without_an_interrupted_run_begins_at_the_beginning(
-    tmp_path: Path, source: Path
-) -> None:
-    assert run(source, tmp_path / "out", "w8a16", resume=True).written.resumed == ()
-
-
 @pytest.mark.parametrize("is_torn", [True, False])
 def test_a_shard_with_another_byte_or_without_its_end_is_written_again(
     tmp_path: Path, source: Path, is_torn: bool
@@ -159,16 +152,6 @@ def test_dead_weights_of_finished_shards_are_still_listed(tmp_path: Path) -> Non
     assert resumed.written.all_zero == whole.written.all_zero
 
 
-def test_a_strange_folder_of_that_name_is_not_touched(tmp_path: Path, source: Path) -> None:
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "precious.txt").write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(UsageError, match="was not made by an interrupted run"):
-            run(source, tmp_path / "out", "w8a16", resume=resume)
-    assert [path.name for path in partial.iterdir()] == ["precious.txt"]
-
-
 def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     found = run(source, tmp_path / "out", "w8a16")
     assert is_finished(found.out, found.plan)
@@ -177,19 +160,6 @@ def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     assert not is_finished(found.out, other.plan)
     (found.out / "config.json").unlink()
     assert not is_finished(found.out, found.plan)
-
-
-def test_force_replaces_an_output_and_nothing_else(tmp_path: Path, source: Path) -> None:
-    run(source, tmp_path / "out", "w8a16")
-    with pytest.raises(UsageError, match="not empty"):
-        run(source, tmp_path / "out", "fp8-block")
-    run(source, tmp_path / "out", "fp8-block", force=True)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    assert weights["strategy"] == "block"
-    (tmp_path / "out" / "precious.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"precious\.txt"):
-        run(source, tmp_path / "out", "w8a16", force=True)
 
 
 def test_the_source_is_never_the_output(tmp_path: Path, source: Path) -> None:
