@@ -169,12 +169,6 @@ def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -
     )
 
 
-def test_a_kv_scale_does_not_stand_in_for_half_a_pair(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(1) + "kv_scale": _scalar(2)}
-    del tensors[PREFIX.format(1) + "v_scale"]
-    assert _refusal(_save(tmp_path / "a", tensors)).endswith("layer 1: k_scale without v_scale")
-
-
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -247,7 +241,7 @@ K0, V1 = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
 NONE = "{} is not a scale"
 HINT = "a scale is a finite number above zero"
 SMALL = "{:.4g} is too small for a scale"
-REFUSED: Mapping[str, tuple[Tensors, str, str]] = {
+REFUSED: Mapping[str, tuple[Mapping[str, torch.Tensor | None], str, str]] = {
     **{
         f"shape {list(shape)}": ({V1: torch.ones(shape)}, f"{V1} has shape {list(shape)}", "")
         for shape in ((3, 1, 1), (1, 1, 1), (2,), (0,), (1, 1))
@@ -282,32 +276,40 @@ REFUSED: Mapping[str, tuple[Tensors, str, str]] = {
         "model.layers.2.self_attn.k_scale: the model has no such attention",
         "",
     ),
+    "one bad head": (
+        {name: torch.tensor([1.0, float(name != K0)]).reshape(2, 1, 1) for name in _pair()},
+        f"{K0}: {NONE.format(0.0)}",
+        HINT,
+    ),
+    "heads beside tensors": (
+        {V1: torch.ones(2, 1, 1)},
+        "both per-head scales (model.layers.1.self_attn.v) and per-tensor scales (model.layers.0."
+        "self_attn.k)",
+        "",
+    ),
+    "no v": ({V1: None}, "layer 1: k_scale without v_scale", ""),
+    "no k": ({K0: None}, "layer 0: v_scale without k_scale", ""),
+    "kv for a missing v": (
+        {V1: None, V1.replace("v_s", "kv_s"): _scalar(2)},
+        "layer 1: k_scale without v_scale",
+        "",
+    ),
 }
-"""Tensors beside the right ones or in their place; how message and hint end and begin."""
+"""Tensors beside the right ones, in their place, or gone; how message and hint end and begin."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_scale_of_the_model_is_refused(tmp_path: Path, case: str) -> None:
     tensors, message, hint = REFUSED[case]
-    error = _refuse(_save(tmp_path / "a", _pair() | dict(tensors)))
+    kept = {name: x for name, x in {**_pair(), **tensors}.items() if x is not None}
+    error = _refuse(_save(tmp_path / "a", kept))
     assert error.message.endswith(message)
     assert error.hint.startswith(hint)
-
-
-def test_one_bad_head_is_enough(tmp_path: Path) -> None:
-    heads = {name: torch.ones(2, 1, 1) for name in _pair()}
-    heads[K0] = torch.tensor([1.0, 0.0]).reshape(2, 1, 1)
-    assert _refusal(_save(tmp_path / "a", heads)).endswith("k_scale: 0.0 is not a scale")
 
 
 def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
     tensors = {PREFIX.format(layer) + "kv_scale": torch.ones(2, 1, 1) for layer in range(2)}
     assert _refusal(_save(tmp_path / "a", tensors)).endswith("kv_scale has shape [2, 1, 1]")
-
-
-def test_heads_beside_tensors_are_refused(tmp_path: Path) -> None:
-    message = _refusal(_save(tmp_path / "a", _pair() | {V1: torch.ones(2, 1, 1)}))
-    assert "both per-head scales (model.layers.1.self_attn.v) and per-tensor scales" in message
 
 
 def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
@@ -337,14 +339,6 @@ def test_missing_layers_are_all_named(tmp_path: Path) -> None:
     geometry = make_geometry([make_attention(index) for index in range(20)])
     message = _refusal(_save(tmp_path / "a", _pair()), geometry)
     assert message.endswith("there is no KV scale for layers 2-19 (18 of 20 are missing)")
-
-
-@pytest.mark.parametrize(("lacking", "other"), [("v", "k"), ("k", "v")])
-def test_half_a_pair_is_refused(tmp_path: Path, lacking: str, other: str) -> None:
-    tensors = _pair()
-    del tensors[PREFIX.format(1) + f"{lacking}_scale"]
-    message = _refusal(_save(tmp_path / "a", tensors))
-    assert message.endswith(f"layer 1: {other}_scale without {lacking}_scale")
 
 
 def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: Path) -> None:
