@@ -9,7 +9,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,13 @@ def build_plan(
     ]
     if used.rejected:
         warnings.append(f"{encoding.describe_unusable()}; they were skipped")
+    if encoding.shortened:
+        warnings.append(
+            f"the chat template leaves something out of {len(encoding.shortened)} of "
+            f"{format_count(used.conversations, 'conversation')} (first {encoding.shortened[0]}), "
+            "such as thoughts or calls of tools, by which then no scale is set; `fp8calib "
+            "calibrate ... --dry-run --show-text 2` shows what is left"
+        )
     if parsed and not specs:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
@@ -113,7 +120,10 @@ def build_plan(
         )
     if parsed and len(packed.sequences) < samples:
         given = len(packed.sequences)
-        warnings.append(f"the data gave {given} of the {samples} requested sequences")
+        warnings.append(
+            f"the text gives {format_count(given, 'sequence')} of at most {seq_len} tokens; "
+            f"{samples} would be read"
+        )
     warnings += warn_of_scales(sum(map(len, packed.sequences)))
     warnings += _warn_of_media(packed, placeholders or {})
     return DataPlan(
@@ -208,6 +218,7 @@ class RowEncoder:
         num_conversations: how many of them were messages or instructions.
         unusable: errors of rows that cannot be read, or whose conversation the chat template
             rejects.
+        shortened: conversations that the chat template leaves something out of.
     """
 
     def __init__(
@@ -223,6 +234,7 @@ class RowEncoder:
         self.media = None if media is None else functools.cache(media)
         self.num_rows = self.num_conversations = 0
         self.unusable: list[DataError] = []
+        self.shortened: list[str] = []
         self._vocab_size = vocab_size
         self._is_strict = strict
 
@@ -280,7 +292,10 @@ class RowEncoder:
         if row.input_ids is not None:
             return row.input_ids
         if row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
-            return render_messages(self.tokenizer(), row.messages, row.origin, tools=row.tools)
+            chat = render_messages(self.tokenizer(), row.messages, row.origin, tools=row.tools)
+            if not chat.is_whole:
+                self.shortened.append(row.origin)
+            return chat.ids
         if row.text is None or not row.text.strip():
             return []
         # verbose=False: text longer than the model's context is cut later, so no warning is due.
@@ -310,9 +325,17 @@ class RowEncoder:
         )
 
 
+class Chat(NamedTuple):
+    """A conversation as the model sees it."""
+
+    ids: list[int]
+    is_whole: bool
+    """Whether the chat template kept all contents, and the names of the functions called."""
+
+
 def render_messages(
     tokenizer: Any, messages: Sequence[Message], origin: str, *, tools: Sequence[Any] | None = None
-) -> list[int]:
+) -> Chat:
     """Render a conversation with the tokenizer's chat template and tokenize the result.
 
     If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
@@ -321,9 +344,17 @@ def render_messages(
         DataError: there is no chat template, or it rejects the conversation.
 
     """
+    contents = [str(message["content"]).strip() for message in messages]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    functions = [
+        call["function"] for call in calls if isinstance(call, dict) and "function" in call
+    ]
+    contents += [
+        str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each
+    ]
 
     def holds_all(text: str) -> bool:
-        return all(str(message["content"]).strip() in text for message in messages)
+        return all(content in text for content in contents)
 
     def render(messages: Iterable[Message]) -> str:
         given = None if tools is None else list(tools)
@@ -353,11 +384,12 @@ def render_messages(
     require_unicode(text, f"{origin}: the rendered chat")
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
+    is_whole = holds_all(text)
     num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
     # The tokenizer adds its BOS to a text, but was told not to where the template may write one.
     if num_leading or list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]:
-        return [bos, *ids[num_leading:]]
-    return ids
+        return Chat([bos, *ids[num_leading:]], is_whole)
+    return Chat(ids, is_whole)
 
 
 # --- sequences of rows ---------------------------------------------------------------------------

@@ -411,9 +411,9 @@ def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(
     rows = write_rows(tmp_path / "one.jsonl", [{"text": "w1 w2 w3"}])
     outcome = run("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out", "--json")
     assert outcome.code == 0
-    assert "warning: the data gave 1 of the 4 requested sequences" in outcome.err
+    assert "warning: the text gives 1 sequence of at most" in outcome.err
     assert "warning: only 4 tokens, fewer than 4096" in outcome.err
-    assert len([text for text in outcome.json["warnings"] if "requested" in text]) == 1
+    assert len([text for text in outcome.json["warnings"] if "would be read" in text]) == 1
 
 
 def test_a_relative_model_folder_with_a_slash_is_found(

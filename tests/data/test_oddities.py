@@ -233,8 +233,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def see(folder: Path, row: Any, suffix: str = ".json") -> str:
-    """Give the text that the model sees, or the error with its hint."""
+def see(folder: Path, row: Any, suffix: str = ".json", warnings: list[str] | None = None) -> str:
+    """Give the text that the model sees, or the error with its hint; collect the warnings."""
     data = folder / f"rows{suffix}"
     data.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     source = open_source(str(folder), revision=None, trust_remote_code=False, needs_weights=True)
@@ -244,6 +244,8 @@ def see(folder: Path, row: Any, suffix: str = ".json") -> str:
     except Fp8CalibError as error:
         return f"{error.message} ({error.hint})"
     assert plan.rows is not None
+    if warnings is not None:
+        warnings += plan.warnings
     return plan.rows.examples[0]
 
 
@@ -265,3 +267,24 @@ def test_a_row(name: str, model: Path, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=template)
     seen = see(tmp_path, row, ".jsonl")
     assert seen == expected or (" (" in seen and expected in seen)
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "is_told"),
+    [
+        (THOUGHTS, {"content": "<think>x</think>ab"}, True),
+        (CHAT, {"content": "", "tool_calls": [CALL]}, True),
+        (CHAT, {"content": "ab"}, False),
+    ],
+)
+def test_what_a_template_leaves_out_is_told(
+    model: Path, tmp_path: Path, template: str, message: dict[str, Any], is_told: bool
+) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    save_tokenizer(tmp_path, template=template)
+    warnings: list[str] = []
+    see(tmp_path, {"messages": [{"role": "assistant", **message}]}, warnings=warnings)
+    told = [text for text in warnings if text.startswith("the chat template leaves something out")]
+    assert bool(told) is is_told
+    assert all("of 1 of 1 conversation (first rows.json:1)" in text for text in told)
