@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, run, succeed
+from tests.cli.program import fail, succeed
 from tests.formats.foreign import (
     FOLDER,
     GPT2_ATTENTION,
@@ -22,27 +21,6 @@ from tests.formats.foreign import (
     load_kv_scales,
 )
 from tests.kit.checkpoints import change_tensors
-
-USED, DROPPED, DEFAULTED, REFUSED = "used", "dropped", "defaulted", "refused"
-UNKNOWN = "unknown"
-ENGINES = ("vllm", "sglang", "transformers")
-
-CHECKED: Mapping[str, tuple[str, str, str]] = {
-    "llmcompressor-fp8-static-kv": (USED, USED, USED),
-    "llmcompressor-fp8-dynamic": (DEFAULTED, DEFAULTED, DEFAULTED),
-    # a scheme without scales is no better than no scheme
-    "llmcompressor-gpt2-kv": (DEFAULTED, DEFAULTED, DEFAULTED),
-    "llmcompressor-kv": (USED, USED, USED),
-    "llmcompressor-kv-head": (USED, DROPPED, USED),
-    "modelopt-fp8-kv": (USED, USED, DROPPED),
-    # quant_algo is null
-    "modelopt-kv": (REFUSED, REFUSED, DROPPED),
-    # transformers wants the quark package, which is not installed here
-    "quark-fp8-kv": (USED, USED, UNKNOWN),
-    # transformers knows other names for scales of weights
-    "quark-autofp8-kv": (USED, USED, REFUSED),
-}
-"""What each engine does with k and v: FORMATS of the engines, sections 1.ii to 1.vii."""
 
 
 @pytest.fixture(scope="module")
@@ -73,39 +51,6 @@ def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Pat
     assert {"q"} & report["layers"][0].keys() == set()
     model, name = FOLDER / "llama", FOLDER / "llmcompressor-attention-head"
     assert "q_scale" in fail(4, "verify", model, "--scales", name, "--samples", 1)
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_check_says_what_becomes_of_them(name: str, tmp_path: Path) -> None:
-    folder = FOLDER / name
-    if not load_file(folder / "model.safetensors"):  # only scales are kept here, and it has none
-        folder = Path(shutil.copytree(folder, tmp_path / name))
-        shutil.copy(FOLDER / NO_KV_SCALES[name] / "model.safetensors", folder)
-    named = (part for engine in ENGINES for part in ("--engine", engine))
-    outcome = run("check", folder, *named, "--json")
-    engines = outcome.json["engines"]
-    statuses = {
-        engine: {
-            (layer["k"]["status"], layer["v"]["status"]) for layer in engines[engine]["layers"]
-        }
-        for engine in ENGINES
-    }
-    assert statuses == {
-        engine: {(status, status)} for engine, status in zip(ENGINES, CHECKED[name], strict=True)
-    }
-    is_without_kv = name in NO_KV_SCALES and set(CHECKED[name]) == {DEFAULTED}
-    is_ok = is_without_kv or set(CHECKED[name]) == {USED}
-    is_unknown = UNKNOWN in CHECKED[name] and set(CHECKED[name]) <= {USED, UNKNOWN}
-    assert outcome.code == (0 if is_ok else 9 if is_unknown else 8)
-    if name in KV_SCALES:
-        largest = torch.tensor([(max(k), max(v)) for k, v in load_kv_scales(name)])
-        for engine, status in zip(ENGINES, CHECKED[name], strict=True):
-            if status == USED:
-                layers = engines[engine]["layers"]
-                found = torch.tensor([(item["k"]["value"], item["v"]["value"]) for item in layers])
-                # under these methods vLLM stores the scales in the model's dtype
-                rounds = engine == "vllm" and name.startswith(("modelopt", "quark"))
-                assert found.equal(largest.bfloat16().float() if rounds else largest)
 
 
 def test_modelopt_measures_the_scales_that_calibrate_measures(tmp_path: Path, rows: Path) -> None:

@@ -60,27 +60,6 @@ PER_CHANNEL = quantizer(strategy="channel")
 QUARK_TOKEN = {"dtype": "fp8_e4m3", "is_dynamic": True, "qscheme": "per_channel"}
 
 FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activation, str]] = {
-    "compressed-tensors static": (
-        CT_STATIC,
-        linear(scale=HALF.bfloat16().reshape(1), input_scale=INPUT.bfloat16().reshape(1)),
-        HALVED,
-        STATIC,
-        "compressed-tensors",
-    ),
-    "compressed-tensors channel": (
-        CT_CHANNEL,
-        linear(scale=ROWS.reshape(2, 1)),
-        BY_ROW,
-        TOKEN,
-        "compressed-tensors",
-    ),
-    "compressed-tensors weights only": (
-        compressed_tensors(group(PER_CHANNEL, None), format="naive-quantized"),
-        linear(scale=ROWS.reshape(2, 1).to(torch.float16)),
-        BY_ROW,
-        NONE,
-        "compressed-tensors",
-    ),
     "compressed-tensors few keys": (
         {
             "quant_method": "compressed-tensors",
@@ -129,13 +108,6 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         STATIC,
         "compressed-tensors",
     ),
-    "autofp8 static": (
-        AUTOFP8_STATIC,
-        linear(scale=HALF, input_scale=INPUT),
-        HALVED,
-        STATIC,
-        "autofp8",
-    ),
     "autofp8 dynamic": (AUTOFP8_DYNAMIC, linear(scale=HALF), HALVED, TOKEN, "autofp8"),
     "transformers per tensor": (
         {
@@ -153,14 +125,6 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         STATIC,
         "finegrained",
     ),
-    "modelopt": (MODELOPT, linear(scale=HALF, input_scale=INPUT), HALVED, STATIC, "modelopt"),
-    "modelopt channel": (
-        modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
-        linear(scale=ROWS),
-        BY_ROW,
-        TOKEN,
-        "modelopt",
-    ),
     "modelopt mixed": (
         modelopt("MIXED_PRECISION")
         | {"quant_method": "modelopt_mixed"}
@@ -170,7 +134,6 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         STATIC,
         "modelopt",
     ),
-    "quark static": (quark(), linear(scale=HALF, input_scale=INPUT), HALVED, STATIC, "quark"),
     "quark token": (quark(QUARK_TOKEN), linear(scale=HALF), HALVED, TOKEN, "quark"),
     "quark list": (quark([QUARK_TOKEN]), linear(scale=HALF), HALVED, TOKEN, "quark"),
     "quark weights only": (quark(None), linear(scale=HALF), HALVED, NONE, "quark"),
@@ -182,6 +145,7 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         "fbgemm_fp8",
     ),
 }
+"""Beside those of `tests/foreign`, which `test_foreign.py` reads."""
 
 
 def _open(folder: Path, tensors: Tensors, config: object, *, fuse: bool = False) -> Fp8Checkpoint:

@@ -14,7 +14,7 @@ from fp8calib.errors import ModelError
 from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource
 from fp8calib.model.shapes import ModelGeometry, Role
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
+from fp8calib.numerics.formats import E4M3FNUZ
 from tests.formats.handmade import latent_stats, make_attention, make_geometry, shared_stats
 
 Tensors = Mapping[str, torch.Tensor]
@@ -22,16 +22,7 @@ Tensors = Mapping[str, torch.Tensor]
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 PREFIX = "model.layers.{}.self_attn."
 CONFIGS: Mapping[str, dict[str, object]] = {
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-    },
     "autofp8": {"quant_method": "fp8", "kv_cache_scheme": "static"},
-    "modelopt": {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-    },
     "quark": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}},
 }
 
@@ -79,28 +70,6 @@ def _refuse(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> ModelError:
 
 def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
     return _refuse(path, geometry).message
-
-
-@pytest.mark.parametrize(
-    ("dialect", "k", "v"),
-    [
-        ("compressed-tensors", "k_scale", "v_scale"),
-        ("autofp8", "k_scale", "v_scale"),
-        ("modelopt", "k_proj.k_scale", "v_proj.v_scale"),
-        ("quark", "k_proj.output_scale", "v_proj.output_scale"),
-    ],
-)
-def test_a_checkpoint_of_each_tool_is_read(tmp_path: Path, dialect: str, k: str, v: str) -> None:
-    weight = {"model.layers.0.self_attn.k_proj.weight": torch.ones(4, 8).to(torch.float8_e4m3fn)}
-    config = {"quantization_config": CONFIGS[dialect]}
-    found = read_scales(_save(tmp_path / "a", _pair(k, v) | weight, **config), TWO_LAYERS)
-
-    assert found.dialect == dialect
-    assert _values(found) == EXPECTED
-    assert (found.table.tp, found.table.per_head, found.table.fmt) == (1, False, E4M3FN)
-    assert found.has_weights
-    assert found.notes == ()
-    assert {scale.source for scale in found.table.scales.values()} == {ScaleSource.OBSERVED}
 
 
 @pytest.mark.parametrize(
