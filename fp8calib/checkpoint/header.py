@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fp8calib.checkpoint.json_files import parse_unique_keys
+from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
 
 _DTYPES_BY_SIZE = {
@@ -71,6 +72,8 @@ def read_header(path: Path) -> ShardHeader:
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
+    if (ranged := find_ranged_file(path)) is not None:
+        ranged.fetch_header()
     try:
         with path.open("rb") as file:
             prefix = file.read(8)

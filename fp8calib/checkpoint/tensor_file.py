@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +16,7 @@ from safetensors.torch import save as serialize
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.header import TensorEntry, encode_header, read_header
+from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -141,6 +142,11 @@ class TensorFile(TensorReader):
         self._file: io.FileIO | None = None
         self._lock = threading.Lock()
 
+    def fetch(self, names: Iterable[str]) -> None:
+        """Download tensors of a file on the Hub at once; the others are when they are read."""
+        if (ranged := find_ranged_file(self.path)) is not None:
+            ranged.fetch((self.tensors[name].start, self.tensors[name].stop) for name in names)
+
     def find_file(self, name: str) -> TensorFile:
         """Find the file itself, which holds the tensor."""
         if name not in self.tensors:
@@ -157,6 +163,8 @@ class TensorFile(TensorReader):
     def fill(self, room: torch.Tensor, offset: int) -> torch.Tensor:
         """Fill a uint8 tensor with the bytes of the file from `offset` on, and return it."""
         target = room.numpy().data
+        if (ranged := find_ranged_file(self.path)) is not None:
+            ranged.fetch([(offset, offset + len(target))])
         done = 0
         try:
             with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -112,6 +112,7 @@ class CheckRequest:
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None
+    revision: shared.RevisionOption = None
 
 
 class EngineResult(EngineReport):
@@ -234,8 +235,12 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
             scales are of another model.
     """
     with slow_imports():
+        from fp8calib.checkpoint.hub import open_by_range
         from fp8calib.commands.checked import check_path
-    return check_path(request, progress=reporter)
+    with open_by_range(
+        Path(request.path), request.revision, reads_all=request.read_weights, say=reporter.say
+    ) as path:
+        return check_path(replace(request, path=path), progress=reporter)
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:

@@ -167,7 +167,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     with slow_imports():
         from fp8calib.calibration.fingerprint import fingerprint_model
         from fp8calib.checkpoint.checkpoint import Checkpoint
-        from fp8calib.checkpoint.hub import fetch_hub_id, find_folder
+        from fp8calib.checkpoint.hub import find_folder, open_by_range
         from fp8calib.formats.copy import convert_scales
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
@@ -180,8 +180,11 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             f"--format {' '.join(names)}: only one format can be written to --save-path",
             hint="run the command once for each format",
         )
-    dialect, path = find_dialect(names[0]), fetch_hub_id(Path(request.quantized_model))
-    with Checkpoint.open(find_folder(str(request.model), request.revision)) as checkpoint:
+    dialect = find_dialect(names[0])
+    with (
+        open_by_range(Path(request.quantized_model), say=reporter.say) as path,
+        Checkpoint.open(find_folder(str(request.model), request.revision)) as checkpoint,
+    ):
         quantized = find_quantized(checkpoint)
         geometry = _find_geometry(request, checkpoint, is_quantized=quantized is not None)
         found = read_scales(

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch.nn.functional import interpolate
 
+from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -19,6 +20,7 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.device import one_thread
 from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
 from fp8calib.numerics.encode import decode_scale
+from fp8calib.text import format_gib
 
 _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
@@ -26,6 +28,8 @@ _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
 _MOST_BYTES = 1 << 30
 """Of a model whose weights of K and V are larger together, only a sample of layers is read."""
+_MOST_BYTES_OF_HUB = 1 << 26
+"""The same where they are downloaded for it."""
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
     *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
@@ -62,7 +66,9 @@ def estimate_reaches(
     """
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return Estimates()
-    chosen = list(_choose_layers(folder, geometry))
+    is_on_hub = any(find_ranged_file(folder.path / file) for file in folder.tensors)
+    most_bytes = _MOST_BYTES_OF_HUB if is_on_hub else _MOST_BYTES
+    chosen = list(_choose_layers(folder, geometry, most_bytes))
     reaches = {}
     with one_thread(), _Weights(folder, odd_scales) as weights:
         for layer, attention in chosen:
@@ -74,11 +80,13 @@ def estimate_reaches(
         return Estimates(reaches=reaches)
     layers = format_ranges([layer.index for layer, _ in chosen])
     note = f"the KV scales of layers {layers} were compared with the weights, not all: there are"
-    return Estimates(reaches=reaches, note=f"{note} more than {_MOST_BYTES >> 30} GiB of weights")
+    return Estimates(
+        reaches=reaches, note=f"{note} more than {format_gib(most_bytes, 0)} of weights"
+    )
 
 
 def _choose_layers(
-    folder: ScaleFolder, geometry: ModelGeometry
+    folder: ScaleFolder, geometry: ModelGeometry, most_bytes: int
 ) -> Iterator[tuple[Layer, Attention]]:
     """Choose as many evenly spread layers as may be read."""
     sizes = {
@@ -90,7 +98,7 @@ def _choose_layers(
         for _, attention in attentions
         for role in KV_ROLES
     )
-    yield from attentions[:: -(-total // _MOST_BYTES) or 1]
+    yield from attentions[:: -(-total // most_bytes) or 1]
 
 
 def _estimate(

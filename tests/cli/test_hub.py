@@ -59,7 +59,7 @@ def test_a_download_continues_where_it_was_interrupted(
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     hub.repos["org/tiny"] = files
     hub.breaks = "model.safetensors"
-    check = ("-m", "fp8calib", "check", "org/tiny", "--engine", "vllm")
+    check = ("-m", "fp8calib", "check", "org/tiny", "--engine", "vllm", "--read-weights")
     done = spawn(hub, tmp_path, *check)
     assert done.returncode == 0, done.stderr
     assert hub.breaks == ""  # it did break

@@ -5,14 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 COMMIT = "c" * 40
+
+
+@dataclass
+class Answer:
+    """What the Hub answers where a part of a file is asked."""
+
+    status: int
+    headers: dict[str, str]
+    data: bytes
+    pause_s: float = 0.0
 
 
 @dataclass
@@ -25,10 +36,21 @@ class FakeHub:
     """Method and path of each request."""
     breaks: str = ""
     """A file whose first download ends in the middle."""
+    change: Callable[[Answer], None] | None = None
+    """What is wrong with the answers that give a part of a file."""
+    sent_bytes: int = 0
+    """How much of files was sent."""
+    has_sizes: bool = True
+    fails: int = 0
+    """The status of every answer, if it is not 0."""
+    tokens: list[str] = field(default_factory=list)
+    """The tokens that came with requests for parts."""
 
     def respond(self, method: str, path: str) -> tuple[int, Any]:
         """Answer a request: a status, and JSON or bytes."""
         self.asked.append(f"{method} {path}")
+        if self.fails:
+            return self.fails, {"error": "no"}
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             return self._of_model("/".join(parts[2:4]), parts[4:])
@@ -50,12 +72,23 @@ class FakeHub:
         return 200, {
             "id": repo,
             "sha": COMMIT,
-            "siblings": [{"rfilename": name} for name in files],
+            "siblings": [
+                {"rfilename": name} | ({"size": len(data)} if self.has_sizes else {})
+                for name, data in files.items()
+            ],
         }
 
 
 def _sha1(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()  # noqa: S324 -- as git does
+
+
+def _cut(answer: Answer, wanted: str) -> None:
+    """Cut the part of a file that is asked: `bytes=START-STOP`."""
+    size = len(answer.data)
+    first, last = (int(each or size - 1) for each in wanted.removeprefix("bytes=").split("-"))
+    answer.status, answer.data = 206, answer.data[first : last + 1]
+    answer.headers["Content-Range"] = f"bytes {first}-{first + len(answer.data) - 1}/{size}"
 
 
 @contextmanager
@@ -68,21 +101,31 @@ def serve_hub() -> Iterator[FakeHub]:
             path = urlsplit(self.path).path
             status, found = hub.respond(self.command, path)
             data = found if isinstance(found, bytes) else json.dumps(found).encode()
-            self.send_response(status)
+            headers = {"Content-Type": "application/json"}
             if isinstance(found, bytes):
-                self.send_header("ETag", f'"{_sha1(data)}"')
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("Content-Type", "application/octet-stream")
-            else:
-                self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
+                headers = {"ETag": f'"{_sha1(data)}"', "X-Repo-Commit": COMMIT}
+                headers["Content-Type"] = "application/octet-stream"
+            answer = Answer(status, headers, data)
+            if "Range" in self.headers and isinstance(found, bytes):
+                _cut(answer, self.headers["Range"])
+                hub.tokens.append(self.headers.get("Authorization", ""))
+                if hub.change is not None:
+                    hub.change(answer)
+            time.sleep(answer.pause_s)
+            self.send_response(answer.status)
+            for key, value in ({"Content-Length": str(len(answer.data))} | answer.headers).items():
+                self.send_header(key, value)
             self.end_headers()
             if self.command == "HEAD":
                 return
+            data = answer.data
             if hub.breaks and path.endswith(hub.breaks):
                 hub.breaks, data = "", data[: len(data) // 2]
                 self.close_connection = True
-            self.wfile.write(data)
+            if isinstance(found, bytes):
+                hub.sent_bytes += len(data)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the reader has seen enough
+                self.wfile.write(data)
 
         do_GET = do_HEAD = _answer  # noqa: N815
 

@@ -219,6 +219,7 @@ def _read_scales(file: TensorFile) -> dict[str, StoredScale]:
     named = [
         name for name in file.tensors if parse_name(name) is not None or is_probability_scale(name)
     ]
+    file.fetch(name for name in named if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES)
     return {name: _read_scale(file, name) for name in named}
 
 

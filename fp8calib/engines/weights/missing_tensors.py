@@ -160,6 +160,7 @@ def _find_broken_vector(folder: ScaleFolder, geometry: ModelGeometry, opened: Lo
             vectors[file].append(name)
     for file, names in vectors.items():
         with TensorFile(folder.path / file) as held:
+            held.fetch(names)
             for name in names:
                 if not bool(held.read(name).isfinite().all()):
                     return f"{shorten(name)} holds NaN or infinity"

@@ -71,6 +71,7 @@ def read_scale_values(
     largest: dict[str, float] = {}
     for file, names in by_file.items():
         with TensorFile(folder.path / file) as opened:
+            opened.fetch(names)
             for name in names:
                 scale = opened.read(name)
                 values = decode_scale(scale)
