@@ -78,7 +78,8 @@ SHOW_MADE_UP = """
 import inspect, json, sys
 import fp8calib, scripts.json_schemas, scripts.reference
 from fp8calib.cli import main
-from fp8calib.commands.recipe_options import apply_request, open_recipe
+from fp8calib.commands.recipe import load_recipe
+from fp8calib.commands.recipe_options import apply_request
 from fp8calib.commands.option import list_options
 from fp8calib.commands import find_request
 
@@ -89,7 +90,7 @@ shown = {
     "documentation": inspect.getdoc(fp8calib.calibrate),
     "schema": scripts.json_schemas.make_schemas()["recipe"]["$defs"]["Data"]["properties"],
     "key": [
-        apply_request(open_recipe("kv"), request("x", made_up=n)).data.made_up for n in (None, 5)
+        apply_request(load_recipe("kv"), request("x", made_up=n)).data.made_up for n in (None, 5)
     ],
 }
 json.dump(shown, sys.stderr)

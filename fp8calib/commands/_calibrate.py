@@ -22,14 +22,11 @@ from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.hashes import hashing
 from fp8calib.commands.job import CalibrationJob, looks_finished, read_finished, work_folder
 from fp8calib.commands.model import open_run_model, plan_text
-from fp8calib.commands.options import TP
-from fp8calib.commands.recipe import Recipe
+from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.recipe_options import (
     apply_request,
     check_query,
-    list_given,
     list_ignored,
-    open_recipe,
     resolve_text,
 )
 from fp8calib.commands.run_plan import RunPlan
@@ -68,7 +65,7 @@ def run(
         CalibrationError: the forward pass failed, or gave NaN or infinity.
         ExportError: a format or the checkpoint of the recipe cannot be written.
     """
-    asked = apply_request(open_recipe(str(request.recipe)), request)
+    asked = apply_request(load_recipe(str(request.recipe)), request)
     recipe, rows = resolve_text(asked, request.data)
     if request.out is None and request.formats:
         reporter.warn("--format has no effect: nothing is written without --out")
@@ -77,8 +74,7 @@ def run(
     if request.shard is not None or request.out is None:
         # nothing is written, or nothing that needs the statistics of all shards
         recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
-    given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
-    for text in list_ignored(recipe, list(given)):
+    for text in list_ignored(recipe, request):
         reporter.warn(text)
     _check_observed(recipe)
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)

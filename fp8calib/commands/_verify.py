@@ -18,11 +18,10 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.hashes import hash_run
-from fp8calib.commands.model import open_run_model, read_settings
+from fp8calib.commands.model import open_run_model
 from fp8calib.commands.opened import (
     check_outputs,
     check_request,
-    if_quantized,
     list_scales,
     open_verification,
     plan_verified,
@@ -165,12 +164,9 @@ def run(
     check_outputs(request, reporter)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
-    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        settings = read_settings(request, specs)
+    with open_run_model(request) as model:
         asked = open_verification(
-            request,
-            model,
-            lambda: plan_verified(model.source, settings, rows, request.tokenizer),
+            request, model, lambda: plan_verified(request, model.source, specs, rows)
         )
         if make_candidates is not None:
             more = make_candidates(asked)

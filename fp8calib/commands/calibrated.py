@@ -38,14 +38,16 @@ from fp8calib.commands.hashes import Known, hash_run
 from fp8calib.commands.job import CalibrationJob, UnwrittenError, remove_outputs
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.quantized import make_quantize_result
-from fp8calib.commands.recipe_options import decide_query, write_recipe
+from fp8calib.commands.recipe_options import decide_query
 from fp8calib.commands.result import BeforeAfter
 from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.commands.written import finish_checkpoint, finish_formats
 from fp8calib.errors import ExportError, Fp8CalibError, ModelError
 from fp8calib.formats.dialect import Attachment
+from fp8calib.formats.write import write_formats
 from fp8calib.model.kv_bytes import kv_bytes_per_token
+from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.rules import Fallback
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import make_plan
@@ -97,12 +99,15 @@ def write_outputs(
     """Write all output, the report last."""
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
-    written = write_recipe(
-        recipe,
-        stats,
-        folder,
+    written = write_formats(
+        *(stats, recipe.formats, folder),
+        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
+        tps=recipe.tp,
         source=job.model.checkpoint.stored,
         query=decide_query(recipe, stats)[0],
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
+        rules=recipe.scales.rules,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     checkpoint = _quantize(job, request, stats, folder)

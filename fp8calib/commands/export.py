@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.commands.recipe import Recipe
-    from fp8calib.commands.stats import GivenStats
     from fp8calib.formats.dialect import Attachment
     from fp8calib.formats.quantized_model import QuantizedModel
 
@@ -128,26 +127,23 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
     with slow_imports():
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.recipe_options import decide_query
         from fp8calib.commands.saved import saved_model, warn_of_tokenizer
         from fp8calib.commands.stats import join_stats, list_stats
         from fp8calib.formats.write import check_export
         from fp8calib.numerics.formats import FP8_FORMATS
-    recipe = _choose_formats(request)
+    given = list_stats(request.stats)
+    recipe = _make_recipe(request, is_joined=len(given) > 1)
     with ExitStack() as stack:
-        place = None
+        place = source = None
         if request.model is not None:
             saved = saved_model(request.model, Path(request.out), request.tokenizer)
             place = stack.enter_context(saved)
-        given = join_stats(list_stats(request.stats))
+        stats, inputs, shards = join_stats(given)
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
-        check_export(given.stats.geometry, recipe.formats, recipe.tp, fmt)
-        query, notes = decide_query(recipe, given.stats)
-        source = None
+        check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
         if place is not None:
             source = stack.enter_context(Checkpoint.open(find_folder(place)))
-        target = _relate(request, recipe, given, source)
-        result = _write(request, recipe, given, target, query=query, notes=notes)
+        result = _write(request, recipe, stats, source, inputs, shards)
     missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     result = result.model_copy(update={"warnings": (*result.warnings, *missing)})
     for text in result.warnings:
@@ -155,17 +151,17 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
     return result
 
 
-def _choose_formats(request: ExportRequest) -> Recipe:
+def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
     """Open the recipe, and apply the options."""
-    from fp8calib.commands.recipe_options import apply_request, open_recipe
-    from fp8calib.commands.stats import list_stats
+    from fp8calib.commands.recipe import load_recipe
+    from fp8calib.commands.recipe_options import apply_request
     from fp8calib.formats.kv.json import RFC
 
-    recipe = open_recipe("kv" if request.recipe is None else str(request.recipe))
+    recipe = load_recipe("kv" if request.recipe is None else str(request.recipe))
     if request.recipe is None:
         recipe = recipe.model_copy(update={"formats": ()})
     recipe = apply_request(recipe, request)
-    if not recipe.formats and len(list_stats(request.stats)) == 1:
+    if not recipe.formats and not is_joined:
         raise UsageError(
             "export: --format is missing",
             hint=f"known formats: {', '.join(list_format_names())}",
@@ -182,22 +178,92 @@ def _choose_formats(request: ExportRequest) -> Recipe:
     return recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """The model that scales are written for."""
+def _write(
+    request: ExportRequest,
+    recipe: Recipe,
+    given: CalibrationStats,
+    source: Checkpoint | None,
+    inputs: Sequence[Path],
+    shards: tuple[str, ...],
+) -> ExportResult:
+    from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
+    from fp8calib.checkpoint.atomic import output_folder
+    from fp8calib.commands.recipe_options import decide_query, list_ignored
+    from fp8calib.commands.written import finish_formats, require_server
+    from fp8calib.formats.kv.json import name_rank_files
+    from fp8calib.formats.write import check_replaced, list_outputs, write_formats
+    from fp8calib.numerics.formats import FP8_FORMATS
+    from fp8calib.quantization.related import describe_attachment
 
-    source: Checkpoint | None
-    """None without --model."""
-    stats: CalibrationStats
-    """For a quantized model, with its own names of tensors."""
-    attachment: Attachment
-    quantized: QuantizedModel | None = None
+    query, notes = decide_query(recipe, given)
+    name = str(inputs[0]) if inputs and not shards else STATS_NAME
+    stats, attachment, quantized = _relate(request, recipe, given, name, source)
+    out, weights, owned = Path(request.out), None, list_outputs(recipe.formats, recipe.tp)
+    joined, fmt = [STATS_NAME] if shards else [], FP8_FORMATS[recipe.scales.fp8_dtype]
+    if source is not None:
+        check_replaced(recipe.formats, out, source)
+    if request.with_weights:
+        owned |= {name for tp in recipe.tp for name in name_rank_files(tp).values()}
+    with output_folder(
+        out,
+        owned=owned.union(joined),
+        force=request.force,
+        inputs=[*inputs, *([source.folder] if source else [])],
+    ) as folder:
+        if joined:
+            save_stats(given, folder / STATS_NAME)
+        if request.with_weights and source is not None:
+            from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
+
+            weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
+        written = write_formats(
+            *(stats, recipe.formats, folder),
+            fmt=fmt,
+            tps=recipe.tp,
+            source=source,
+            query=query,
+            fallback=recipe.scales.fallback,
+            rule=recipe.scales.rule,
+            rules=recipe.scales.rules,
+            quantized=None if weights is None else weights.tables,
+            attachment=attachment,
+        )
+        for dialect in map(find_dialect, recipe.formats):
+            if quantized is not None and dialect.needs_model:
+                require_server(folder / dialect.path(), stats.geometry, quantized)
+        checked, cards = finish_formats(
+            recipe.formats, folder, out, request.model or "", check=request.check
+        )
+        more = (*cards, *(weights.write(folder) if weights else ()), *joined)
+        files = sorted([*written.files, *more])
+    return ExportResult(
+        out=out,
+        files=tuple(files),
+        shards=shards,
+        warnings=(
+            *list_ignored(recipe, request),
+            *notes,
+            *(weights.notes if weights else ()),
+            *(describe_attachment(attachment, source, stats.geometry) if source else ()),
+            *map(str, written.notes),
+        ),
+        compared=attachment.compared,
+        checked=checked,
+    )
 
 
 def _relate(
-    request: ExportRequest, recipe: Recipe, given: GivenStats, source: Checkpoint | None
-) -> _Target:
-    """Refuse a model that does not fit the statistics.
+    request: ExportRequest,
+    recipe: Recipe,
+    given: CalibrationStats,
+    name: str,
+    source: Checkpoint | None,
+) -> tuple[CalibrationStats, Attachment, QuantizedModel | None]:
+    """Refuse a model that does not fit the statistics, which messages call `name`.
+
+    Returns:
+        The statistics, for a quantized model with its own names of tensors; how they belong to the
+        model; and what is quantized in it, if something is.
 
     Raises:
         UsageError: the model is int4, which no overlay can be made of.
@@ -210,11 +276,7 @@ def _relate(
     from fp8calib.quantization.sources.already_quantized import check_unquantized
     from fp8calib.quantization.sources.int4 import is_int4_source
 
-    plain = _Target(
-        source=source,
-        stats=given.stats,
-        attachment=Attachment(replaces_scales=request.replace_scales),
-    )
+    plain = given, Attachment(replaces_scales=request.replace_scales), None
     if source is None:
         return plain
     if request.with_weights and is_int4_source(source):
@@ -230,87 +292,16 @@ def _relate(
     if quantized is None:
         if request.with_weights:
             check_unquantized(source)
-        check_stats_model(given.stats, source)
+        check_stats_model(given, source)
         return plain
-    stats = adopt_names(given.stats, source)
+    stats = adopt_names(given, source)
     attachment = relate_to_quantized(
-        *(given.name, stats.origin, source, stats.geometry),
+        *(name, stats.origin, source, stats.geometry),
         base=None if request.base is None else str(request.base),
         other_weights=request.other_weights,
         replace_scales=request.replace_scales,
     )
-    return _Target(source=source, stats=stats, attachment=attachment, quantized=quantized)
-
-
-def _write(
-    request: ExportRequest,
-    recipe: Recipe,
-    given: GivenStats,
-    target: _Target,
-    *,
-    query: bool,
-    notes: Sequence[str],
-) -> ExportResult:
-    from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
-    from fp8calib.checkpoint.atomic import output_folder
-    from fp8calib.commands.recipe_options import list_ignored, write_recipe
-    from fp8calib.commands.written import finish_formats, require_server
-    from fp8calib.formats.kv.json import name_rank_files
-    from fp8calib.formats.write import check_replaced, list_outputs
-    from fp8calib.numerics.formats import FP8_FORMATS
-    from fp8calib.quantization.related import describe_attachment
-
-    stats, source, out = target.stats, target.source, Path(request.out)
-    weights, owned = None, list_outputs(recipe.formats, recipe.tp)
-    joined = frozenset({STATS_NAME} if given.shards else ())
-    if source is not None:
-        check_replaced(recipe.formats, out, source)
-    if request.with_weights:
-        owned |= {name for tp in recipe.tp for name in name_rank_files(tp).values()}
-    with output_folder(
-        out,
-        owned=owned | joined,
-        force=request.force,
-        inputs=[*given.inputs, *([source.folder] if source else [])],
-    ) as folder:
-        if joined:
-            save_stats(given.stats, folder / STATS_NAME)
-        if request.with_weights and source is not None:
-            from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
-
-            fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
-            weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
-        written = write_recipe(
-            recipe,
-            stats,
-            folder,
-            source=source,
-            query=query,
-            quantized=None if weights is None else weights.tables,
-            attachment=target.attachment,
-        )
-        for dialect in map(find_dialect, recipe.formats):
-            if target.quantized is not None and dialect.needs_model:
-                require_server(folder / dialect.path(), stats.geometry, target.quantized)
-        checked, cards = finish_formats(
-            recipe.formats, folder, out, request.model or "", check=request.check
-        )
-        more = (*cards, *(weights.write(folder) if weights else ()), *joined)
-        files = sorted([*written.files, *more])
-    return ExportResult(
-        out=out,
-        files=tuple(files),
-        shards=given.shards,
-        warnings=(
-            *list_ignored(recipe, [TP.flags] if max(recipe.tp) > 1 else []),
-            *notes,
-            *(weights.notes if weights else ()),
-            *(describe_attachment(target.attachment, source, stats.geometry) if source else ()),
-            *map(str, written.notes),
-        ),
-        compared=target.attachment.compared,
-        checked=checked,
-    )
+    return stats, attachment, quantized
 
 
 def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:  # noqa: ARG001

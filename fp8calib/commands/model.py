@@ -38,21 +38,15 @@ from fp8calib.model.load import (
 from fp8calib.model.prepared import prepare
 from fp8calib.quantization.sources.decoded import open_model
 
-IF_QUANTIZED = (
-    "its activations have quantization errors already: calibrate the unquantized model it was made "
-    "from"
-)
-
 
 @contextmanager
 def open_run_model(
     request: RunOptions,
     *,
-    if_quantized: str = IF_QUANTIZED,
     recipe: Recipe | None = None,
     can_be_sharded: bool = False,
 ) -> Iterator[RunModel]:
-    """Open a model to run; `if_quantized` is what to do instead of one that cannot be decoded.
+    """Open a model to run.
 
     With `can_be_sharded` a model in memory may be sharded by FSDP2.
 
@@ -73,26 +67,21 @@ def open_run_model(
             for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
                 stack.enter_context(torch.autocast(device, enabled=False))
             if isinstance(request.model, str | Path):
-                yield from _open_path(request, recipe, if_quantized)
+                yield from _open_path(request, recipe)
             else:
-                _refuse_placement(request)
+                for name in ("device", "dtype", "memory"):
+                    if getattr(request, name) not in ("auto", None):
+                        raise UsageError(
+                            f"{name}: the model is in memory already, where and as it is",
+                            hint=f"leave {name} out, or pass the path of a checkpoint",
+                        )
                 check_live_model(request.model, can_be_sharded=can_be_sharded)
                 yield from _open_live(request.model, recipe)
     finally:
         torch.set_default_dtype(default)
 
 
-def _refuse_placement(request: RunOptions) -> None:
-    """Refuse to place a model that is in memory already."""
-    for name in ("device", "dtype", "memory"):
-        if getattr(request, name) not in ("auto", None):
-            raise UsageError(
-                f"{name}: the model is in memory already, where and as it is",
-                hint=f"leave {name} out, or pass the path of a checkpoint",
-            )
-
-
-def _open_path(request: RunOptions, recipe: Recipe | None, if_quantized: str) -> Iterator[RunModel]:
+def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]:
     device_map = getattr(request, "device_map", None)
     device = choose_device("auto" if device_map else request.device)
     source = open_source(
@@ -104,7 +93,7 @@ def _open_path(request: RunOptions, recipe: Recipe | None, if_quantized: str) ->
     with (
         ConfigCheckpoint(as_unquantized(source))
         if request.dry_run and lacks_weights(source.folder)  # a plan needs none
-        else open_model(source.folder, if_quantized=if_quantized)
+        else open_model(source.folder, if_quantized=request.if_quantized.format(request.model))
     ) as checkpoint:
         if checkpoint.form or not checkpoint.has_weights:
             source = as_unquantized(source)

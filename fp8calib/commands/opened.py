@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.header import read_header
 from fp8calib.commands.function import Reporter
-from fp8calib.commands.model import plan_text
+from fp8calib.commands.model import plan_text, read_settings
 from fp8calib.commands.options import SKIP_LAYERS, Stats
-from fp8calib.commands.recipe import Data
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
@@ -58,7 +57,6 @@ def check_request(request: VerifyRequest) -> None:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     if request.gate is not None:
         load_gate(request.gate)
-    engine, _ = find_emulated(request.engine)
     for name in (str(each) for each in list_scales(request.scales) if isinstance(each, str | Path)):
         if not name or not name.isprintable():
             raise UsageError(f"--scales {name!r}: must be a path of printable characters")
@@ -67,20 +65,22 @@ def check_request(request: VerifyRequest) -> None:
         find_candidate(name)
     if request.scheme is not None:
         find_scheme(request.scheme)
-    if read_rules(request) and request.scheme is not None:
-        raise UsageError(
-            "--rules compares scales of the KV cache, and --scheme quantizes weights and inputs",
-            hint="run the command twice, once with each option",
-        )
-    skips = engine is REFERENCE or engine.can_skip_caches or request.scheme is not None
-    if request.kv_cache_dtype_skip_layers and not skips:
+        if _read_rules(request):
+            raise UsageError(
+                "--rules compares scales of the KV cache, and --scheme quantizes weights and "
+                "inputs",
+                hint="run the command twice, once with each option",
+            )
+        return
+    engine, _ = find_emulated(request.engine)
+    if request.kv_cache_dtype_skip_layers and not (engine is REFERENCE or engine.can_skip_caches):
         raise UsageError(
             f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
             hint="use --engine vllm, or reference",
         )
 
 
-def read_rules(request: VerifyRequest) -> list[Rule]:
+def _read_rules(request: VerifyRequest) -> list[Rule]:
     """Read the rules to compare.
 
     Raises:
@@ -100,27 +100,24 @@ def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
     """
     is_list = isinstance(scales, Iterable) and not isinstance(scales, str | BaseModel)
     given: Any = scales if is_list else [scales]
-    found = [getattr(each, "stats", each) for each in given]  # of the result of `calibrate`
-    for each in found:
+    named: dict[str | int, Scales] = {}  # the same twice is compared once
+    for item in given:
+        each = getattr(item, "stats", item)  # of the result of `calibrate`
         if not isinstance(each, Scales):
             raise UsageError(
                 f"scales: must be statistics or a path, or a list of them, found {each!r}",
                 hint="leave scales out to compare scale 1.0 alone",
             )
-    named: dict[str | int, Scales] = {}  # the same twice is compared once
-    for each in found:
         key = id(each) if isinstance(each, CalibrationStats) else str(Path(each).absolute())
         named.setdefault(key, each)
     return tuple(named.values())
 
 
-def if_quantized(name: str) -> str:
-    """Say what to do instead of verifying a quantized model that cannot be decoded."""
-    return f"pass the model it was made from as MODEL, and this one as --scales {name}"
-
-
 def plan_verified(
-    source: ModelSource, data: Data, rows: Iterable[ReadRow] | None, tokenizer: Any
+    request: VerifyRequest,
+    source: ModelSource,
+    specs: Sequence[str],
+    rows: Iterable[ReadRow] | None,
 ) -> DataPlan:
     """Plan the text of a verification; the warnings are about figures, not about scales.
 
@@ -128,7 +125,8 @@ def plan_verified(
         UsageError: the length is above the model's maximum, or a data spec is invalid.
         DataError: the data cannot be read.
     """
-    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=tokenizer)
+    data = read_settings(request, specs)
+    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=request.tokenizer)
     few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
     is_few = plan.num_tokens < FEW_TOKENS
     return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
@@ -180,7 +178,7 @@ def open_verification(
         engine_version=engine.release,
         dtype=model.dtype,
         device=model.device,
-        rules=maker.make_rules(read_rules(request), opened),
+        rules=maker.make_rules(_read_rules(request), opened),
         opened=tuple(opened),
         fmt=fmt,
         diagnosis_of="" if diagnosed is None else diagnosed.name,
@@ -208,23 +206,23 @@ def check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
     Raises:
         UsageError: naming the path.
     """
-    kinds = (
-        *([(Path(request.report), is_page, "no page")] if request.report else []),
-        *([(Path(request.dump), _is_dump, "no dump")] if request.dump else []),
-    )
-    outputs = [path for path, _, _ in kinds]
+    specs = request.data if isinstance(request.data, Specs) else [request.data]
+    given = (request.model, *list_scales(request.scales), *specs)
+    inputs = [Path(each) for each in given if isinstance(each, str | Path)]
+    kinds = ((request.report, is_page, "no page"), (request.dump, _is_dump, "no dump"))
+    outputs = [(Path(path), is_ours, other) for path, is_ours, other in kinds if path is not None]
     if request.force and not outputs:
         reporter.warn("--force has no effect without --report or --dump")
-    for path, is_ours, other in kinds:
+    for path, is_ours, other in outputs:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
         check_output_file(path, force=request.force)
-        for source in _list_inputs(request):
-            _refuse_input(path, source)
+        if any(_would_replace(path, source) for source in inputs):
+            raise UsageError(f"{path} would replace an input", hint="name another file")
         if path.exists() and path.stat().st_size and not is_ours(path):
             raise UsageError(f"{path}: exists, and is {other} of verify", hint="name another file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UsageError(f"--report and --dump are both {outputs[0]}")
+    if len({path.resolve() for path, _, _ in outputs}) < len(outputs):
+        raise UsageError(f"--report and --dump are both {outputs[0][0]}")
 
 
 def _is_dump(path: Path) -> bool:
@@ -236,19 +234,9 @@ def _is_dump(path: Path) -> bool:
     return "reference" in header.tensors and "data" in header.metadata
 
 
-def _refuse_input(path: Path, source: Path) -> None:
+def _would_replace(path: Path, source: Path) -> bool:
     try:
         is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
-    except (OSError, ValueError):
-        return
-    if is_inside and (path.exists() or source.is_file()):
-        raise UsageError(f"{path} would replace an input", hint="name another file")
-
-
-def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
-    """List the inputs that are paths."""
-    data = request.data
-    specs = data if isinstance(data, Specs) else [data]
-    for each in (request.model, *list_scales(request.scales), *specs):
-        if isinstance(each, str | Path):
-            yield Path(each)
+    except (OSError, ValueError):  # text in place of a path
+        return False
+    return is_inside and (path.exists() or source.is_file())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.commands.option import Option
@@ -381,6 +381,11 @@ MemoryOption = Annotated[
 class RunOptions:
     """The model whose text runs, and where it runs."""
 
+    if_quantized: ClassVar[str] = (
+        "its activations have quantization errors already: calibrate the unquantized model it was "
+        "made from"
+    )
+    """What to do instead with a quantized model that cannot be decoded."""
     model: Annotated[
         Model,
         Option(

@@ -16,8 +16,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
-from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.recipe_options import open_recipe
+from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.result import BeforeAfter, LayerScheme
 from fp8calib.commands.saved import warn_of_tokenizer
 from fp8calib.commands.written import finish_checkpoint
@@ -40,7 +39,7 @@ def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
     """
     if not request.names_recipe:
         return request, Recipe(name="")
-    recipe = open_recipe(request.scheme)
+    recipe = load_recipe(request.scheme)
     asked = recipe.quantize
     if asked is None:
         raise RecipeError(

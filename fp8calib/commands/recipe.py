@@ -28,7 +28,8 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.commands import options as keys
 from fp8calib.commands.option import Declared, Option, list_options
 from fp8calib.commands.options import recipe_files
-from fp8calib.errors import RecipeError, UsageError
+from fp8calib.errors import RecipeError, UsageError, shorten, suggest
+from fp8calib.formats.registry import list_format_names
 from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
@@ -229,28 +230,25 @@ def load_recipe(name_or_path: str) -> Recipe:
     Raises:
         RecipeError: there is no such recipe, or it is invalid; the message lists all faults.
     """
-    return parse_recipe(read_recipe(name_or_path), where=name_or_path)
-
-
-def read_recipe(name_or_path: str) -> str:
-    """Read the text of a shipped recipe or of a YAML file.
-
-    Raises:
-        RecipeError: there is no such recipe or file, or it cannot be read.
-    """
     shipped = recipe_files()
-    if name_or_path in shipped:
-        return shipped[name_or_path].read_text(encoding="utf-8")
-    path = Path(name_or_path)
+    path = shipped.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         raise RecipeError(
             f"{name_or_path} is neither a shipped recipe nor a file",
             hint=f"shipped recipes: {', '.join(sorted(shipped))}",
         )
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    recipe, known = parse_recipe(text, where=name_or_path), list_format_names()
+    for name in recipe.formats:
+        if name not in known:
+            raise RecipeError(
+                f"{name_or_path}: formats: unknown format {shorten(name)}",
+                hint=suggest(name, known, what="formats"),
+            )
+    return recipe
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:

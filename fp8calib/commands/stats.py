@@ -10,32 +10,16 @@ from typing import Any, Literal, Self
 import torch
 
 from fp8calib.calibration import calibration_stats
-from fp8calib.calibration.calibration_stats import STATS_NAME
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.commands.options import Stats
-from fp8calib.commands.recipe_options import make_scale_options
+from fp8calib.commands.recipe import ScaleOptions
+from fp8calib.commands.recipe_options import validate
 from fp8calib.commands.result import Overview, WithOverview
 from fp8calib.errors import UsageError, format_count
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import FP8_FORMATS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenStats:
-    """The statistics that a caller gives: one run's, or its shards."""
-
-    stats: calibration_stats.CalibrationStats
-    inputs: tuple[Path, ...]
-    """The files that were read."""
-    shards: tuple[str, ...]
-    """What was joined, as messages name it; empty for the statistics of one run."""
-
-    @property
-    def name(self) -> str:
-        """How messages name the statistics."""
-        return str(self.inputs[0]) if self.inputs and not self.shards else STATS_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -85,7 +69,8 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
                 f"tp={tp}: scales per head are the same for every rank",
                 hint="leave tp out; a rank takes those of its heads",
             )
-        options = make_scale_options(rule=rule, fallback=fallback, fp8_dtype=fp8_dtype)
+        given = {"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype}
+        options = validate(ScaleOptions, given, [])
         table = compute_kv_scales(
             self,
             FP8_FORMATS[options.fp8_dtype],
@@ -168,8 +153,14 @@ def list_stats(given: Stats | Sequence[Stats]) -> list[Stats]:
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
-def join_stats(given: Sequence[Stats]) -> GivenStats:
+def join_stats(
+    given: Sequence[Stats],
+) -> tuple[calibration_stats.CalibrationStats, list[Path], tuple[str, ...]]:
     """Read statistics, and join the shards of one run.
+
+    Returns:
+        The statistics; the files that were read; and what was joined, as messages name it, empty
+        for the statistics of one run.
 
     Raises:
         UsageError: there is no such file.
@@ -177,12 +168,12 @@ def join_stats(given: Sequence[Stats]) -> GivenStats:
             one is missing.
     """
     read = [read_stats(each, accepts_shard=True) for each in given]
-    inputs = tuple(path for _, paths in read for path in paths)
+    inputs = [path for _, paths in read for path in paths]
     if len(read) == 1 and read[0][0].shard is None:
-        return GivenStats(stats=read[0][0], inputs=inputs, shards=())
+        return read[0][0], inputs, ()
     names = [str(next(iter(paths), f"stats[{index}]")) for index, (_, paths) in enumerate(read)]
     joined = merge_shards([(name, stats) for name, (stats, _) in zip(names, read, strict=True)])
-    return GivenStats(stats=joined, inputs=inputs, shards=tuple(names))
+    return joined, inputs, tuple(names)
 
 
 def load_stats(path: str | Path) -> CalibrationStats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands import options as shared
@@ -47,6 +47,9 @@ class VerifyRequest(TextOptions):
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
+    if_quantized: ClassVar[str] = (
+        "pass the model it was made from as MODEL, and this one as --scales {}"
+    )
     scales: Annotated[
         shared.Stats | Iterable[shared.Stats],
         Option(

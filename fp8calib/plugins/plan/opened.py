@@ -10,8 +10,7 @@ from pathlib import Path
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.commands.model import open_run_model, plan_text, read_settings
-from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.recipe_options import open_recipe
+from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.sequences import (
     DataPlan,
     list_other_warnings,
@@ -127,7 +126,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     assert numerics is not None  # noqa: S101 -- of an emulated engine it is known
     if gpu is not None:
         numerics = emulated.emulate_on(gpu, numerics)
-    recipe = open_recipe("kv")
+    recipe = load_recipe("kv")
     data = recipe.data.model_copy(update={"batch_size": request.batch_size})
     recipe = recipe.model_copy(update={"data": data})
     with open_run_model(request, recipe=recipe) as model:

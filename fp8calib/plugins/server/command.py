@@ -17,11 +17,10 @@ from fp8calib.commands._verify import (
     hash_inputs,
 )
 from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.model import open_run_model, read_settings
+from fp8calib.commands.model import open_run_model
 from fp8calib.commands.opened import (
     check_outputs,
     check_request,
-    if_quantized,
     open_verification,
     plan_verified,
 )
@@ -72,13 +71,12 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
     check_outputs(request, reporter)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
-    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
-        settings = read_settings(request, specs)
+    with open_run_model(request) as model:
         servers: Servers | None = None
 
         def read_text() -> DataPlan:
             nonlocal servers
-            text = plan_verified(model.source, settings, rows, request.tokenizer)
+            text = plan_verified(request, model.source, specs, rows)
             check_text(request, text)
             if not request.dry_run:
                 text, servers = open_servers(request, model.source, text, reporter.say)
