@@ -18,8 +18,6 @@ from fp8calib import __version__
 from fp8calib.cli.console import (
     ConsoleReporter,
     print_json,
-    prints_json,
-    set_json,
     show,
     show_error,
     sign_of_life,
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
 ]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _GROUPS = {
     "Text": (
@@ -151,7 +150,6 @@ def _make_command(name: str, typed: str) -> Any:
     names_first = sorted(declared, key=lambda each: "Path" in each.type)
 
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
-        set_json(json)
         given = request(**{each.name: each.read(options[each.name]) for each in declared})
         if hasattr(given, "on_command_line"):
             given = given.on_command_line()
@@ -159,11 +157,11 @@ def _make_command(name: str, typed: str) -> Any:
             each.check(getattr(given, each.name))
         try:
             with sign_of_life():
-                return _run(name, given)
+                return _run(name, given, as_json=json)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
-    json = _make_keyword("json", _JSON, False)
+    json = inspect.Parameter("json", _KEYWORD, default=False, annotation=_JSON)
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*map(_make_parameter, declared), json]
     )
@@ -179,7 +177,7 @@ def _make_command(name: str, typed: str) -> Any:
     return get_command(alone)
 
 
-def _run(name: str, request: Any) -> int:
+def _run(name: str, request: Any, *, as_json: bool) -> int:
     """Run a command, and print its result as its `describe` describes it."""
     with slow_imports():
         implementation = find_implementation(name)
@@ -193,18 +191,18 @@ def _run(name: str, request: Any) -> int:
             result: Result | None = run(request, reporter, **more)
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
-            show(_describe(name, error.result, request))
+            show(_describe(name, error.result, request), as_json=as_json)
         raise
     if result is None:  # the first of several processes has it
         return 0
-    if prints_json():
+    if as_json:
         for each in list_options(type(request)):
             if each.option.is_layout and getattr(request, each.name) != each.default:
                 warn(f"--json prints everything: {each.flags[0]} has no effect")
         print_json(result.to_json())
-    show(_describe(name, result, request))
+    show(_describe(name, result, request), as_json=as_json)
     if failure := getattr(result, "failure", ""):
-        return show_error("", failure, "", as_json=False, exit_code=result.exit_code)
+        return show_error("", failure, "", result.exit_code, as_json=False)
     return result.exit_code
 
 
@@ -230,11 +228,6 @@ def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
     return described
 
 
-def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
 def _make_parameter(declared: Declared) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
     option, default = declared.option, declared.default
@@ -255,7 +248,9 @@ def _make_parameter(declared: Declared) -> inspect.Parameter:
         default = inspect.Parameter.empty
     elif option.negates:
         default = False
-    return _make_keyword(declared.name, Annotated[value, made], default)
+    return inspect.Parameter(
+        declared.name, _KEYWORD, default=default, annotation=Annotated[value, made]
+    )
 
 
 def _print_version(value: bool) -> None:

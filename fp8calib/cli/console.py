@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,12 +21,10 @@ from rich.progress import (
     SpinnerColumn,
     Task,
 )
-from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
 from fp8calib.cli.signals import reraise_signal
-from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine import PeakMemory
 from fp8calib.text import Answer, Block, Line
@@ -57,19 +54,6 @@ _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
 
 
-_prints_json = ContextVar("prints_json", default=False)
-
-
-def set_json(prints_json: bool) -> None:
-    """Set whether the result of the command that starts is printed as JSON."""
-    _prints_json.set(prints_json)
-
-
-def prints_json() -> bool:
-    """Whether the result is printed as JSON, and messages go to stderr."""
-    return _prints_json.get()
-
-
 def be_silent(is_silent: bool = True) -> None:
     """Print nothing from now on; the first process prints for all."""
     _out.quiet = _err.quiet = is_silent
@@ -97,21 +81,16 @@ def print_text(text: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout; NaN, which JSON does not have, is an error.
-
-    `passed` is true, unless `value` has it.
-    """
-    if _out.quiet:
-        return
-    with _to_stdout():
-        numbered = {"schema_version": SCHEMA_VERSION, "passed": True, **value}
-        sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
+    """Print one JSON object on stdout; NaN, which JSON does not have, is an error."""
+    if not _out.quiet:
+        with _to_stdout():
+            sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def show(found: Iterable[Block]) -> None:
+def show(found: Iterable[Block], *, as_json: bool) -> None:
     """Print a result; where stdout gets JSON, only its answer, on stderr."""
     for block in found:
-        if prints_json():
+        if as_json:
             if isinstance(block, Answer):
                 say(block.text)
         elif isinstance(block, Line):
@@ -184,7 +163,7 @@ def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
             sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
-def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: int) -> int:
+def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
     """Print an error on stderr, report it to torchrun, and print it as JSON on stdout when asked.
 
     Returns:
@@ -268,13 +247,14 @@ _BAR_WIDTH = 8
 _LINE_EVERY_S = 60.0
 
 
-class ConsoleReporter:
+class ConsoleReporter(ExitStack):
     """Prints what a command says, and its progress until the end of the context.
 
     The progress is a bar on a terminal's stderr; where stderr is piped, a line a minute.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._progress = Progress(
             SpinnerColumn(table_column=Column(no_wrap=True)),  # so that the text alone is cut
             BarColumn(bar_width=_BAR_WIDTH, table_column=Column(no_wrap=True)),
@@ -285,27 +265,9 @@ class ConsoleReporter:
         self._task: Any = None
         self._stage: _Stage | None = None
         self._memory = PeakMemory()
-        self._opened = ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def say(self, text: str) -> None:
-        """Print a message."""
-        say(text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        warn(text)
-
-    def _open(self) -> None:
-        """Show the bar, and measure the memory from now on."""
-        _stop_spinner()
-        self._opened.enter_context(self._memory)
-        self._opened.enter_context(self._progress)
+    say = staticmethod(say)
+    warn = staticmethod(warn)
 
     def stage(
         self,
@@ -318,7 +280,9 @@ class ConsoleReporter:
     ) -> None:
         """Begin a stage of `total` steps, in `layers` or `batches` that follow each other."""
         if self._task is None:
-            self._open()
+            _stop_spinner()
+            self.enter_context(self._memory)
+            self.enter_context(self._progress)
         else:
             self._progress.remove_task(self._task)
         now = time.monotonic()
@@ -345,12 +309,11 @@ class ConsoleReporter:
 
 
 _LOADING = "loading libraries"
-_spinner: ContextVar[Status | None] = ContextVar("spinner", default=None)
+_spinner = _err.status(_LOADING)
 
 
 def _stop_spinner() -> None:
-    if (spinner := _spinner.get()) is not None:
-        spinner.stop()
+    _spinner.stop()
 
 
 @contextmanager
@@ -360,9 +323,7 @@ def sign_of_life() -> Iterator[None]:
     Where stderr is piped, it is a line before the seconds that importing torch takes.
     """
     if _err.is_terminal and not _err.quiet:
-        spinner = _err.status(_LOADING)
-        _spinner.set(spinner)
-        spinner.start()
+        _spinner.start()
     elif "torch" not in sys.modules:
         say(_LOADING)
     try:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         process_rank = find_process_rank(os.environ)
     except UsageError as error:
-        sys.exit(_show(error, arguments))
+        sys.exit(show_error(*_explain(error), as_json="--json" in arguments))
     if process_rank.size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else pages of C++ when a peer dies
     if process_rank.is_first:
@@ -152,12 +152,6 @@ def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:
     return f"resume with: {shlex.join(['fp8calib', *again])}"
 
 
-def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
-    hint = error.hint or _HINTS.get(error.kind, "")
-    as_json = "--json" in arguments
-    return show_error(error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code)
-
-
 _EXTRA = re.compile(r"unexpected extra argument\(s\) \((\S+?)[ )]")
 
 
@@ -178,44 +172,44 @@ def _explain_extra(message: str, arguments: Sequence[str]) -> str:
     return f"{flag} takes one value"
 
 
-def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
-    """Refuse several processes for commands that run no text."""
-    command = next(iter(arguments), "")
-    if process_rank.size > 1 and command in _STAGES and command not in {"calibrate", "gptq"}:
-        raise UsageError(
-            f"{command}: {process_rank.size} processes were started, and only calibrate and gptq "
-            "run in several",
-            hint="start it without torchrun",
-        )
-
-
-def _guarded(  # noqa: PLR0911 -- one return per kind of error
-    arguments: Sequence[str], process_rank: ProcessRank
-) -> int:
-    as_json = "--json" in arguments
+def _guarded(arguments: Sequence[str], process_rank: ProcessRank) -> int:
+    """Run a command; print its error, and give the exit code."""
+    typed = next(iter(arguments), "")
     try:
-        _require_one_process(arguments, process_rank)
+        if process_rank.size > 1 and typed in _STAGES and typed not in {"calibrate", "gptq"}:
+            raise UsageError(
+                f"{typed}: {process_rank.size} processes were started, and only calibrate and gptq "
+                "run in several",
+                hint="start it without torchrun",
+            )
         return main_inner(arguments)
-    except Fp8CalibError as error:
-        _wait_for_first(process_rank)
-        return _show(error, arguments)
-    except TyperException as error:
-        _wait_for_first(process_rank)
-        message = error.format_message().strip().replace(": Input should be", ": must be")
-        if removed := explain_removed(arguments):
-            return show_error("usage", removed, _HINTS["usage"], as_json=as_json, exit_code=2)
-        hint = _explain_extra(message, arguments) or _HINTS["usage"]
-        return show_error("usage", fit_line(message), hint, as_json=as_json, exit_code=2)
+    except Exit as leaving:
+        return leaving.exit_code
     except (KeyboardInterrupt, Abort) as interruption:
         if not process_rank.is_first:
             return INTERRUPTED
-        kind = _STAGES.get(next(iter(arguments), ""), "data")
-        hint = _resume_hint(arguments, interruption)
-        return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
-    except Exit as leaving:
-        return leaving.exit_code
+        kind, hint = _STAGES.get(typed, "data"), _resume_hint(arguments, interruption)
+        failed = (kind, "interrupted", hint, INTERRUPTED)
+    except Fp8CalibError as error:
+        _wait_for_first(process_rank)
+        failed = _explain(error)
+    except TyperException as error:
+        _wait_for_first(process_rank)
+        message = error.format_message().strip().replace(": Input should be", ": must be")
+        hint = _HINTS["usage"]
+        if removed := explain_removed(arguments):
+            message = removed
+        else:
+            hint = _explain_extra(message, arguments) or hint
+        failed = ("usage", fit_line(message), hint, UsageError.exit_code)
     except Exception as error:  # noqa: BLE001 -- the outermost frame: it is our bug
         be_silent(False)
         traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        return show_error("bug", fit_line(message), BUG_HINT, as_json=as_json, exit_code=1)
+        message = fit_line(f"{type(error).__name__}: {error}")
+        failed = ("bug", message, BUG_HINT, 1)
+    return show_error(*failed, as_json="--json" in arguments)
+
+
+def _explain(error: Fp8CalibError) -> tuple[str, str, str, int]:
+    hint = error.hint or _HINTS.get(error.kind, "")
+    return error.kind, error.message, hint, error.exit_code
