@@ -68,12 +68,11 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("fp8calib.commands.count_sheep", None)
 
 
-MADE_UP_FIELD = """
-    made_up: Annotated[
-        int | None,
-        Option("--made-up", "N", least=2, most=9, key="data.made_up", default=3, help="Count."),
-    ] = None
+MADE_UP_OPTION = """
+MADE_UP = Option("--made-up", "N", least=2, most=9, key="data.made_up", default=3, help="Count.")
 """
+MADE_UP_FIELD = "    made_up: Annotated[int | None, MADE_UP] = None\n"
+MADE_UP_KEY = "    made_up: int = _key(keys.MADE_UP, strict=True)\n"
 SHOW_MADE_UP = """
 import inspect, json, sys
 import fp8calib, scripts.json_schemas, scripts.reference
@@ -98,12 +97,22 @@ main(["calibrate", "--help"])
 """
 
 
-def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
+def insert(path: Path, text: str, *, after: str) -> None:
+    content = path.read_text()
+    assert content.count(after) == 1
+    path.write_text(content.replace(after, after + text))
+
+
+def test_an_option_of_a_recipe_is_declared_in_two_files(tmp_path: Path) -> None:
     for name in ("fp8calib", "scripts", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    declarations = tmp_path / "fp8calib" / "commands" / "options.py"
+    options, recipe = (
+        tmp_path / "fp8calib/commands" / name for name in ("options.py", "recipe.py")
+    )
+    insert(options, MADE_UP_OPTION, after="DEFAULT_SEQ_LEN = 2048\n")
     last = "    query_scale: Annotated[str | None, QUERY_SCALE] = None\n"
-    declarations.write_text(declarations.read_text().replace(last, last + MADE_UP_FIELD))
+    insert(options, MADE_UP_FIELD, after=last)
+    insert(recipe, MADE_UP_KEY, after="    seed: int = _key(keys.SEED, strict=True)\n")
     done = subprocess.run(
         [sys.executable, "-c", SHOW_MADE_UP],
         cwd=tmp_path,

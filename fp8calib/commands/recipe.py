@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -18,7 +15,6 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
-    create_model,
     field_validator,
     model_validator,
 )
@@ -26,7 +22,7 @@ from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.observe import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.option import Declared, Option, list_options
+from fp8calib.commands.option import Option
 from fp8calib.commands.options import recipe_files
 from fp8calib.errors import RecipeError, UsageError, shorten, suggest
 from fp8calib.formats.registry import list_format_names
@@ -42,37 +38,6 @@ def _key(option: Option, **more: Any) -> Any:
     )
 
 
-Section = TypeVar("Section", bound=Frozen)
-
-
-def _with_options(section_name: str) -> Callable[[type[Section]], type[Section]]:
-    """Add the options that are keys of a section, but for those that its class states itself.
-
-    A class states the keys that code reads, with the types that it reads.
-    """
-
-    def complete(section: type[Section]) -> type[Section]:
-        added: dict[str, Any] = {}
-        for declared in list_options(keys.RecipeOptions):
-            place, _, key = declared.option.key.rpartition(".")
-            if place == section_name and key not in section.model_fields:
-                added[key] = _make_key(declared)
-        if not added:
-            return section
-        return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **added)
-
-    return complete
-
-
-def _make_key(declared: Declared) -> tuple[Any, Any]:
-    """Give the type of a key, and the rest of it; a key with a default is never null."""
-    kind, option = declared.annotation, declared.option
-    if option.default is not None:
-        kind = reduce(or_, (each for each in get_args(kind) if each is not NoneType))
-    return kind, _key(option, strict=kind in (int, bool))
-
-
-@_with_options("data")
 class Data(Frozen):
     """Which data is run through the model."""
 
@@ -113,7 +78,6 @@ QueryScale = Annotated[
 ]
 
 
-@_with_options("scales")
 class ScaleOptions(Frozen):
     """How statistics become scales."""
 
@@ -176,7 +140,6 @@ class Quantize(Frozen):
         return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
 
 
-@_with_options("")
 class Recipe(Frozen):
     """What to observe, on which data, how to compute scales, and what to write."""
 
