@@ -181,7 +181,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     common |= {"data": first, "samples": len(first)}
     calibrate(CalibrateRequest(**common, out=out, check=False), reporter)
     written = {_OVERLAY: out / _OVERLAY}
-    checks = {_OVERLAY: check_written(out / _OVERLAY, out / _OVERLAY, path=_OVERLAY)}
+    checks = {_OVERLAY: check_written(out, out, path=_OVERLAY)}
     for name in schemes:
         reporter.say(next(numbered))
         try:
@@ -231,7 +231,7 @@ def _quantize(request: AutoRequest, scheme: str, reporter: Reporter) -> tuple[Wr
         quantize(
             QuantizeRequest(request.model, scheme, out / scheme, stats=stats, **named), reporter
         )
-        found = check_written(out / scheme, out / scheme, path=scheme)
+        found = check_written(out, out, path=scheme)
         if any(each.command for each in found):
             break
     return found
