@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class WeightValues:
     faults: tuple[str, ...]
     """Tensors that hold NaN or infinity."""
     notes: tuple[str, ...]
-    """Tensors with rows of zeros, which are right for tokens that nobody uses."""
+    """Tensors of zeros, then those with rows of zeros, which are right for tokens that nobody uses."""
 
     def amend(self, report: CheckReport) -> CheckReport:
         """Add it to the report of every engine: all of them compute with these values."""
@@ -59,6 +60,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
         ModelError: a file cannot be read.
     """
     faults: list[str] = []
+    empty: list[str] = []
     notes: list[str] = []
     total = sum(entry.size_bytes for held in folder.tensors.values() for entry in held.values())
     progress.stage("reading values", total, unit="bytes")
@@ -70,11 +72,13 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                     fault, zero_rows = _read(opened, name, entry, progress)
                     if fault:
                         faults.append(fault)
-                    if zero_rows:
+                    if zero_rows and zero_rows == math.prod(entry.shape[:-1]):
+                        empty.append(f"{shorten(name)}: all of it is zeros")
+                    elif zero_rows:
                         notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
                 else:
                     progress.advance(entry.size_bytes)
-    return WeightValues(faults=tuple(faults), notes=tuple(notes))
+    return WeightValues(faults=tuple(faults), notes=(*empty, *notes))
 
 
 def _read(file: TensorFile, name: str, entry: TensorEntry, progress: Progress) -> tuple[str, int]:
