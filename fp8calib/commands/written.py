@@ -21,7 +21,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.missing_tensors import find_first_fault
+from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, Fp8CalibError, ModelError, format_ranges
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect

@@ -19,7 +19,6 @@ from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
-    LayerVerdict,
     LoadVerdict,
     Refusal,
     report_alike,
@@ -29,7 +28,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
-from fp8calib.engines.weights.missing_tensors import are_elsewhere
+from fp8calib.engines.weights.parameters import are_elsewhere
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
@@ -70,8 +69,16 @@ def check_folder(
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
     misfit = _find_misfit(geometry, tp)
-    open_weights = _cache_weights(geometry, tp, stats)
-    odd_scales = open_weights(folder).odd_scales
+    opened: dict[tuple[object, ...], WeightReplay] = {}
+
+    def open_weights(folder: ScaleFolder) -> WeightReplay:
+        # once for engines that open the same files in the same order
+        key = (*folder.files, folder.has_index)
+        if key not in opened:
+            opened[key] = WeightReplay(folder, geometry, tp, stats)
+        return opened[key]
+
+    odd_scales = open_weights(folder).stored.odd_scales
     judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
@@ -104,47 +111,26 @@ def check_folder(
 
 
 def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
-    """Call the scales of a layer misread that reads another's cache with other scales than its."""
+    """Mark a layer as misread that reads another layer's cache, but has other scales."""
     own = {layer.layer: layer for layer in report.layers}
     layers = dict(own)
     for layer, attention in geometry.attentions():
         index = attention.producer
         if index is None or not {index, layer.index} <= own.keys():
             continue
-        mine, theirs = own[layer.index], own[index]
-        k, v = (
-            _judge_reading(one, other, index)
-            for one, other in ((mine.k, theirs.k), (mine.v, theirs.v))
-        )
-        layers[layer.index] = LayerVerdict(layer=layer.index, k=k, v=v)
+        changed = {}
+        for role in KV_ROLES:
+            mine, theirs = (getattr(own[each], role) for each in (layer.index, index))
+            if None not in (mine.value, theirs.value) and mine.value != theirs.value:
+                why = (
+                    f"it reads the cache of layer {index}, which is written with "
+                    f"{theirs.value:.4g}, with {mine.value:.4g}"
+                )
+                fix = _SHARED_FIX.format(index)
+                update = {"status": Status.MISREAD, "why": why, "fix": fix}
+                changed[str(role)] = mine.model_copy(update=update)
+        layers[layer.index] = own[layer.index].model_copy(update=changed)
     return report.model_copy(update={"layers": tuple(layers.values())})
-
-
-def _judge_reading(own: LoadVerdict, written: LoadVerdict, producer: int) -> LoadVerdict:
-    if own.value is None or written.value is None or own.value == written.value:
-        return own
-    why = (
-        f"it reads the cache of layer {producer}, which is written with {written.value:.4g}, with "
-        f"{own.value:.4g}"
-    )
-    return own.model_copy(
-        update={"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(producer)}
-    )
-
-
-def _cache_weights(
-    geometry: ModelGeometry, tp: int, stats: CalibrationStats | None
-) -> Callable[[ScaleFolder], WeightReplay]:
-    """Make the replay of weights once for engines that open the same files in the same order."""
-    made: dict[tuple[object, ...], WeightReplay] = {}
-
-    def open_weights(folder: ScaleFolder) -> WeightReplay:
-        opened = (*folder.files, folder.has_index)
-        if opened not in made:
-            made[opened] = WeightReplay(folder, geometry, tp, stats)
-        return made[opened]
-
-    return open_weights
 
 
 def _tell_preferred(
@@ -227,7 +213,9 @@ def _correct_fixes(
 ) -> EngineReport:
     """Replace the advice to write a kv-overlay where the engine uses no overlay of this model."""
     is_advised = any("kv-overlay" in verdict.fix for verdict in report.verdicts)
-    if not is_advised or _takes_overlay(engine, geometry, tp, model):
+    if not is_advised or any(
+        layer.ok for layer in replay_overlay(engine, geometry, tp, model).layers
+    ):
         return report
     fix = _NO_OVERLAY_FIX.format(engine.title, shorten(geometry.model_type))
 
@@ -236,10 +224,6 @@ def _correct_fixes(
         return verdict.model_copy(update={"fix": fix}) if is_wrong else verdict
 
     return report.change(correct)
-
-
-def _takes_overlay(engine: Engine, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> bool:
-    return any(layer.ok for layer in replay_overlay(engine, geometry, tp, model).layers)
 
 
 def replay_overlay(
@@ -325,14 +309,13 @@ def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
     engines = {}
     for key, engine in report.engines.items():
         why = f"{unknown}, which therefore cannot say whether {key} has a place for the scale"
-        engines[key] = engine.change(partial(_withdraw, why=why)).add_problems(
-            f"{unknown}: its layers are found by tensor names"
-        )
+
+        def withdraw(verdict: LoadVerdict, why: str = why) -> LoadVerdict:
+            if verdict.status not in (Status.USED, Status.DROPPED):
+                return verdict
+            text = f"{why} ({verdict.why})"
+            return LoadVerdict(status=Status.UNKNOWN, value=None, why=text, fix=_UNKNOWN_FIX)
+
+        note = f"{unknown}: its layers are found by tensor names"
+        engines[key] = engine.change(withdraw).add_problems(note)
     return report.model_copy(update={"engines": engines})
-
-
-def _withdraw(verdict: LoadVerdict, why: str) -> LoadVerdict:
-    if verdict.status not in (Status.USED, Status.DROPPED):
-        return verdict
-    text = f"{why} ({verdict.why})"
-    return LoadVerdict(status=Status.UNKNOWN, value=None, why=text, fix=_UNKNOWN_FIX)

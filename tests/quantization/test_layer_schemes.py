@@ -18,7 +18,7 @@ import fp8calib
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.weights.stored import list_groups
+from fp8calib.engines.weights.linears import list_groups
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.targets import make_targets

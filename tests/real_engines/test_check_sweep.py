@@ -16,7 +16,7 @@ from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.model_types import UNSUPPORTED_TYPES
-from fp8calib.engines.weights.stored import list_groups
+from fp8calib.engines.weights.linears import list_groups
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
 from tests.engines.test_check_sweep import is_fine, list_kinds

@@ -21,7 +21,7 @@ from fp8calib.engines.replay.quantization_config import (
     find_quantization,
 )
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,
     FUSES_FIRST,
@@ -36,7 +36,7 @@ from fp8calib.engines.sglang.model_types import (
 )
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 CONFIG_KEYS = (
@@ -51,8 +51,11 @@ _ZERO_UNSET = "two KV scales of zero count as not loaded"
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
-_NO_PROJECTIONS = "gemma3n_text"
-"""It fuses names under a projection first, and so loses scales with such names."""
+_FUSED_BEFORE = {
+    "gemma3n_text": (Spelling.PROJECTION, Spelling.OUTPUT),
+    "minimax_m2": (Spelling.OUTPUT,),
+}
+"""Model types that fuse names under a projection first, and so lose scales with such names."""
 _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
 _FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and .v_scale)"
@@ -69,7 +72,13 @@ def replay_sglang(
     del tp  # every rank uses the same number
     context = open_indexed(folder, geometry, error="RuntimeError")
     fault = _find_fault(folder, geometry, release)
-    places = {} if fault else _find_places(geometry)
+    places: dict[str, Slot] = {}
+    if fault is None:
+        places = {
+            f"{_inner_path(attention)}.{role}_scale": (layer.index, role)
+            for layer, attention in geometry.attentions()
+            for role in KV_ROLES
+        }
     model_type = find_sglang_type(geometry)
     if has_class(geometry.architecture, release):
         _refuse_strays(context, places, model_type, release)
@@ -195,14 +204,6 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     )
 
 
-def _find_places(geometry: ModelGeometry) -> dict[str, Slot]:
-    return {
-        f"{_inner_path(attention)}.{role}_scale": (layer.index, role)
-        for layer, attention in geometry.attentions()
-        for role in (Role.K, Role.V)
-    }
-
-
 def _inner_path(attention: Attention) -> str:
     inner = "attn_mqa" if attention.kind == "latent" else "attn"
     return f"{attention.checkpoint_module}.{inner}"
@@ -213,20 +214,13 @@ def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     if model_type in LOSING_TYPES:
         return ""
     if model_type in release.list_values(MAPS_NAMES):
-        return name if _is_lost(name, model_type) else _remap(name)
+        parsed = parse_name(name)
+        fused = _FUSED_BEFORE.get(model_type, ())  # such a name is lost before it can be remapped
+        return name if parsed is not None and parsed.spelling in fused else _remap(name)
     for old, new in find_own_names(model_type, release).items():
         if name.endswith(old):
             return name.removesuffix(old) + new
     return name
-
-
-def _is_lost(name: str, model_type: str) -> bool:
-    """Check whether a name under a projection is fused before it can be remapped."""
-    parsed = parse_name(name)
-    spelling = None if parsed is None else parsed.spelling
-    return (
-        model_type == _NO_PROJECTIONS and spelling in (Spelling.PROJECTION, Spelling.OUTPUT)
-    ) or (model_type == "minimax_m2" and spelling is Spelling.OUTPUT)
 
 
 def _remap(name: str) -> str:
@@ -266,7 +260,9 @@ def _refuse_strays(
         else:
             continue
         why = f"{stored}: SGLang's {model_type} {fault}"
-        raise Refusal(why, fix=_find_name_fix(context.geometry, release))
+        paths = (_inner_path(attention) for _, attention in context.geometry.attentions())
+        has = has_place(context.geometry.model_type, release)
+        raise Refusal(why, fix=_FIX.format(path=next(paths, "attn")) if has else _PLACELESS_FIX)
 
 
 def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
@@ -276,13 +272,6 @@ def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
     if asserts:
         return stored.numel == 1 and abs(stored.values[0] - 1.0) < _NEARLY
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
-
-
-def _find_name_fix(geometry: ModelGeometry, release: Release) -> str:
-    if not has_place(geometry.model_type, release):
-        return _PLACELESS_FIX
-    paths = (_inner_path(attention) for _, attention in geometry.attentions())
-    return _FIX.format(path=next(paths, "attn"))
 
 
 def _judge(
@@ -304,16 +293,13 @@ def _judge(
         absent_fix=_FIX.format(path=path),
     )
     verdict = judge_pair(context, index, loaded, rules)
-    return verdict.change(_misread_latents) if attention.kind == "latent" else verdict
-
-
-def _misread_latents(one: LoadVerdict) -> LoadVerdict:
-    """Call a scale of latents misread, unless it is 1.0.
-
-    The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
-    `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
-    """
-    return one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
+    if attention.kind != "latent":
+        return verdict
+    # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
+    # `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
+    return verdict.change(
+        lambda one: one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
+    )
 
 
 _LATENTS = (

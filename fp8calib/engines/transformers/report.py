@@ -30,7 +30,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, load_on_meta
-from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT

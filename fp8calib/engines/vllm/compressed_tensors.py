@@ -44,28 +44,21 @@ def judge_compressed_layer(
     Raises:
         Refusal: a scale's shape fits no parameter.
     """
-    k, v = (
-        _judge_compressed(context, (index, role), loaded, heads, tp) for role in (Role.K, Role.V)
-    )
-    return LayerVerdict(layer=index, k=k, v=v)
+
+    def judge(role: Role) -> LoadVerdict:
+        stored = loaded.get((index, role))
+        if stored is None:
+            return _judge_unloaded(context, (index, role), loaded)
+        if heads is not None:
+            return _judge_heads(context, stored, heads.num_kv_heads, tp)
+        return judge_number(require_scalar(stored, "vLLM"), str(stored))
+
+    return LayerVerdict(layer=index, k=judge(Role.K), v=judge(Role.V))
 
 
-def _judge_compressed(
-    context: LoadContext,
-    slot: Slot,
-    loaded: dict[Slot, StoredScale],
-    heads: Attention | None,
-    tp: int,
+def _judge_unloaded(
+    context: LoadContext, slot: Slot, loaded: dict[Slot, StoredScale]
 ) -> LoadVerdict:
-    stored = loaded.get(slot)
-    if stored is None:
-        return _unloaded(context, slot, loaded)
-    if heads is not None:
-        return _judge_heads(context, stored, heads.num_kv_heads, tp)
-    return judge_number(require_scalar(stored, "vLLM"), str(stored))
-
-
-def _unloaded(context: LoadContext, slot: Slot, loaded: dict[Slot, StoredScale]) -> LoadVerdict:
     k = loaded.get((slot[0], Role.K))
     if k is not None and k.name.endswith(".kv_scale"):
         why = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8calib.engines.facts.release import VLLM_RUN
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import match_to_layers
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.vllm.replay import replay_vllm
@@ -28,7 +28,10 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
 
     def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
         scale = stored.get((index, role))
-        if scale is None or _fits_ranks(scale, heads[index], tp):
+        if scale is None or scale.numel == 1:
+            return one
+        ranks = (rank_range(heads[index], tp, rank) for rank in range(tp))
+        if all(len(set(scale.values[rank.start : rank.stop])) == 1 for rank in ranks):
             return one
         return one.misread(_LARGEST.format(scale), _LARGEST_FIX)
 
@@ -41,11 +44,3 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         for layer in report.layers
     )
     return report.model_copy(update={"layers": tuple(layers)})
-
-
-def _fits_ranks(scale: StoredScale, num_heads: int, tp: int) -> bool:
-    """Check that the heads of each rank have one scale."""
-    if scale.numel == 1:
-        return True
-    ranks = (rank_range(num_heads, tp, rank) for rank in range(tp))
-    return all(len(set(scale.values[heads.start : heads.stop])) == 1 for heads in ranks)

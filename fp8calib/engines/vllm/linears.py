@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import torch
 
-from fp8calib.engines.facts.classes import find_class_map
+from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
-from fp8calib.engines.vllm.model_types import (
-    RENAMING_TYPES,
-)
+from fp8calib.engines.vllm.model_types import RENAMING_TYPES
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
 from fp8calib.engines.weights.expected import Expected, OtherScheme
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import HEADS, GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
     Section,
     Unquantized,
-    covers_group,
     covers_parts,
     list_strings,
-    require_mx,
 )
-from fp8calib.engines.weights.stored import HEADS
+from fp8calib.formats.fp8.compressed_tensors import FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.shapes import ModelGeometry
@@ -43,6 +41,8 @@ _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale
 
 class VllmReader(LinearReader):
     """The linears that vLLM creates by a folder's quantization config."""
+
+    engine = "vllm"
 
     @classmethod
     def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> VllmReader:
@@ -58,22 +58,32 @@ class VllmReader(LinearReader):
     def __init__(
         self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
     ) -> None:
-        self._release = release
         self._mx_form = str(section.get("quant_method", "modelopt"))
         if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
             # modelopt.py, ModelOptMxFp8Config.from_config
             listed = {"exclude_modules": list_strings(section, "ignored_layers")}
             nested = {"quant_algo": "MXFP8", **listed}
             section = {"quant_method": "modelopt", "quantization": nested}
-        found = find_class_map("vllm", release.version, geometry.architecture)
-        super().__init__(folder, section, found or {})
-        if str(self.section.get("quant_algo")).upper() == "MXFP8":
+        super().__init__(folder, section, geometry, release)
+        self._exact = frozenset(self.excluded)
+        if self.algorithm == "MXFP8":
             _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in RENAMING_TYPES
-        heads = [each for name in HEADS for each in self.classes.get(name, ())]
-        self._has_head = found is None or any(each.is_by_config for each in heads)
 
-    def require_judged(self, folder: ScaleFolder) -> None:
+    def list_excluded(self) -> list[str]:
+        """List what the config leaves unquantized; the release names ModelOpt's list."""
+        section = self.section
+        if self.method == "compressed-tensors":
+            return list_strings(section, "ignore")
+        if self.method == "fp8":
+            ignored = list_strings(section, "ignored_layers")
+            return ignored or list_strings(section, "modules_to_not_convert")
+        if not self.method.startswith("modelopt"):
+            return []
+        whole = {"quantization": section} if self.is_nested else section
+        return list_strings(section, find_exclusions(whole, section, self.release))
+
+    def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.
 
         vLLM 0.32.0 models/llama.py and models/transformers/causal.py: the layer is created by the
@@ -82,9 +92,9 @@ class VllmReader(LinearReader):
         Raises:
             Unjudged: it is created in FP8, and its scales are not set.
         """
-        if not self._has_head:
+        created = [each for name in HEADS for each in self.classes.get(name, ())]
+        if self.classes and not any(each.is_by_config for each in created):
             return
-        tensors = {name: each for held in folder.tensors.values() for name, each in held.items()}
         has_weights = any(each.dtype in WEIGHT_FORMATS for each in tensors.values())
         modules = (name.rpartition(".")[0] for name in tensors)
         if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
@@ -100,9 +110,11 @@ class VllmReader(LinearReader):
         if self.method == "quark" and group.is_by_config:
             self._require_excluded(self.name_as_listed(group))
         found = super().find_scheme(group)
-        if isinstance(found, StoredScheme) and found.is_mx:
-            require_mx(self._release, self._mx_form, group, "ValueError")
-        elif group.kind is GroupKind.HEAD and _has_blocks(found):
+        if not isinstance(found, StoredScheme):
+            return found
+        if found.is_mx:
+            self.require_mx(self._mx_form, group, "ValueError")
+        elif group.kind is GroupKind.HEAD and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
@@ -121,20 +133,20 @@ class VllmReader(LinearReader):
         Raises:
             Refusal: it does not.
         """
-        section = self.section
-        is_whole = isinstance(section.get("layer_type_quant_config"), dict)
+        is_whole = isinstance(self.section.get("layer_type_quant_config"), dict)
         if is_whole or group.kind is GroupKind.HEAD:
             return
-        entries = list_strings(section, "exclude")
+        entries = list_strings(self.section, "exclude")
 
         def is_excluded(path: str) -> bool:
-            names = self.spell(path)
-            return any(self.ignores(entry, name) for entry in entries for name in names)
+            return self.find_entry(matches_target, path, entries) is not None
 
-        has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
-        if is_excluded(group.path) or (group.kind is GroupKind.EXPERTS and has_parts):
-            return
-        if group.kind is GroupKind.EXPERTS or not covers_group(group, is_excluded):
+        if group.kind is GroupKind.EXPERTS:
+            has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
+            is_left_out = has_parts or is_excluded(group.path)
+        else:
+            is_left_out = is_excluded(group.path) or covers_parts(group, is_excluded)
+        if not is_left_out:
             why = (
                 f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
             )
@@ -146,40 +158,80 @@ class VllmReader(LinearReader):
     ) -> Mapping[str, Expected]:
         """List the tensors of a linear, of which some models' loaders take other names too."""
         expected = super().list_expected(group, linear, scheme)
-        if not self._renames:
-            return expected
-        return {_find_spelling(linear, name): each for name, each in expected.items()}
+        others = _RENAMED if self._renames else {}
+        return {
+            others[name] if others.get(name) in linear.tensors else name: each
+            for name, each in expected.items()
+        }
 
-    def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+    def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Check whether a list covers a group: in which cases it may name the joined module."""
         if group.kind is GroupKind.EXPERTS or len(group.members) == 1:
             return covers_parts(group, matches)
-        is_named = any(path in self.excluded for path in self.spell(group.path))
-        if self.method == "compressed-tensors" and self._release.has(_IGNORES_JOINED):
+        is_named = not self._exact.isdisjoint(self.spell(group.path))
+        if self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED):
             is_named = matches(group.path)
         return is_named or covers_parts(group, matches)
 
-    def find_target(self, group: LinearGroup) -> str | None:
-        """Find the first target: by path, and then in the order of the release."""
-        if group.kind is GroupKind.EXPERTS or not self._release.has(_CLASS_FIRST):
-            return super().find_target(group)
-        by_name = self.find_path_target(group.path) or self.find_class_target(group)
-        return by_name or self.find_part_target(group)
+    def find_compressed(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by the rules of compressed-tensors."""
+        is_expert = group.kind is GroupKind.EXPERTS
+        if is_expert:  # the projections of the first one decide for the layer's
+            first = f"{group.members[0].module.rpartition('.')[0]}."
+            members = tuple(each for each in group.members if each.module.startswith(first))
+            group = replace(group, members=members)
 
-    def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
-        """Read ModelOpt's list, which a release reads by its own name of it."""
-        whole = {"quantization": section} if is_nested else section
-        return list_strings(section, find_exclusions(whole, section, self._release))
+        def find_entry(path: str) -> str | None:
+            return self.find_entry(matches_target, path, self.excluded)
 
-    def quantizes(self, group: LinearGroup, algorithm: str) -> bool:
-        """Tell whether a layer of a mixed precision may have an algorithm."""
+        if self._covers(group, lambda path: find_entry(path) is not None):
+            return Unquantized.by(find_entry(group.members[0].module) or group.path)
+        if is_expert:
+            target = self.find_expert_target(group)
+        elif self.release.has(_CLASS_FIRST):
+            by_name = self.find_path_target(group.path) or self.find_class_target(group)
+            target = by_name or self.find_part_target(group)
+        else:
+            by_name = self.find_path_target(group.path) or self.find_part_target(group)
+            target = by_name or self.find_class_target(group)
+        if target is None:
+            return Unquantized(why="no config group has it")
+        return self.read_group(target, FORMATS, reads_own_format=True)
+
+    def find_fp8(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by the rules of the `fp8` method."""
+        if group.kind is GroupKind.HEAD:
+            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
+        if group.kind is GroupKind.EXPERTS:
+            entry = self.find_entry(_skips_experts, group.path, self.excluded)
+            return self.read_fp8() if entry is None else Unquantized.by(entry)
+        is_skipped = self._covers(group, self._names)
+        return Unquantized.by(group.path) if is_skipped else self.read_fp8()
+
+    def _names(self, path: str) -> bool:
+        return not self._exact.isdisjoint(self.spell(path))
+
+    def find_exclusion(self, group: LinearGroup) -> str | None:
+        """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
+        is_expert = group.kind is GroupKind.EXPERTS
+        if not is_expert and self._covers(group, self._names):
+            return group.path
+
+        def matches(entry: str, name: str) -> bool:
+            is_part = entry != name and entry in name
+            return is_part or (is_expert and _skips_experts(entry, name)) or fnmatch(name, entry)
+
+        return self.find_entry(matches, group.path, self.excluded)
+
+    def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
+        """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
         what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
-        is_mixed = str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
-        return not is_mixed or algorithm in self._release.list_values(f"mixed precision {what}")
+        return algorithm in self.release.list_values(f"mixed precision {what}")
 
 
-def _has_blocks(found: Found) -> bool:
-    return isinstance(found, StoredScheme) and found.weights is Granularity.BLOCK
+def _skips_experts(entry: str, path: str) -> bool:
+    """Match the experts of a layer with an entry of a list."""
+    return "experts" in entry and path in entry
 
 
 def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:
@@ -194,8 +246,3 @@ def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:
     if find_served_dtype(geometry, bfloat16_types=types) is not torch.bfloat16:
         why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16 (ValueError)"
         raise Refusal(why, fix="serve it with --dtype bfloat16, or write it as compressed-tensors")
-
-
-def _find_spelling(linear: StoredLinear, name: str) -> str:
-    other = _RENAMED.get(name, name)
-    return other if other in linear.tensors else name

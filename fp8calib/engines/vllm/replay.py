@@ -76,7 +76,12 @@ def replay_vllm(
     Raises:
         Refusal: vLLM does not start.
     """
-    _require_class(geometry, release)
+    if is_unsupported(geometry, release):
+        if first := release.begins[CLASS].get(geometry.architecture):
+            why = f"{release.title} has no class for {shorten(geometry.architecture)}"
+            raise Refusal(why, fix=f"use vLLM {first} or later")
+        why = f"{release.title} does not run {geometry.model_type}"
+        raise Refusal(why, fix="use another engine")
     context = open_indexed(folder, geometry, error="FileNotFoundError")
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
@@ -93,7 +98,8 @@ def replay_vllm(
         context.problems.append(_NEEDS_FLASH_ATTENTION)
     if on_gpus and context.scales and method is not None and dtype is torch.float16:
         context.problems.append(_STOPS_IN_FLOAT16)
-    _note_release(context, method, release)
+    if context.scales and method is not None and release.has(_CALCULATES_EXISTS):
+        context.problems.append(_CALCULATES)
     if method is not None and method is not KvMethod.NONE:
         _note_loaded(context, method, release, on_gpus=on_gpus)
     if method is not None and geometry.has_latent_attention:
@@ -184,8 +190,8 @@ def _judge_layers(
     )
     layers: list[LayerVerdict] = []
     held: dict[Slot, HeldScale] = {}
-    for index, attention in _list_attentions(context.geometry):
-        heads = attention if per_head else None
+    for layer, attention in context.geometry.attentions():
+        index, heads = layer.index, attention if per_head else None
         bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
         if bare is not None:
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
@@ -197,7 +203,11 @@ def _judge_layers(
         own = {role: each for role in roles if (each := loaded.get((index, role)))}
         held |= _list_held(layers[-1], own, heads, doubles=method in _DOUBLING)
     if method is not None:
-        _note_dtype_flag(context, method, has_scheme=has_scheme)
+        turns_on = has_scheme and method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
+        if context.scales and not turns_on:
+            context.problems.append(
+                "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
+            )
     return layers, held
 
 
@@ -244,21 +254,6 @@ def _is_per_head(quantization: Mapping[str, object], method: KvMethod | None) ->
     return method is KvMethod.COMPRESSED_TENSORS and strategy == "attn_head"
 
 
-def _require_class(geometry: ModelGeometry, release: Release) -> None:
-    """Check that a release runs a model.
-
-    Raises:
-        Refusal: it does not.
-    """
-    if not is_unsupported(geometry, release):
-        return
-    if first := release.begins[CLASS].get(geometry.architecture):
-        why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-        raise Refusal(why, fix=f"use vLLM {first} or later")
-    why = f"{release.title} does not run {geometry.model_type}"
-    raise Refusal(why, fix="use another engine")
-
-
 def _find_places(
     context: LoadContext,
     quantization: Mapping[str, object],
@@ -276,8 +271,8 @@ def _find_places(
     if is_placeless or not _has_places(geometry, release) or method in (None, KvMethod.NONE):
         return {}
     return {
-        path: index
-        for index, attention in _list_attentions(context.geometry)
+        path: layer.index
+        for layer, attention in geometry.attentions()
         if _has_heads(context, attention)
         for path in (f"{attention.checkpoint_module}.attn",)
         if not any(matches_target(target, path) for target in targets)
@@ -304,10 +299,6 @@ _UNCHANGED = (
     "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
     "the e4m3fn cache of any other device"
 )
-
-
-def _list_attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
-    return [(layer.index, attention) for layer, attention in geometry.attentions()]
 
 
 def _has_heads(context: LoadContext, attention: Attention) -> bool:
@@ -350,7 +341,7 @@ def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> 
         if not per_head:
             require_scalar(stored, "vLLM")
         elif not any(
-            _fits_query(stored, attention) for _, attention in _list_attentions(context.geometry)
+            _fits_query(stored, attention) for _, attention in context.geometry.attentions()
         ):
             why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
             raise Refusal(
@@ -365,20 +356,6 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     """Check that vLLM can reduce a scale of q to one maximum per KV head."""
     groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
-
-
-def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
-    turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
-    if context.scales and not (turns_on and has_scheme):
-        context.problems.append(
-            "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
-        )
-
-
-def _note_release(context: LoadContext, method: KvMethod | None, release: Release) -> None:
-    """Note the conditions of an older release."""
-    if context.scales and method is not None and release.has(_CALCULATES_EXISTS):
-        context.problems.append(_CALCULATES)
 
 
 _CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"

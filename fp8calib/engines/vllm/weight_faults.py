@@ -9,7 +9,7 @@ from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
-from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.quantization_config import ContradictionError
 from fp8calib.formats.fp8.registry import load_finder
@@ -47,8 +47,14 @@ def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
 
 def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Callable[[str], bool]:
     """Make a test of whether vLLM may have parameters for the scales of a module's weight."""
-    if any(_is_quantized(name, entry) for name, entry in tensors.items()):
-        stored = {name.rpartition(".")[0] for name, entry in tensors.items() if _is_matrix(entry)}
+    has_codes = any(
+        (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
+        or (entry.dtype in WEIGHT_FORMATS and not is_scale_name(name))
+        for name, entry in tensors.items()
+    )
+    if has_codes:
+        matrices = {name for name, entry in tensors.items() if len(entry.shape) > 1}
+        stored = {name.rpartition(".")[0] for name in matrices}
         meant = {linear.checkpoint_name or "" for _, linear in context.geometry.linears()}
         linears = stored | {name.removesuffix(".weight") for name in meant}
         return lambda module: module in linears or split_expert(module) is not None
@@ -69,15 +75,6 @@ def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Call
         return True
 
     return is_quantized
-
-
-def _is_matrix(entry: TensorEntry) -> bool:
-    return len(entry.shape) > 1
-
-
-def _is_quantized(name: str, entry: TensorEntry) -> bool:
-    is_weight = name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES
-    return is_weight or (entry.dtype in WEIGHT_FORMATS and not is_scale_name(name))
 
 
 def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> Refusal:

@@ -8,7 +8,8 @@ they stop, or give rows the scale of another block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
@@ -33,11 +34,6 @@ _MIXER_STATES = ("mamba_d_state", "ssm_state_size")
 _FIX = "quantize with one scale per tensor or per channel"
 _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
-_STOPS_OR_MISREADS = "it stops, or rows get the scales of other blocks"
-"""vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)."""
-
-Blocks = Mapping[str, tuple[int, int]]
-"""Rows and columns of a block, by the path of the linear."""
 
 
 def list_block_findings(
@@ -65,47 +61,31 @@ def list_block_findings(
         return
     schemes = weights.schemes.items()
     blocks = {path: each.block for path, each in schemes if each.weights is Granularity.BLOCK}
-    experts = (each for group in weights.groups for each in group.members if _is_expert(group))
     repeats = repeats_scales and weights.dialect == "autofp8"
-    judged = (
+    experts = (
         _judge_expert(each, blocks[each.module], tp, repeats=repeats)
-        for each in experts
-        if each.module in blocks
+        for group in weights.groups
+        for each in group.members
+        if group.kind is GroupKind.EXPERTS and each.module in blocks
     )
-    yield from _take_first(judged)
+    yield from islice(filter(None, experts), 1)
     known = {
         (linear.checkpoint_name or linear.module).removesuffix(".weight"): linear
         for _, linear in geometry.linears()
         if linear.section != "other" and not linear.num_experts
     }
-    whole = (
-        group
-        for group in weights.groups
-        if not _is_expert(group) and all(each.module in blocks for each in group.members)
-    )
     found = [
         (group, [known.get(each.module) for each in group.members], blocks[group.members[0].module])
-        for group in whole
+        for group in weights.groups
+        if group.kind is not GroupKind.EXPERTS
+        and all(each.module in blocks for each in group.members)
     ]
-    if tp > 1:
-        split = [_judge_single(linears, block, tp) for _, linears, block in found]
-        if any(split):
-            yield from _take_first(split)
-            return
-    yield from _take_first(
+    split = [_judge_single(linears, block, tp) for _, linears, block in found if tp > 1]
+    fused = (
         _judge_fused(engine, weights, group, linears, block[0], tp)
         for group, linears, block in found
     )
-
-
-def _take_first(found: Iterable[Finding | None]) -> Iterator[Finding]:
-    first = next(filter(None, found), None)
-    if first is not None:
-        yield first
-
-
-def _is_expert(group: LinearGroup) -> bool:
-    return group.kind is GroupKind.EXPERTS
+    yield from islice(filter(None, split if any(split) else fused), 1)
 
 
 def _judge_single(
@@ -124,7 +104,8 @@ def _judge_single(
     if size % length == 0:
         return None
     what = f"{linear.module} has {size} {side} on each of {tp} ranks"
-    return _refuse(f"{what}, no multiple of {length}: ValueError", _RANKS_FIX)
+    why = f"{what}, no multiple of {length}: ValueError"
+    return Finding(status=Status.REFUSED, why=why, fix=_RANKS_FIX)
 
 
 def _judge_fused(
@@ -166,8 +147,10 @@ def _judge_fused(
     )
     fix = _FIX if tp == 1 else _RANKS_FIX
     if engine == "sglang" or not is_autofp8:
-        return _refuse(why, fix)
-    return Finding(status=Status.MISREAD, why=f"{why}: {_STOPS_OR_MISREADS}", fix=fix)
+        return Finding(status=Status.REFUSED, why=why, fix=fix)
+    # vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)
+    why = f"{why}: it stops, or rows get the scales of other blocks"
+    return Finding(status=Status.MISREAD, why=why, fix=fix)
 
 
 def _judge_expert(
@@ -190,7 +173,8 @@ def _judge_expert(
     # and a rank's slice of the side that is split.
     finer = 0 if size % tp else math.gcd(*block, size // tp, linear.shape[int(not is_row)])
     if not repeats or finer < _MIN_FINER_BLOCK:
-        return _refuse(f"{why}: ValueError", _FIX if tp == 1 else _EXPERTS_FIX)
+        fix = _FIX if tp == 1 else _EXPERTS_FIX
+        return Finding(status=Status.REFUSED, why=f"{why}: ValueError", fix=fix)
     why += f": it repeats the scales for blocks of {finer}, which only its Triton kernels on GPUs"
     return Finding(status=Status.USED, why=f"{why} support", fix=_FIX)
 
@@ -200,8 +184,12 @@ def _split_mixer(config: Mapping[str, object], linear: StoredLinear) -> list[tup
 
     vLLM 0.32.0 makes five projections of it (`layers/mamba/mamba_mixer2.py`); run.
     """
-    keys = (_MIXER_HEADS, _MIXER_GROUPS, _MIXER_STATES)
-    heads, groups, states = (_find_number(config, names) for names in keys)
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, dict) else {})
+    heads, groups, states = (
+        next((n for each in sections for key in keys if isinstance(n := each.get(key), int)), 0)
+        for keys in (_MIXER_HEADS, _MIXER_GROUPS, _MIXER_STATES)
+    )
     inner = linear.shape[0] - heads - 2 * groups * states
     if linear.projection != "in_proj" or min(inner, heads) <= 0:
         return []
@@ -209,21 +197,7 @@ def _split_mixer(config: Mapping[str, object], linear: StoredLinear) -> list[tup
     return [(linear.module, size) for size in sizes]
 
 
-def _find_number(config: Mapping[str, object], keys: Iterable[str]) -> int:
-    """Find the first of some numbers in a config or in that of its text part; 0 where none is."""
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        for key in keys:
-            if isinstance(number := fields.get(key), int):
-                return number
-    return 0
-
-
 def _count_rows(linear: Linear, place: int, tp: int) -> int:
     """Count the outputs of a part of a linear on a rank."""
     part = linear.parts[place]
     return part.unit * len(rank_range(part.count, tp, 0))
-
-
-def _refuse(why: str, fix: str) -> Finding:
-    return Finding(status=Status.REFUSED, why=why, fix=fix)

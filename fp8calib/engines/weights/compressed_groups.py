@@ -16,8 +16,6 @@ from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.numerics.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling
 
-_PACKED_BITS = (4, 8)
-
 
 def read_compressed_group(
     group: Mapping[str, object], form: object, formats: Collection[str]
@@ -41,16 +39,16 @@ def read_compressed_group(
     except Exception as error:
         why = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
         raise Unjudged(f"compressed-tensors refuses a config group ({why})") from error
-    found = None
-    if scheme.weights is not None and scheme.output_activations is None:
-        found = _read_fp8(scheme, form, formats) or _read_other(scheme, form)
-    if found is None:
-        raise Unjudged(
-            f"weights {_describe(scheme.weights)} with inputs "
-            f"{_describe(scheme.input_activations)} and format {form!a:.40} are of no form that "
-            "is known"
-        )
-    return found
+    weights, inputs = scheme.weights, scheme.input_activations
+    is_alone = weights is not None and scheme.output_activations is None
+    if is_alone and weights.symmetric and not weights.dynamic:
+        read = _read_fp8 if _is_float8(weights) and form in formats else _read_other
+        if (found := read(weights, inputs, form)) is not None:
+            return found
+    raise Unjudged(
+        f"weights {_describe(weights)} with inputs {_describe(inputs)} and format {form!a:.40} "
+        "are of no form that is known"
+    )
 
 
 def _describe(arguments: Any) -> str:
@@ -64,48 +62,42 @@ def _describe(arguments: Any) -> str:
     )
 
 
-def _read_fp8(scheme: Any, form: object, formats: Collection[str]) -> StoredScheme | None:
-    weights = scheme.weights
-    is_fp8 = (weights.type, weights.num_bits) == ("float", 8)
-    inputs = _read_inputs(scheme.input_activations)
-    if is_fp8 and _is_static(weights) and form == MX_FORMAT:
-        return _read_mx(scheme) if MX_FORMAT in formats else None
-    if not is_fp8 or not _is_static(weights) or form not in formats or inputs is None:
-        return None
-    if weights.strategy not in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK):
-        return None
-    has_blocks = weights.strategy == Granularity.BLOCK
-    if has_blocks and (weights.block_structure is None or inputs is InputScaling.STATIC):
-        return None
-    block = (weights.block_structure[0], weights.block_structure[1]) if has_blocks else BLOCK
-    return StoredScheme(weights=Granularity(str(weights.strategy)), block=block, inputs=inputs)
+def _is_float8(arguments: Any) -> bool:
+    return (arguments.type, arguments.num_bits) == ("float", 8)
 
 
-def _read_mx(scheme: Any) -> StoredScheme | None:
+def _read_fp8(weights: Any, inputs: Any, form: object) -> StoredScheme | None:
+    if form == MX_FORMAT:
+        return _read_mx(weights, inputs)
+    scaling = _read_inputs(inputs)
+    if scaling is None or weights.strategy not in ("tensor", "channel", "block"):
+        return None
+    block = BLOCK
+    if weights.strategy == "block":
+        if weights.block_structure is None or scaling is InputScaling.STATIC:
+            return None
+        block = (weights.block_structure[0], weights.block_structure[1])
+    return StoredScheme(weights=Granularity(str(weights.strategy)), block=block, inputs=scaling)
+
+
+def _read_mx(weights: Any, inputs: Any) -> StoredScheme | None:
     """Read MXFP8; the config may leave the inputs in 16 bits."""
-    quantizers = (scheme.weights, scheme.input_activations)
-    is_mx = all(each is None or _is_mx(each) for each in quantizers)
-    if not is_mx or (quantizers[1] is not None and not quantizers[1].dynamic):
+    for each in (weights,) if inputs is None else (weights, inputs):
+        how = (each.type, each.num_bits, each.strategy, each.group_size, bool(each.symmetric))
+        has_exponents = str(each.scale_dtype) == "torch.uint8"
+        if how != ("float", 8, "group", MX_BLOCK[1], True) or not has_exponents:
+            return None
+    if inputs is not None and not inputs.dynamic:
         return None
-    inputs = InputScaling.NONE if quantizers[1] is None else InputScaling.GROUP
-    return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=inputs)
-
-
-def _is_mx(arguments: Any) -> bool:
-    how = (arguments.type, arguments.num_bits, arguments.strategy, arguments.group_size)
-    has_exponents = str(arguments.scale_dtype) == "torch.uint8"
-    return how == ("float", 8, "group", MX_BLOCK[1]) and has_exponents and arguments.symmetric
-
-
-def _is_static(weights: Any) -> bool:
-    return bool(weights.symmetric) and not weights.dynamic
+    scaling = InputScaling.NONE if inputs is None else InputScaling.GROUP
+    return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=scaling)
 
 
 def _read_inputs(inputs: Any) -> InputScaling | None:
     """Read how FP8 inputs are scaled; None where that is of no form that is known."""
     if inputs is None:
         return InputScaling.NONE
-    if (inputs.type, inputs.num_bits) != ("float", 8) or not inputs.symmetric:
+    if not _is_float8(inputs) or not inputs.symmetric:
         return None
     if not inputs.dynamic:
         return InputScaling.STATIC if inputs.strategy == "tensor" else None
@@ -115,45 +107,34 @@ def _read_inputs(inputs: Any) -> InputScaling | None:
     return InputScaling.GROUP if is_group else None
 
 
-def _read_other(scheme: Any, form: object) -> OtherScheme | None:
+def _read_other(weights: Any, inputs: Any, form: object) -> OtherScheme | None:
     """Read a form that is no FP8 weight."""
-    weights, inputs = scheme.weights, scheme.input_activations
-    if not _is_static(weights):
-        return None
     if form == OtherForm.NVFP4:
-        return _read_nvfp4(weights, inputs)
-    is_plain = weights.type == "int" and weights.actorder is None
-    if is_plain and form == OtherForm.PACKED:
-        return _read_packed(weights, inputs)
-    return _read_int8(weights, inputs) if is_plain and form == OtherForm.INT8 else None
-
-
-def _read_packed(weights: Any, inputs: Any) -> OtherScheme | None:
-    is_known = weights.num_bits in _PACKED_BITS and weights.strategy in ("group", "channel")
-    if not is_known or inputs is not None:
+        quantizers = (weights,) if inputs is None else (weights, inputs)
+        hows = {
+            (each.type, each.num_bits, each.strategy, each.group_size, each.symmetric)
+            for each in quantizers
+        }
+        is_known = hows == {("float", 4, "tensor_group", 16, True)}
+        other = OtherScheme(form=OtherForm.NVFP4, has_input_scale=inputs is not None)
+        return other if is_known else None
+    if weights.type != "int" or weights.actorder is not None:
         return None
-    size = weights.group_size if weights.strategy == "group" else 0
-    return OtherScheme(form=OtherForm.PACKED, num_bits=weights.num_bits, group_size=size)
-
-
-def _read_int8(weights: Any, inputs: Any) -> OtherScheme | None:
-    is_known = weights.num_bits == 8 and weights.strategy in ("tensor", "channel")
-    if not is_known or inputs is None:
+    bits, strategy = weights.num_bits, weights.strategy
+    if form == OtherForm.PACKED and inputs is None:
+        size = weights.group_size if strategy == "group" else 0
+        is_known = bits in (4, 8) and strategy in ("group", "channel")
+        return (
+            OtherScheme(form=OtherForm.PACKED, num_bits=bits, group_size=size) if is_known else None
+        )
+    if form != OtherForm.INT8 or inputs is None or bits != 8:
         return None
     how = (inputs.type, inputs.num_bits, inputs.symmetric, inputs.strategy, bool(inputs.dynamic))
-    if how not in (("int", 8, True, "tensor", False), ("int", 8, True, "token", True)):
+    is_known = how in (("int", 8, True, "tensor", False), ("int", 8, True, "token", True))
+    if not is_known or strategy not in ("tensor", "channel"):
         return None
     return OtherScheme(
         form=OtherForm.INT8,
-        is_per_tensor=weights.strategy == "tensor",
+        is_per_tensor=strategy == "tensor",
         has_input_scale=not inputs.dynamic,
     )
-
-
-def _read_nvfp4(weights: Any, inputs: Any) -> OtherScheme | None:
-    quantizers = (weights,) if inputs is None else (weights, inputs)
-    for each in quantizers:
-        how = (each.type, each.num_bits, each.strategy, each.group_size, each.symmetric)
-        if how != ("float", 4, "tensor_group", 16, True):
-            return None
-    return OtherScheme(form=OtherForm.NVFP4, has_input_scale=inputs is not None)

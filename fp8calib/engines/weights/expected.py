@@ -11,21 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import WEIGHT, GroupKind, LinearGroup, Shape, StoredLinear
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.numerics.schemes import Granularity, InputScaling, count_blocks
 
-Shape = tuple[int, ...]
-WEIGHT, INPUT_SCALE = "weight", "input_scale"
-_PACKED, _SHAPE = "weight_packed", "weight_shape"
+_PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
+INPUT_SCALE = "input_scale"
 WEIGHTS = (WEIGHT, _PACKED, _SHAPE)
 """The last parts of the names of tensors that are no scales."""
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""The dtypes of weights that are not quantized."""
-_SCALE = "weight_scale"
 _SCALE_DTYPES = ("F32", "BF16", "F16")
-_EXPONENT_DTYPES = ("U8",)
 _CODES = ("F8_E4M3",)
 _NUMBER: tuple[Shape, ...] = ((), (1,))
 
@@ -81,11 +76,16 @@ def list_expected(
         return _list_other(linear, scheme)
     # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
     is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS and not scheme.is_mx
+    shapes = _NUMBER
+    if scheme.weights is Granularity.CHANNEL:
+        shapes = ((linear.shape[0],) if is_modelopt else (linear.shape[0], 1),)
+    elif scheme.weights is Granularity.BLOCK:
+        across, along = count_blocks(linear.shape, scheme.block)
+        shapes = ((across, 1, along, 1) if is_modelopt else (across, along),)
     expected = {
         WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
         dialect.name_scale(scheme.weights): Expected(
-            shapes=_shape_scale(linear, scheme, is_modelopt=is_modelopt),
-            dtypes=_EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES,
+            shapes=shapes, dtypes=("U8",) if scheme.is_mx else _SCALE_DTYPES
         ),
     }
     if scheme.inputs is InputScaling.STATIC:
@@ -93,29 +93,19 @@ def list_expected(
     return expected
 
 
-def _shape_scale(
-    linear: StoredLinear, scheme: StoredScheme, *, is_modelopt: bool
-) -> tuple[Shape, ...]:
-    rows = linear.shape[0]
-    if scheme.weights is Granularity.TENSOR:
-        return _NUMBER
-    if scheme.weights is Granularity.CHANNEL:
-        return ((rows,),) if is_modelopt else ((rows, 1),)
-    across, along = count_blocks(linear.shape, scheme.block)
-    return ((across, 1, along, 1),) if is_modelopt else ((across, along),)
-
-
 def _list_other(linear: StoredLinear, scheme: OtherScheme) -> Mapping[str, Expected]:
     rows, columns = linear.shape
+    inputs = {}
+    if scheme.has_input_scale:
+        name = "input_global_scale" if scheme.form is OtherForm.NVFP4 else INPUT_SCALE
+        inputs[name] = Expected(shapes=_NUMBER, is_shared=True)
     if scheme.form is OtherForm.INT8:
         shapes = _NUMBER if scheme.is_per_tensor else ((rows, 1),)
-        expected = {
+        return {
             WEIGHT: Expected(shapes=(linear.shape,), dtypes=("I8",)),
             _SCALE: Expected(shapes=shapes, may_be_zero=True),
+            **inputs,
         }
-        if scheme.has_input_scale:
-            expected[INPUT_SCALE] = Expected(shapes=_NUMBER, is_shared=True)
-        return expected
     if scheme.form is OtherForm.PACKED:
         words = -(-columns * scheme.num_bits // 32)
         groups = columns // scheme.group_size if scheme.group_size else 1
@@ -124,11 +114,9 @@ def _list_other(linear: StoredLinear, scheme: OtherScheme) -> Mapping[str, Expec
             _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
             _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
         }
-    expected = {
+    return {
         _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
         _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
         "weight_global_scale": Expected(shapes=_NUMBER),
+        **inputs,
     }
-    if scheme.has_input_scale:
-        expected["input_global_scale"] = Expected(shapes=_NUMBER, is_shared=True)
-    return expected

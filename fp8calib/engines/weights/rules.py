@@ -1,4 +1,4 @@
-"""The FP8 weights of a checkpoint, and what the rules of an engine's record say about them."""
+"""What the rules of an engine's record say about the FP8 weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,25 +46,19 @@ def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Itera
         ):
             continue
         excepted = rule.not_mixed if weights.is_mixed else ()
-        example = next(
-            (
-                module
-                for module, scheme in weights.schemes.items()
-                if (not rule.schemes or names[scheme] in rule.schemes)
+        for module, scheme in weights.schemes.items():
+            if (
+                (not rule.schemes or names[scheme] in rule.schemes)
                 and names[scheme] not in excepted
                 and (not rule.endings or module.endswith(rule.endings))
                 and (not rule.has_blocks or scheme.weights is Granularity.BLOCK)
                 and (not rule.has_experts or module in experts)
                 and rule.granularity in (None, scheme.weights)
-            ),
-            None,
-        )
-        if example is None:
-            continue
-        why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
-        if rule.has_experts or rule.endings:
-            why = f"{why} ({shorten(example)})"
-        options = " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore)
-        if options:
-            why = f"{why}; {options} leaves them unquantized"
-        yield Finding(status=rule.status, why=why, fix=rule.fix)
+            ):
+                why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
+                if rule.has_experts or rule.endings:
+                    why = f"{why} ({shorten(module)})"
+                if options := " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore):
+                    why = f"{why}; {options} leaves them unquantized"
+                yield Finding(status=rule.status, why=why, fix=rule.fix)
+                break

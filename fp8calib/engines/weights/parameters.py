@@ -1,0 +1,271 @@
+"""The rule for what is no linear: a model's parameters beside the tensors of its checkpoint.
+
+What the model's class has is known from its config (`ModelGeometry.parameters`). Where a checkpoint
+differs, only the engine's own loader can tell what becomes of it, but for what it does silently.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.finding import CUT, Finding, join_alike
+from fp8calib.engines.weights.linears import (
+    PLAIN_DTYPES,
+    Shape,
+    count_experts,
+    find_decoder,
+    find_layer,
+)
+from fp8calib.engines.weights.weight_rule import NameRules
+from fp8calib.errors import shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
+from fp8calib.model.drafters import is_drafted
+from fp8calib.model.module_paths import split_expert
+from fp8calib.model.shapes import ModelGeometry
+
+Tensors = Mapping[str, TensorEntry]
+_ABSENT_FIX = "complete the download or the export, or use the config.json of this checkpoint"
+_MISFIT_FIX = "use the config.json that the weights were saved with"
+_NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
+_TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
+_HEAD = "lm_head.weight"
+_SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
+_FORMATS = (*PLAIN_DTYPES, *WEIGHT_FORMATS)
+_EXPERT_PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+    "down_proj": ("down_proj", "w2"),
+}
+"""A layer's experts in one parameter, and the names of the same where each expert is stored."""
+_UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
+
+
+def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: bool) -> str:
+    """Say what the checkpoint lacks, or stores in another shape than its config says.
+
+    Empty where there is nothing of that kind, or where the model's class is not known.
+
+    Args:
+        geometry: the model's.
+        tensors: the checkpoint's.
+        has_linears: whether to compare the shapes of linears and experts too.
+    """
+    if absent := next(_list_absent(geometry, tensors), ""):
+        return (
+            f"the checkpoint is incomplete: it lacks {shorten(absent)}, which the model of its "
+            "config.json has"
+        )
+    for name, found, shape in _list_misfits(geometry, tensors):
+        is_linear = name in geometry.matrices or split_expert(name.rpartition(".")[0]) is not None
+        if has_linears or not is_linear:
+            sizes = f"{list(found)} in the checkpoint and {list(shape)} by its config.json"
+            return f"{shorten(name)} is {sizes}"
+    return ""
+
+
+def compare_parameters(
+    rules: NameRules,
+    geometry: ModelGeometry,
+    tensors: Tensors,
+    *,
+    is_quantized: bool,
+    unties: bool,
+) -> list[Finding]:
+    """List the model's parameters that the checkpoint lacks, or stores otherwise.
+
+    Where tensors have names that the model's class does not have, an engine may know these names:
+    what it does with them, and with the parameters that they do not fill, is not known.
+
+    Args:
+        rules: the engine's.
+        geometry: the model's; one whose class is not known has no parameters to compare.
+        tensors: those that the engine opens.
+        is_quantized: there is a quantization config.
+        unties: config.json gives the output layer a weight of its own.
+    """
+    found = list(_list_other_names(rules, geometry, tensors))
+    if are_elsewhere(geometry, tensors) and not found:
+        return []
+    explains = any(
+        len(tensors[each.subject].shape) > 1 for each in found if each.subject in tensors
+    )
+    absent = [] if explains else list(_list_absent(geometry, tensors))
+    is_headless = geometry.model_type in rules.headless_types
+    is_tied = not {geometry.model_type, geometry.architecture}.isdisjoint(rules.tied_types)
+    if unties and is_headless and _HEAD in tensors and not geometry.is_wrapped:
+        why = "is of its own by config.json, but the engine's class has no output layer, and stops"
+        found.append(Finding(status=Status.REFUSED, subject=_HEAD, why=why, fix=_TIED_FIX))
+    elif unties and (is_headless or is_tied):
+        why = "is of its own by config.json, but the class may take the embedding instead"
+        found.append(Finding.doubt(_HEAD, why, fix=_TIED_FIX))
+        absent = [name for name in absent if name != _HEAD]
+    # vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading) raises an error for what no
+    # tensor fills without a quantization config, and but for modules with a quant_method (read).
+    is_silent = rules.is_silent or (
+        rules.is_silent_if_quantized and (is_quantized or not _has_vector(geometry, absent))
+    )
+    found += (
+        Finding(
+            status=Status.MISREAD if is_silent else Status.UNKNOWN,
+            subject=name,
+            why=f"is missing: {_UNFILLED}" if is_silent else "is missing",
+            fix=_ABSENT_FIX,
+            is_silent=is_silent,
+            if_loaded=_UNFILLED,
+        )
+        for name in absent
+    )
+    for name, shape, expected in _list_misfits(geometry, tensors):
+        why = f"has shape {list(shape)}, and the config means {list(expected)}"
+        found.append(Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT))
+    return list(join_alike(found))
+
+
+def _has_vector(geometry: ModelGeometry, names: Collection[str]) -> bool:
+    """Tell whether one of these parameters is of a module without a matrix."""
+    parameters = geometry.parameters.items()
+    matrices = {name.rpartition(".")[0] for name, shape in parameters if len(shape) > 1}
+    modules = (name.rpartition(".")[0] for name in names)
+    return any(each not in matrices and split_expert(each) is None for each in modules)
+
+
+def are_elsewhere(geometry: ModelGeometry, tensors: Tensors) -> bool:
+    """Whether a folder is one of config and scales, or names its weights in its own way."""
+    if any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
+        return False
+    has_matrices = any(len(entry.shape) > 1 for entry in tensors.values())
+    return has_matrices or any(map(is_companion, tensors))
+
+
+def _list_other_names(
+    rules: NameRules, geometry: ModelGeometry, tensors: Tensors
+) -> Iterator[Finding]:
+    """List tensors that the model's class does not have, or has under another name."""
+    is_skipping = geometry.model_type in rules.skipped_experts
+    owners = {linear.runner for _, linear in geometry.linears() if linear.num_experts}
+    for name in _list_leftovers(geometry, tensors):
+        expert = split_expert(name.rpartition(".")[0])
+        if is_skipping and expert is not None and expert[0] in owners:
+            why = "has a name that the engine leaves out: its expert is uninitialised memory"
+            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
+        else:
+            yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
+    decoder, counts = find_decoder(geometry), count_experts(geometry)
+    for name in sorted(tensors.keys() - set(geometry.leftovers)):
+        expert, layer = split_expert(name.rpartition(".")[0]), find_layer(decoder, name)
+        if expert is not None and layer in counts and expert[1] >= counts[layer]:
+            why = "is of an expert that the model does not have"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
+    if geometry.is_wrapped:
+        return
+    modules = (attention.module for _, attention in geometry.attentions())
+    root = next(modules, "").partition(".")[0]
+    is_bare = geometry.model_type in rules.bare_types
+    for name in geometry.renamed:
+        if name in tensors and (name.startswith(f"{root}.") or not is_bare):
+            why = "has another name than the model's class gives it"
+            yield Finding.doubt(name, why, fix=_NAMES_FIX)
+
+
+def _list_leftovers(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
+    """List the tensors without a parameter.
+
+    Scales are judged elsewhere. A packed weight (INT4, FP4) has several tensors beside the place of
+    a weight that is not stored; that of an expert, beside its integers.
+    """
+    absent = {name.removesuffix(".weight") for name in geometry.parameters if name not in tensors}
+    absent |= {
+        module
+        for name, entry in tensors.items()
+        if entry.dtype not in _FORMATS and split_expert(module := name.rpartition(".")[0])
+    }
+    num_layers, decoder = len(geometry.layers), find_decoder(geometry)
+    for name in geometry.leftovers:
+        if name not in tensors or is_companion(name) or name.endswith(_SKIPPED):
+            continue
+        starts = (name[: each.start()] for each in re.finditer("_", name))
+        if name.rpartition(".")[0] in absent or not absent.isdisjoint(starts):
+            continue
+        if not geometry.num_draft_layers or not is_drafted(name, num_layers, decoder):
+            yield name
+
+
+def _list_absent(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
+    """List what no tensor fills: parameters, and weights that some experts lack and others have.
+
+    A parameter may be packed (INT4, FP4), or stored for each expert.
+    """
+    # A matrix beside where `weight` would be is the weight under another name.
+    packed = {
+        name.rpartition(".")[0]
+        for name, entry in tensors.items()
+        if entry.dtype not in _FORMATS
+        or (
+            len(entry.shape) > 1
+            and not name.endswith((".weight", "bias"))
+            and not is_companion(name)
+        )
+    }
+    weights = (name.rpartition(".")[0] for name in tensors if not is_companion(name))
+    experts = (split_expert(module) for module in weights if not module.endswith("bias"))
+    numbered = {each for each in experts if each is not None}
+    parts = {(path, projection) for path, _, projection in numbered}
+    owners = {path for path, _ in parts}
+
+    def is_held(name: str) -> bool:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight":
+            return module in packed
+        ends = (f"{name}_blocks", f"{name}_scale", f"{name}_packed")
+        if any(each.startswith(ends) for each in tensors):
+            return True
+        names = _EXPERT_PARTS.get(leaf)
+        is_stacked = names is None or any((module, each) in parts for each in names)
+        return module in owners and is_stacked
+
+    yield from (name for name in geometry.parameters if name not in tensors and not is_held(name))
+    decoder, counts = find_decoder(geometry), count_experts(geometry)
+    projections = sorted({projection for _, _, projection in numbered})
+    for path in sorted(owners):
+        count = counts.get(find_layer(decoder, path), 0)
+        for number, projection in product(range(count), projections):
+            if (path, number, projection) not in numbered:
+                yield f"{path}.{number}.{projection}.weight"
+
+
+def _list_misfits(geometry: ModelGeometry, tensors: Tensors) -> Iterator[tuple[str, Shape, Shape]]:
+    """List what has another shape than the config says: the name, that shape, the config's.
+
+    Of single experts it is the shape of no projection of any expert.
+    """
+    for name, shape in geometry.parameters.items():
+        entry = tensors.get(name)
+        # a number may be a vector of one
+        if entry is None or entry.shape == shape or {entry.shape, shape} == {(), (1,)}:
+            continue
+        if entry.dtype in _FORMATS:
+            yield name, entry.shape, shape
+    expected = {
+        (rows, linear.in_features)
+        for _, linear in geometry.linears()
+        if linear.num_experts
+        for part in linear.parts
+        for rows in (part.count * part.unit, linear.out_features)
+    }
+    decoder = find_decoder(geometry)
+    for name, entry in tensors.items() if expected and decoder is not None else ():
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight" or len(entry.shape) != 2 or split_expert(module) is None:
+            continue
+        if entry.dtype not in _FORMATS or entry.shape in expected:
+            continue
+        # Towers and draft layers have experts of their own.
+        if 0 <= find_layer(decoder, name) < len(geometry.layers):
+            found = entry.shape
+            nearest = min(expected, key=lambda each: sum(map(operator.ne, each, found)))
+            yield name, found, nearest
