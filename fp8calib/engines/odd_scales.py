@@ -119,22 +119,15 @@ def _list_odd(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict
 
 
 def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, Reach]:
-    """Give what each scale has to suit, as far as that is known."""
-    found = ((slot, _find_reach(slot, used, reaches)) for slot in used)
-    return {slot: reach for slot, reach in found if reach is not None}
-
-
-def _find_reach(
-    slot: Slot, used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]
-) -> Reach | None:
-    """Find what a scale has to suit: the larger of K and V where one was made for both."""
-    layer, role = slot
-    other = (layer, Role.V if role is Role.K else Role.K)
-    if used[slot] != used.get(other) or used[slot] == _UNCALIBRATED:
-        return reaches.get(slot)
-    if slot not in reaches or other not in reaches:
-        return None
-    return max(reaches[slot], reaches[other], key=lambda reach: reach.amax)
+    """Give what each scale has to suit: the larger of K and V where one was made for both."""
+    found = {}
+    for (layer, role), scale in used.items():
+        other = (layer, Role.V if role is Role.K else Role.K)
+        is_shared = scale == used.get(other) and scale != _UNCALIBRATED
+        slots = [(layer, role), other] if is_shared else [(layer, role)]
+        if reaches.keys() >= set(slots):
+            found[layer, role] = max((reaches[slot] for slot in slots), key=lambda each: each.amax)
+    return found
 
 
 def _mark(layer: LayerVerdict, found: Mapping[Slot, str]) -> LayerVerdict:

@@ -156,12 +156,10 @@ def _fits(
         [[_compare(scales[slot], amax[place(slot)]) for slot in group] for group in groups if group]
         for place in (lambda slot: slot, known.__getitem__)
     ]
-    own, other = map(_measure_misfit, factors)
+    # the mean distance of logarithms from the median of their group
+    own, other = (
+        mean([abs(each - median(group)) for group in groups for each in group])
+        for groups in factors
+    )
     is_better = other < _MOST_MISFIT and own > max(_LEAST_MISFIT, _LEAST_GAIN * other)
     return is_better and all(abs(median(group)) <= most_shared for group in factors[1])
-
-
-def _measure_misfit(groups: Sequence[Sequence[float]]) -> float:
-    """Give the mean distance of logarithms from the median of their group."""
-    distances = [abs(each - median(group)) for group in groups for each in group]
-    return mean(distances) if distances else 0.0

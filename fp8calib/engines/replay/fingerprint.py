@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -36,17 +36,13 @@ def add_fingerprints(report: CheckReport, tp: int) -> CheckReport:
 
 
 def _add(report: EngineReport, tp: int) -> EngineReport:
-    found = dict(_list_held(report, tp))
-    is_known = bool(found) and all(found.values())
-    return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})
-
-
-def _list_held(report: EngineReport, tp: int) -> Iterator[tuple[Place, Sequence[float]]]:
-    """List what each rank holds; no number where that is not known."""
+    found: dict[Place, Sequence[float]] = {}
     for layer in report.layers:
         for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True):
             held = report.held.get((layer.layer, role))
-            value = () if verdict.value is None else (verdict.value,)
+            value = () if verdict.value is None else (verdict.value,)  # not known where it is empty
             for rank in range(tp):
                 numbers = value if held is None else held.of_rank(rank, tp)
-                yield (layer.layer, rank, role), numbers
+                found[layer.layer, rank, role] = numbers
+    is_known = bool(found) and all(found.values())
+    return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})

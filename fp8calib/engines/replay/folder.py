@@ -102,11 +102,12 @@ class ScaleFolder:
         if not isinstance(weight_map, dict):
             return None
         named = {name: file for name, file in weight_map.items() if isinstance(file, str)}
-        return {name: self._strip(file) for name, file in named.items()}
-
-    def _strip(self, file: str) -> str:
-        parent, name = os.path.split(os.path.normpath(self.path / file))
-        return name if parent == os.path.normpath(self.path) else file
+        folder = os.path.normpath(self.path)
+        places = {
+            file: os.path.split(os.path.normpath(self.path / file)) for file in named.values()
+        }
+        inside = {file: name for file, (parent, name) in places.items() if parent == folder}
+        return {name: inside.get(file, file) for name, file in named.items()}
 
     @property
     def asks_for_kv(self) -> bool:

@@ -92,7 +92,10 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
 
 def _find_modules(names: Collection[str]) -> dict[int, str]:
     """Find one attention module per layer, under the root that has most of them."""
-    places = [match for match in map(_INDEX.fullmatch, _list_paths(names)) if match]
+    paths = {match["module"] for match in map(_KEYS.fullmatch, names) if match}
+    parsed = (parse_name(name) for name in names)
+    paths = paths or {item.path.removesuffix(".attn") for item in parsed if item is not None}
+    places = [match for match in map(_INDEX.fullmatch, paths) if match]
     kinds = Counter((match["root"], match["rest"]) for match in places)
     if not kinds:
         return {}
@@ -100,12 +103,6 @@ def _find_modules(names: Collection[str]) -> dict[int, str]:
     return {
         int(match["index"]): match[0] for match in places if (match["root"], match["rest"]) == best
     }
-
-
-def _list_paths(names: Iterable[str]) -> set[str]:
-    paths = {match["module"] for match in map(_KEYS.fullmatch, names) if match}
-    parsed = (parse_name(name) for name in names)
-    return paths or {item.path.removesuffix(".attn") for item in parsed if item is not None}
 
 
 def _find_number(config: Mapping[str, object], keys: Iterable[str]) -> int | None:

@@ -71,11 +71,19 @@ def judge_pair(
             k=_unset(context, (index, Role.K), stored[Role.K], k, rules),
             v=_unset(context, (index, Role.V), stored[Role.V], v, rules),
         )
+    found = f"v {_describe_scale(stored[Role.V], v)}"
     if not k > 0:
-        found = f"k {_describe_scale(stored[Role.K], k)}, v {_describe_scale(stored[Role.V], v)}"
+        found = f"k {_describe_scale(stored[Role.K], k)}, {found}"
         why = f"layer {index}: {rules.engine} asserts k_scale > 0 and fails: {found}"
         raise Refusal(why, fix=_BOTH_FIX)
-    return _copied(index, stored, k, v, rules)
+    # a v that is not above zero beside a k that is: the engine copies k's number
+    source = stored[Role.K]
+    one = judge_number(k, str(source))
+    if stored[Role.V] is None and source is not None and source.name.endswith(_SINGLE):
+        return LayerVerdict(layer=index, k=one, v=one)
+    why = f"{found}, so {rules.engine} uses k_scale's number"
+    wrong = LoadVerdict(status=Status.MISREAD, value=one.value, why=why, fix=_BOTH_FIX)
+    return LayerVerdict(layer=index, k=one, v=wrong)
 
 
 def _round(context: LoadContext, value: float, dtype: torch.dtype) -> float:
@@ -94,19 +102,6 @@ def _unset(
     why = f"{stored} is {value:g}, which {rules.engine} treats as not loaded, so it uses 1.0"
     fix = "calibrate the layer again; a scale is a finite number above zero"
     return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-
-
-def _copied(
-    index: int, stored: dict[Role, StoredScale | None], k: float, v: float, rules: PairRules
-) -> LayerVerdict:
-    """Judge a v that is not above zero beside a k that is: the engine copies k's number."""
-    source = stored[Role.K]
-    one = judge_number(k, str(source))
-    if stored[Role.V] is None and source is not None and source.name.endswith(_SINGLE):
-        return LayerVerdict(layer=index, k=one, v=one)
-    why = f"v {_describe_scale(stored[Role.V], v)}, so {rules.engine} uses k_scale's number"
-    wrong = LoadVerdict(status=Status.MISREAD, value=one.value, why=why, fix=_BOTH_FIX)
-    return LayerVerdict(layer=index, k=one, v=wrong)
 
 
 def _describe_scale(stored: StoredScale | None, value: float) -> str:

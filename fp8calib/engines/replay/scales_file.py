@@ -46,10 +46,20 @@ def replay_scales_file(path: Path, geometry: ModelGeometry, tp: int) -> EngineRe
         document = _Schema.model_validate(load_json(path))
         _check_context(document, geometry, tp)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
-        why = f"the engine ignores the file and uses 1.0 for all scales: {_explain(error)}"
+        what = str(error)[:300]
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
+            what = f"{where}: {first['msg']}"
+        why = f"the engine ignores the file and uses 1.0 for all scales: {what}"
         verdict = LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=_FIX.format(tp=tp))
         return report_alike(geometry, verdict)
-    return _judge(document.kv_cache.scaling_factor, geometry)
+    ranks = document.kv_cache.scaling_factor
+    layers = []
+    for layer, _ in geometry.attentions():
+        one = _judge([ranks[rank][layer.index] for rank in sorted(ranks)])
+        layers.append(LayerVerdict(layer=layer.index, k=one, v=one))
+    return EngineReport(layers=tuple(layers))
 
 
 def _check_context(document: _Schema, geometry: ModelGeometry, tp: int) -> None:
@@ -72,36 +82,17 @@ def _check_context(document: _Schema, geometry: ModelGeometry, tp: int) -> None:
         raise ValueError(f"model_type is {found!a:.60}, the model's is {geometry.model_type!r}")
 
 
-def _explain(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
-        return f"{where}: {first['msg']}"
-    return str(error)[:300]
-
-
-def _judge(ranks: Ranks, geometry: ModelGeometry) -> EngineReport:
-    verdicts = []
-    for layer, _ in geometry.attentions():
-        numbers = [ranks[rank][layer.index] for rank in sorted(ranks)]
-        one = _judge_ranks(numbers)
-        verdicts.append(LayerVerdict(layer=layer.index, k=one, v=one))
-    return EngineReport(layers=tuple(verdicts))
-
-
-def _judge_ranks(numbers: list[float]) -> LoadVerdict:
-    stored = [_to_fp32(number) for number in numbers]
+def _judge(numbers: list[float]) -> LoadVerdict:
+    """Judge the numbers that ranks have for a layer, in float32."""
+    stored = []
+    for number in numbers:
+        try:
+            stored.append(float(struct.unpack("f", struct.pack("f", number))[0]))
+        except OverflowError:
+            stored.append(float("inf"))
     bad = next((number for number in stored if not is_scale(number)), None)
     shared = "one number for k and v"
     if bad is not None:
         return judge_number(bad, shared)
     why = shared if len(set(stored)) == 1 else f"{shared}; the largest of {len(stored)} ranks"
     return judge_number(max(numbers), why)
-
-
-def _to_fp32(number: float) -> float:
-    try:
-        result: float = struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        return float("inf")
-    return result

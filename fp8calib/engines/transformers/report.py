@@ -82,8 +82,11 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
 def _report_loaded(
     folder: ScaleFolder, geometry: ModelGeometry, loaded: LoadedModel
 ) -> EngineReport:
-    if fault := _find_unmade(loaded):
-        raise Refusal(fault, fix=_WEIGHT_FIX)
+    for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
+        parameter = _find_parameter(loaded, name)
+        if parameter is not None and parameter.dtype in _FP8_DTYPES:
+            why = f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
+            raise Refusal(why, fix=_WEIGHT_FIX)
     context = LoadContext(folder, geometry, loaded.files)
     if SINGLE_FILE_NAME in loaded.files and folder.has_index:
         context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
@@ -125,11 +128,16 @@ def _judge_role(
     parameter = _find_parameter(loaded, f"{attention.module}.{leaf}")
     if parameter is None:
         why = "reported as unexpected, and the cache is not quantized"
-        if _lacks_cache(loaded, attention.module):
+        module = _find_module(loaded, f"{attention.module}.{leaf}")
+        arguments = {"past_key_value", "past_key_values"}
+        if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
             why = f"{why}: {_RENAMED}"
         verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
         return verdict.model_copy(update={"value": None})
-    stored = _find_stored(context, loaded, attention, leaf)
+    # the tensor that filled the parameter, by its name or without the model's root
+    paths = (attention.checkpoint_module, attention.module.partition(".")[2])
+    read = next((name for path in paths if (name := f"{path}.{leaf}") in loaded.read), None)
+    stored = None if read is None else context.folder.scales[loaded.read[read]].get(read)
     if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
         verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_CONFIG_FIX)
         why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
@@ -138,18 +146,12 @@ def _judge_role(
         why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
         return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
     verdict = _judge_rounded(context, stored, parameter.dtype)
-    if not _is_fp8_scheme(context.folder.config):
+    scheme = _read_section(context.folder).get("kv_cache_scheme")
+    fields = scheme if isinstance(scheme, dict) else {"type": ""}
+    if (fields.get("type", "int"), int(fields.get("num_bits", 8))) != ("float", 8):
         why = f"{stored}: kv_cache_scheme is not FP8"
         return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX})
     return verdict
-
-
-def _lacks_cache(loaded: LoadedModel, attention: str) -> bool:
-    """Check whether the forward pass of an attention lacks the argument of the cache."""
-    module = _find_module(loaded, f"{attention}.k_scale")
-    if module is None:
-        return False
-    return {"past_key_value", "past_key_values"}.isdisjoint(signature(module.forward).parameters)
 
 
 def _find_parameter(loaded: LoadedModel, name: str) -> torch.Tensor | None:
@@ -163,24 +165,6 @@ def _find_module(loaded: LoadedModel, name: str) -> torch.nn.Module | None:
         return loaded.model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return None
-
-
-def _find_stored(
-    context: LoadContext, loaded: LoadedModel, attention: Attention, leaf: str
-) -> StoredScale | None:
-    """Find the tensor that filled a parameter: by its name, or without the model's root."""
-    rootless = attention.module.partition(".")[2]
-    names = (f"{path}.{leaf}" for path in (attention.checkpoint_module, rootless))
-    read = next((name for name in names if name in loaded.read), None)
-    return None if read is None else context.folder.scales[loaded.read[read]].get(read)
-
-
-def _is_fp8_scheme(config: Mapping[str, object]) -> bool:
-    section = config.get("quantization_config")
-    scheme = section.get("kv_cache_scheme") if isinstance(section, dict) else None
-    if not isinstance(scheme, dict):
-        return False
-    return (scheme.get("type", "int"), int(scheme.get("num_bits", 8))) == ("float", 8)
 
 
 def _judge_rounded(context: LoadContext, stored: StoredScale, dtype: torch.dtype) -> LoadVerdict:
@@ -368,12 +352,3 @@ def _list_bad_scales(context: LoadContext, loaded: LoadedModel) -> Iterator[str]
 def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
     section = folder.config.get("quantization_config")
     return section if isinstance(section, dict) else {}
-
-
-def _find_unmade(loaded: LoadedModel) -> str:
-    """Name a parameter that transformers fails to fill with random numbers; empty where none is."""
-    for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
-        parameter = _find_parameter(loaded, name)
-        if parameter is not None and parameter.dtype in _FP8_DTYPES:
-            return f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
-    return ""

@@ -111,13 +111,8 @@ def replay_vllm(
         report = report.model_copy(update={"weights": _POOLING})
     if method is None:
         return report
-    if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
-        report = _misread_stacks(report, context)
-    if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
-        report = report.doubt(
-            f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
-            "scheme; `fp8calib vllm check` asks its loader"
-        )
+    if method is KvMethod.QUARK:
+        report = _amend_quark(report, context, quantization)
     report = note_drafter(
         report, geometry, release, given_by=release.list_values(_DRAFTER_GETS_SCALES)
     )
@@ -143,24 +138,26 @@ _POOLING = LoadVerdict(
 )
 
 
-def _find_convolution(context: LoadContext, quantization: Mapping[str, object]) -> str:
-    """Find a convolution that a Quark config does not exclude; empty where there is none."""
+def _amend_quark(
+    report: EngineReport, context: LoadContext, quantization: Mapping[str, object]
+) -> EngineReport:
+    """Judge what the loader of Quark's checkpoints may not load: stacked experts, convolutions."""
+    stacks = (name for name in context.tensors if name.endswith("experts.gate_up_proj"))
+    looks_for_single = context.geometry.model_type in TYPES_WITH_QUARK_EXPERTS
+    if looks_for_single and (stack := next(stacks, None)) is not None:
+        what = f"vLLM does not load {shorten(stack)} with this quant_method"
+        why = f"{what}: it is uninitialised memory"
+        verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
+        report = report.model_copy(update={"weights": verdict})
     excluded = quantization.get("exclude")
     targets = excluded if isinstance(excluded, list) else []
-    paths = (name.removesuffix(".weight") for name in context.tensors if "conv" in name)
-    return next(
-        (path for path in paths if not any(matches_target(target, path) for target in targets)), ""
-    )
-
-
-def _misread_stacks(report: EngineReport, context: LoadContext) -> EngineReport:
-    """Judge experts in one tensor; the loader of Quark's checkpoints looks for single ones."""
-    stack = next((name for name in context.tensors if name.endswith("experts.gate_up_proj")), None)
-    if stack is None:
-        return report
-    why = f"vLLM does not load {shorten(stack)} with this quant_method: it is uninitialised memory"
-    verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
-    return report.model_copy(update={"weights": verdict})
+    for path in (name.removesuffix(".weight") for name in context.tensors if "conv" in name):
+        if not any(matches_target(target, path) for target in targets):
+            return report.doubt(
+                f"the Quark config excludes no {shorten(path)}, a convolution, for which vLLM has "
+                "no scheme; `fp8calib vllm check` asks its loader"
+            )
+    return report
 
 
 def _judge_layers(
@@ -340,9 +337,7 @@ def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> 
     for stored in context.list_queries():
         if not per_head:
             require_scalar(stored, "vLLM")
-        elif not any(
-            _fits_query(stored, attention) for _, attention in context.geometry.attentions()
-        ):
+        elif not any(_fits_query(stored, each) for _, each in context.geometry.attentions()):
             why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
             raise Refusal(
                 f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
