@@ -27,7 +27,7 @@ from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import imagine_geometry, read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
 from fp8calib.engines.weight_values import read_weight_values
-from fp8calib.engines.weights.files import list_opened_files
+from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
 
-from fp8calib.engines.scale_mistakes import explain
+from fp8calib.engines.reach import explain
 from fp8calib.numerics.formats import E4M3FN
 
 _MOST_FACTOR = 200.0

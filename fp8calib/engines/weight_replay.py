@@ -25,14 +25,13 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.files import find_wrong_values, list_index_problems
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linear_tensors import compare_linears, count_unknown, list_created
 from fp8calib.engines.weights.linears import find_decoder, list_groups
 from fp8calib.engines.weights.parameters import compare_parameters
 from fp8calib.engines.weights.reader import LinearReader
 from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
-from fp8calib.engines.weights.stored import StoredWeights
+from fp8calib.engines.weights.stored import StoredWeights, find_wrong_values, list_index_problems
 from fp8calib.engines.weights.weight_rule import NameRules
 from fp8calib.model.drafters import find_promise, is_drafted
 from fp8calib.model.shapes import ModelGeometry

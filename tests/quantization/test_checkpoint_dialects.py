@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.locations import HUB_FILES
-from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.registry import list_written

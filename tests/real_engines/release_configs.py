@@ -32,7 +32,7 @@ from compressed_tensors.quantization import (
 
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.weights.expected import OtherScheme
+from fp8calib.engines.weights.forms import OtherScheme
 from fp8calib.engines.weights.linears import (
     GroupKind,
     LinearGroup,

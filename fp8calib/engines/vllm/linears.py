@@ -11,14 +11,17 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
+from fp8calib.engines.replay.quantization_config import (
+    CONFIG_KEYS,
+    find_quantization,
+    matches_target,
+)
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.vllm.model_types import RENAMING_TYPES
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
-from fp8calib.engines.weights.expected import Expected, OtherScheme
+from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
     Found,

@@ -12,8 +12,12 @@ from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
-from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, METHODS_FIX, find_quantization
+from fp8calib.engines.replay.quantization_config import (
+    CONFIG_KEYS,
+    METHODS_FIX,
+    find_quantization,
+    matches_target,
+)
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (

@@ -1,6 +1,6 @@
 """The rule: the tensors that a checkpoint stores for a linear, beside what the engine creates.
 
-What the tensors of a known form are is in `expected.py`. Where a checkpoint differs, the engine
+What the tensors of a known form are is in `forms.py`. Where a checkpoint differs, the engine
 may stop, which only its own loader can tell; what it does without an error is judged here.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.expected import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
 from fp8calib.engines.weights.finding import CUT, Finding, join_alike
+from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
 from fp8calib.engines.weights.linears import WEIGHT, GroupKind, LinearGroup, Shape, StoredLinear
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.stored import ScaleValues

@@ -17,10 +17,14 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.weights.compressed_groups import read_compressed_group
-from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
+from fp8calib.engines.weights.forms import (
+    Expected,
+    OtherScheme,
+    list_expected,
+    read_compressed_group,
+)
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
