@@ -56,6 +56,7 @@ def test_the_page_has_its_sections() -> None:
         "A scheme",
         "A type of the KV cache",
         "A command",
+        "Did it work?",
     ]
 
 
