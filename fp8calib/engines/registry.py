@@ -25,7 +25,7 @@ REFERENCE = Engine(
     cache_types=tuple(dict.fromkeys([*VLLM.cache_types, *SGLANG.cache_types, _QUANTIZED_CACHE])),
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
-_ONLY_READ_HINT = "docs/check.md lists such engines"
+_ONLY_READ_HINT = "docs/reference.md lists such engines"
 ENGINES: dict[str, Engine] = {}
 """By key."""
 

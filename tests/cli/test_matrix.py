@@ -96,11 +96,11 @@ def test_the_page_lists_every_fp8_dialect() -> None:
 
 
 def test_the_page_lists_the_engines_that_were_only_read() -> None:
-    _compare_page("check.md", "engines only read", show_only_read())
+    _compare_page("reference.md", "engines only read", show_only_read())
 
 
 def test_the_page_says_what_conversions_lose(cells: Cells) -> None:
-    _compare_page("formats.md", "conversions", show_conversions(cells))
+    _compare_page("reference.md", "conversions", show_conversions(cells))
 
 
 def test_the_page_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
