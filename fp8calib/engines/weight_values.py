@@ -29,7 +29,7 @@ class WeightValues:
     faults: tuple[str, ...]
     """Tensors that hold NaN or infinity."""
     notes: tuple[str, ...]
-    """Tensors of zeros, then those with rows of zeros, right for tokens that nobody uses."""
+    """Tensors of zeros, then those with rows of them, which are right for tokens nobody uses."""
 
     def amend(self, report: CheckReport) -> CheckReport:
         """Add it to the report of every engine: all of them compute with these values."""

@@ -88,7 +88,7 @@ def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     assert "weights bad: model.embed_tokens.weight holds infinity at [7, 2]: 1 of its" in found
     assert f"note: {NAME}: 2 of its rows are zeros" in found
     succeed("check", llama)
-    empty = "model.layers.1.mlp.up_proj.weight"
+    empty = "model.layers.1.mlp.gate_proj.weight"
     tensors[empty].zero_()
     save_file(tensors, path, metadata={"format": "pt"})
     found = run("check", llama, "--read-weights").out
