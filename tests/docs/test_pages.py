@@ -16,6 +16,12 @@ TOP = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"engines.md", "python-reference.md"}
 """What `scripts/mkdocs_hooks.py` adds to the site."""
+GUIDES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "reference.md"]
+SEARCHED = (
+    *("H100", "B200", "MI300X", "L4", "RTX 5090", "DeepSeek", "Qwen3", "Gemma 3", "gpt-oss", "MTP"),
+    *("NaN", "garbage output", "GGUF", "LoRA", "long context", "CUDA out of memory"),
+)
+"""What users look for."""
 README = (ROOT / "README.md").read_text()
 
 
@@ -92,6 +98,26 @@ def test_a_sentence_has_at_most_35_words(page: Path) -> None:
     parts = re.split(r"\n\s*\n|\n(?=\s*(?:[*|#-]|\d+\.)\s?)| \| ", prose)
     sentences = (each for part in parts for each in re.split(r"(?<=[.!?])\*{0,2}\s", part))
     assert [each for each in sentences if len(each.split()) > 35] == []
+
+
+def test_the_guides_are_thirteen_and_short() -> None:
+    assert len(GUIDES) == 13
+    assert sum(len(page.read_text().split()) for page in GUIDES) <= 15_100
+    assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_a_guide_answers_first_and_ends_with_a_check(page: Path) -> None:
+    title, answer, *_ = re.split(r"\n\s*\n", page.read_text())
+    assert title.endswith("?")
+    assert len(re.split(r"(?<=[.!?])\s", answer)) <= 3
+    assert re.findall(r"^## (.*)$", strip_code(page), re.M)[-1] == "Did it work?"
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_what_users_look_for_stands_in_a_guide(words: str) -> None:
+    text = " ".join(" ".join(page.read_text() for page in GUIDES).split())
+    assert words.lower() in text.lower()
 
 
 def test_the_readme_is_short() -> None:
