@@ -143,7 +143,7 @@ def test_what_is_in_memory_has_no_files(model: Path) -> None:
 
 
 def test_every_key_that_the_page_names_is_there(verified: dict[str, Any], out: Path) -> None:
-    page = (DOCS / "python-api.md").read_text()
+    page = (DOCS / "reference.md").read_text()
     section = page.partition("## What a result was made from\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("| ")][1:]
     report = json.loads((out / "report.json").read_text())
