@@ -156,7 +156,7 @@ def _widen(error: float, summary: Summary) -> float:
 def _ask_for_more(summary: Summary) -> str:
     return (
         f"rests on {summary.clusters} independent parts of the text: use at least "
-        f"{_LEAST_CLUSTERS} sequences"
+        f"{_LEAST_CLUSTERS} sequences, by more text or a smaller --seq-len"
     )
 
 
