@@ -11,7 +11,7 @@ from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
-from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
+from fp8calib.engines.replay.load_context import Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import (
     CONFIG_KEYS,
     METHODS_FIX,
@@ -57,12 +57,37 @@ _NEEDS_FLASH_ATTENTION = (
     "per-head scales need FlashAttention 3 or later; on a backend that takes one number, the "
     "largest of a layer serves all its heads"
 )
-
 # Run: vLLM 0.26.0 on an H100, "For FP8 input, output must have dtype BF16".
 _STOPS_IN_FLOAT16 = (
     "in float16, FlashAttention 3 stops at an FP8 cache, and it is Hopper's first choice: serve it "
     "with --dtype bfloat16"
 )
+_CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
+_CALCULATES = (
+    "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
+)
+_EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
+_EXPANDED_FIX = "serve it with --kv-cache-dtype auto, or without scales"
+_POOLING = LoadVerdict(
+    status=Status.MISREAD,
+    why="config.json names no class with an output layer, so vLLM takes it for a model of kind "
+    "pooling, which generates no text",
+    fix="name the model's class under architectures in config.json",
+)
+_DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
+_NVFP4 = (
+    "these are global scales of --kv-cache-dtype nvfp4, used as they are; TRT-LLM's kernel on B200 "
+    "expects amax / 448, and smaller ones may overflow there (read)"
+)
+_TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
+_E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
+_DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
+_UNCHANGED = (
+    "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
+    "the e4m3fn cache of any other device"
+)
+_DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
+"""Methods that are `BaseKVCacheMethod`, which doubles what it loaded where FP8 is e4m3fnuz."""
 
 
 def replay_vllm(
@@ -86,134 +111,222 @@ def replay_vllm(
             raise Refusal(why, fix=f"use vLLM {first} or later")
         why = f"{release.title} does not run {geometry.model_type}"
         raise Refusal(why, fix="use another engine")
-    context = open_indexed(folder, geometry, error="FileNotFoundError")
-    quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
-    method = find_kv_method(quantization, release, beside=folder.modelopt)
-    bfloat16_types = release.list_values(BFLOAT16_TYPES)
-    is_pooling = generates_nothing(folder.config, geometry)
-    dtype = find_served_dtype(
-        geometry,
-        bfloat16_types=bfloat16_types,
-        # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
-        half_instead_of=("float16", "float32") if is_pooling else ("float16",),
-    )
-    layers, held = _judge_layers(context, quantization, method, tp, release, dtype)
-    if on_gpus and _is_per_head(quantization, method):
-        context.problems.append(_NEEDS_FLASH_ATTENTION)
-    if on_gpus and context.scales and method is not None and dtype is torch.float16:
-        context.problems.append(_STOPS_IN_FLOAT16)
-    if context.scales and method is not None and release.has(_CALCULATES_EXISTS):
-        context.problems.append(_CALCULATES)
-    if method is not None and method is not KvMethod.NONE:
-        _note_loaded(context, method, release, on_gpus=on_gpus)
-    if method is not None and geometry.has_latent_attention:
-        layers = [
-            layer.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX)) for layer in layers
-        ]
-    report = context.report(layers).model_copy(update={"held": held})
-    if is_pooling:
-        report = report.model_copy(update={"weights": _POOLING})
-    if method is None:
-        return report
-    if method is KvMethod.QUARK:
-        report = _amend_quark(report, context, quantization)
-    report = note_drafter(
-        report, geometry, release, given_by=release.list_values(_DRAFTER_GETS_SCALES)
-    )
-    is_unchanged = method is KvMethod.COMPRESSED_TENSORS
-    if not on_gpus:
-        return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
-    has_nvfp4 = NVFP4_CACHE in release.list_values("--kv-cache-dtype")
-    return amend_for_dtype(
-        report,
-        folder,
-        nvfp4=_NVFP4 if has_nvfp4 else "",
-        fnuz=_UNCHANGED if is_unchanged else _DOUBLED,
-        e5m2=_E5M2,
-        fnuz_device="AMD gfx94x" if is_unchanged else "",
-    )
+    return _Replay(folder, geometry, release, on_gpus=on_gpus).report(tp)
 
 
-_POOLING = LoadVerdict(
-    status=Status.MISREAD,
-    why="config.json names no class with an output layer, so vLLM takes it for a model of kind "
-    "pooling, which generates no text",
-    fix="name the model's class under architectures in config.json",
-)
+class _Replay:
+    """The loading of a folder by a release."""
 
+    def __init__(
+        self, folder: ScaleFolder, geometry: ModelGeometry, release: Release, *, on_gpus: bool
+    ) -> None:
+        self._folder = folder
+        self._geometry = geometry
+        self._release = release
+        self._on_gpus = on_gpus
+        self._context = open_indexed(folder, geometry, error="FileNotFoundError")
+        self._problems = self._context.problems
+        self._quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
+        self._method = find_kv_method(self._quantization, release, beside=folder.modelopt)
+        self._is_compressed = self._method is KvMethod.COMPRESSED_TENSORS
+        scheme = self._quantization.get("kv_cache_scheme")
+        self._has_scheme = isinstance(scheme, dict)
+        strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
+        self._per_head = self._is_compressed and strategy == "attn_head"
+        excluded = self._quantization.get("exclude")
+        self._excluded = excluded if isinstance(excluded, list) else []
+        """Of a Quark config."""
+        self._has_places = release.has(BACKEND_PLACES) or has_class(geometry, release)
+        """The class of the model, vLLM's or transformers', has parameters for scales."""
 
-def _amend_quark(
-    report: EngineReport, context: LoadContext, quantization: Mapping[str, object]
-) -> EngineReport:
-    """Judge what the loader of Quark's checkpoints may not load: stacked experts, convolutions."""
-    stacks = (name for name in context.tensors if name.endswith("experts.gate_up_proj"))
-    looks_for_single = context.geometry.model_type in TYPES_WITH_QUARK_EXPERTS
-    if looks_for_single and (stack := next(stacks, None)) is not None:
-        what = f"vLLM does not load {shorten(stack)} with this quant_method"
-        why = f"{what}: it is uninitialised memory"
-        verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
-        report = report.model_copy(update={"weights": verdict})
-    excluded = quantization.get("exclude")
-    targets = excluded if isinstance(excluded, list) else []
-    for path in (name.removesuffix(".weight") for name in context.tensors if "conv" in name):
-        if not any(matches_target(target, path) for target in targets):
-            return report.doubt(
-                f"the Quark config excludes no {shorten(path)}, a convolution, for which vLLM has "
-                "no scheme; `fp8calib vllm check` asks its loader"
-            )
-    return report
+    def report(self, tp: int) -> EngineReport:
+        """Report on every layer, and on what else the folder has.
 
+        Raises:
+            Refusal: vLLM does not start.
+        """
+        method, release, geometry = self._method, self._release, self._geometry
+        is_pooling = generates_nothing(self._folder.config, geometry)
+        dtype = find_served_dtype(
+            geometry,
+            bfloat16_types=release.list_values(BFLOAT16_TYPES),
+            # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
+            half_instead_of=("float16", "float32") if is_pooling else ("float16",),
+        )
+        layers, held = self._judge_layers(tp, dtype)
+        if self._on_gpus and self._per_head:
+            self._problems.append(_NEEDS_FLASH_ATTENTION)
+        if self._context.scales and method is not None:
+            if self._on_gpus and dtype is torch.float16:
+                self._problems.append(_STOPS_IN_FLOAT16)
+            if release.has(_CALCULATES_EXISTS):
+                self._problems.append(_CALCULATES)
+        if method not in (None, KvMethod.NONE):
+            self._note_loaded()
+        if method is not None and geometry.has_latent_attention:
+            layers = [
+                layer.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX)) for layer in layers
+            ]
+        report = self._context.report(layers).model_copy(update={"held": held})
+        if is_pooling:
+            report = report.model_copy(update={"weights": _POOLING})
+        if method is None:
+            return report
+        if method is KvMethod.QUARK:
+            report = self._amend_quark(report)
+        given_by = release.list_values(_DRAFTER_GETS_SCALES)
+        report = note_drafter(report, geometry, release, given_by=given_by)
+        if not self._on_gpus:
+            return amend_for_dtype(report, self._folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
+        has_nvfp4 = NVFP4_CACHE in release.list_values("--kv-cache-dtype")
+        return amend_for_dtype(
+            report,
+            self._folder,
+            nvfp4=_NVFP4 if has_nvfp4 else "",
+            fnuz=_UNCHANGED if self._is_compressed else _DOUBLED,
+            e5m2=_E5M2,
+            fnuz_device="AMD gfx94x" if self._is_compressed else "",
+        )
 
-def _judge_layers(
-    context: LoadContext,
-    quantization: Mapping[str, object],
-    method: KvMethod | None,
-    tp: int,
-    release: Release,
-    dtype: torch.dtype,
-) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
-    places = _find_places(context, quantization, method, release)
-    loader = make_loader(context, method, places)
-    refuse_faults(context, loader)
-    loaded = context.load(loader.find_slot)
-    has_scheme = isinstance(quantization.get("kv_cache_scheme"), dict)
-    per_head = _is_per_head(quantization, method)
-    if method is not None:
-        _check_shapes(context, method, per_head=per_head)
-    if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
-        raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
-    rules = PairRules(
-        engine="vLLM",
-        zero_is_unset=False,
-        absent_why=NO_PARAMETER,
-        absent_fix=NAMES_FIX,
-        dtype=dtype,
-    )
-    layers: list[LayerVerdict] = []
-    held: dict[Slot, HeldScale] = {}
-    for layer, attention in context.geometry.attentions():
-        index, heads = layer.index, attention if per_head else None
-        bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
-        if bare is not None:
-            layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
-        elif method is KvMethod.COMPRESSED_TENSORS:
-            layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
-        else:
-            layers.append(judge_pair(context, index, loaded, rules))
-        roles = (*KV_ROLES, Role.Q) if bare is None else ()
-        own = {role: each for role in roles if (each := loaded.get((index, role)))}
-        held |= _list_held(layers[-1], own, heads, doubles=method in _DOUBLING)
-    if method is not None:
-        turns_on = has_scheme and method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
-        if context.scales and not turns_on:
-            context.problems.append(
+    def _judge_layers(
+        self, tp: int, dtype: torch.dtype
+    ) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
+        context = self._context
+        loader = make_loader(context, self._method, self._find_places())
+        refuse_faults(context, loader)
+        loaded = context.load(loader.find_slot)
+        if self._method is not None:
+            self._check_shapes()
+        has_groups = isinstance(self._quantization.get("config_groups"), dict)
+        if self._per_head and loaded and not has_groups:
+            raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
+        rules = PairRules(
+            engine="vLLM",
+            zero_is_unset=False,
+            absent_why=NO_PARAMETER,
+            absent_fix=NAMES_FIX,
+            dtype=dtype,
+        )
+        layers: list[LayerVerdict] = []
+        held: dict[Slot, HeldScale] = {}
+        for layer, attention in self._geometry.attentions():
+            index, heads = layer.index, attention if self._per_head else None
+            bare = self._explain_bare(attention)
+            if bare is not None:
+                layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
+            elif self._is_compressed:
+                layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
+            else:
+                layers.append(judge_pair(context, index, loaded, rules))
+            roles = (*KV_ROLES, Role.Q) if bare is None else ()
+            own = {role: each for role in roles if (each := loaded.get((index, role)))}
+            held |= _list_held(layers[-1], own, heads, doubles=self._method in _DOUBLING)
+        turns_on = self._is_compressed or self._method is KvMethod.MODELOPT
+        is_on = turns_on and self._has_scheme
+        if self._method is not None and context.scales and not is_on:
+            self._problems.append(
                 "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
             )
-    return layers, held
+        return layers, held
+
+    def _find_places(self) -> dict[str, int]:
+        """Find the `Attention` modules that have parameters for scales, with their layers.
+
+        An expression in the list `exclude` of a Quark config can match some.
+        """
+        is_placeless = self._geometry.model_type in TYPES_WITHOUT_KV_SCALES
+        if is_placeless or not self._has_places or self._method in (None, KvMethod.NONE):
+            return {}
+        targets = self._excluded if self._method is KvMethod.QUARK else []
+        return {
+            path: layer.index
+            for layer, attention in self._geometry.attentions()
+            if self._has_heads(attention)
+            for path in (f"{attention.checkpoint_module}.attn",)
+            if not any(matches_target(target, path) for target in targets)
+        }
+
+    def _has_heads(self, attention: Attention) -> bool:
+        """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
+        return attention.kind == "heads" or self._geometry.model_type in EXPANDED_TYPES
+
+    def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
+        """Say why no scale of a layer is used, and what to do; None where scales are used."""
+        model_type = self._geometry.model_type
+        if attention.kind == "latent" and not self._has_heads(attention):
+            why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
+            return why, "serve it without scales: latents are cached with 1.0"
+        if self._method is None:
+            return "the quantization method has no parameters for KV scales", "write a kv-overlay"
+        if self._method is KvMethod.NONE:
+            name = shorten(str(self._quantization.get("quant_method")))
+            why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
+            return why, METHODS_FIX
+        if not self._has_places:
+            owner = f"{self._release.title} runs transformers' class"
+            why = f"{owner}, which has no parameters for scales, so it uses 1.0"
+            return why, "use vLLM 0.30 or later"
+        turns_on = self._is_compressed and self._has_scheme
+        if model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
+            why = f"vLLM's {model_type} caches 16 bits whatever --kv-cache-dtype says"
+            return why, "write a kv-overlay: its kv_cache_scheme makes the cache FP8"
+        return None
+
+    def _check_shapes(self) -> None:
+        """Refuse scales of q and zero points whose shape fits no parameter."""
+        for stored in self._context.list_queries():
+            if not self._per_head:
+                require_scalar(stored, "vLLM")
+            elif not any(_fits_query(stored, each) for _, each in self._geometry.attentions()):
+                why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
+                fix = "store one number per head of q, or leave it out"
+                raise Refusal(f"{why}: RuntimeError", fix=fix)
+        if self._is_compressed and not self._per_head:
+            for stored in self._context.list_zero_points():
+                require_scalar(stored, "vLLM")
+
+    def _note_loaded(self) -> None:
+        """Note what vLLM does with scales of q and of probabilities, where there are any."""
+        for what, found in self._context.list_optional_scales():
+            bad = [stored for stored in found if not all(map(is_scale, stored.values))]
+            if bad:
+                effect = ", but vLLM uses it"
+                if not self._is_compressed:
+                    effect = "; where it is not above 0, vLLM uses 1.0"
+                self._problems.append(f"{bad[0]} is not a scale{effect}")
+            elif found:
+                gpus = name_query_gpus(self._release)
+                users = (
+                    "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
+                    f"on {gpus}), others do not"
+                )
+                users = users if self._on_gpus else "only backends of GPUs use it"
+                loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"
+                self._problems.append(f"{loaded}: {users}")
+
+    def _amend_quark(self, report: EngineReport) -> EngineReport:
+        """Judge what the loader of Quark's checkpoints may not load: stacks, convolutions."""
+        names = self._context.tensors
+        stacks = (name for name in names if name.endswith("experts.gate_up_proj"))
+        looks_for_single = self._geometry.model_type in TYPES_WITH_QUARK_EXPERTS
+        if looks_for_single and (stack := next(stacks, None)) is not None:
+            what = f"vLLM does not load {shorten(stack)} with this quant_method"
+            why = f"{what}: it is uninitialised memory"
+            verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
+            report = report.model_copy(update={"weights": verdict})
+        for path in (name.removesuffix(".weight") for name in names if "conv" in name):
+            if not any(matches_target(target, path) for target in self._excluded):
+                return report.doubt(
+                    f"the Quark config excludes no {shorten(path)}, a convolution, for which vLLM "
+                    "has no scheme; `fp8calib vllm check` asks its loader"
+                )
+        return report
 
 
-_DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
-"""Methods that are `BaseKVCacheMethod`, which doubles what it loaded where FP8 is e4m3fnuz."""
+def _fits_query(stored: StoredScale, attention: Attention) -> bool:
+    """Check that vLLM can reduce a scale of q to one maximum per KV head."""
+    groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
+    return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
 def _list_held(
@@ -247,141 +360,3 @@ def _list_held(
         factor = 2.0 if doubles and is_loaded else 1.0
         if numbers:
             yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
-
-
-def _is_per_head(quantization: Mapping[str, object], method: KvMethod | None) -> bool:
-    scheme = quantization.get("kv_cache_scheme")
-    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
-    return method is KvMethod.COMPRESSED_TENSORS and strategy == "attn_head"
-
-
-def _find_places(
-    context: LoadContext,
-    quantization: Mapping[str, object],
-    method: KvMethod | None,
-    release: Release,
-) -> dict[str, int]:
-    """Find the `Attention` modules that have parameters for scales, with their layers.
-
-    An expression in the list `exclude` of a Quark config can match some.
-    """
-    excluded = quantization.get("exclude")
-    targets = excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
-    geometry = context.geometry
-    is_placeless = geometry.model_type in TYPES_WITHOUT_KV_SCALES
-    if is_placeless or not _has_places(geometry, release) or method in (None, KvMethod.NONE):
-        return {}
-    return {
-        path: layer.index
-        for layer, attention in geometry.attentions()
-        if _has_heads(context, attention)
-        for path in (f"{attention.checkpoint_module}.attn",)
-        if not any(matches_target(target, path) for target in targets)
-    }
-
-
-def _has_places(geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether the class of a model, vLLM's or transformers', has parameters for scales."""
-    in_backend = release.has(BACKEND_PLACES)
-    return in_backend or has_class(geometry, release)
-
-
-_EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
-_EXPANDED_FIX = "serve it with --kv-cache-dtype auto, or without scales"
-_DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
-_NVFP4 = (
-    "these are global scales of --kv-cache-dtype nvfp4, used as they are; TRT-LLM's kernel on B200 "
-    "expects amax / 448, and smaller ones may overflow there (read)"
-)
-_TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
-_E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
-_DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
-_UNCHANGED = (
-    "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
-    "the e4m3fn cache of any other device"
-)
-
-
-def _has_heads(context: LoadContext, attention: Attention) -> bool:
-    """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
-    return attention.kind == "heads" or context.geometry.model_type in EXPANDED_TYPES
-
-
-def _explain_bare(
-    context: LoadContext,
-    method: KvMethod | None,
-    attention: Attention,
-    release: Release,
-    *,
-    has_scheme: bool,
-) -> tuple[str, str] | None:
-    """Say why no scale of a layer is used, and what to do; None where scales are used."""
-    if attention.kind == "latent" and not _has_heads(context, attention):
-        why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
-        return why, "serve it without scales: latents are cached with 1.0"
-    if method is None:
-        return "the quantization method has no parameters for KV scales", "write a kv-overlay"
-    if method is KvMethod.NONE:
-        quantization = find_quantization(context.folder, keys=CONFIG_KEYS) or {}
-        name = shorten(str(quantization.get("quant_method")))
-        why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
-        return why, METHODS_FIX
-    if not _has_places(context.geometry, release):
-        why = f"{release.title} runs transformers' class, which has no parameters for scales"
-        return f"{why}, so it uses 1.0", "use vLLM 0.30 or later"
-    turns_on = method is KvMethod.COMPRESSED_TENSORS and has_scheme
-    if context.geometry.model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
-        why = f"vLLM's {context.geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"
-        return why, "write a kv-overlay: its kv_cache_scheme makes the cache FP8"
-    return None
-
-
-def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
-    """Refuse scales of q and zero points whose shape fits no parameter."""
-    for stored in context.list_queries():
-        if not per_head:
-            require_scalar(stored, "vLLM")
-        elif not any(_fits_query(stored, each) for _, each in context.geometry.attentions()):
-            why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
-            raise Refusal(
-                f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
-            )
-    if method is KvMethod.COMPRESSED_TENSORS and not per_head:
-        for stored in context.list_zero_points():
-            require_scalar(stored, "vLLM")
-
-
-def _fits_query(stored: StoredScale, attention: Attention) -> bool:
-    """Check that vLLM can reduce a scale of q to one maximum per KV head."""
-    groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
-    return not rest and (groups == 1 or groups >= attention.num_kv_heads)
-
-
-_CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
-_CALCULATES = (
-    "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
-)
-
-
-def _note_loaded(
-    context: LoadContext, method: KvMethod, release: Release, *, on_gpus: bool
-) -> None:
-    """Note what vLLM does with scales of q and of probabilities, where there are any."""
-    for what, found in context.list_optional_scales():
-        bad = [stored for stored in found if not all(map(is_scale, stored.values))]
-        if bad and method is KvMethod.COMPRESSED_TENSORS:
-            context.problems.append(f"{bad[0]} is not a scale, but vLLM uses it")
-        elif bad:
-            context.problems.append(
-                f"{bad[0]} is not a scale; where it is not above 0, vLLM uses 1.0"
-            )
-        elif found and not on_gpus:
-            context.problems.append(
-                f"{what} is loaded ({len(found)}, such as {found[0]}): only backends of GPUs use it"
-            )
-        elif found:
-            gpus = name_query_gpus(release)
-            context.problems.append(
-                f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
-                f"query use it (FlashAttention 3, FlashInfer, Triton on {gpus}), others do not"
-            )

@@ -44,6 +44,7 @@ _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
+_MX_FORMS = ("compressed-tensors", "modelopt", "mxfp8")
 _KINDS = {
     GroupKind.LINEAR: "linears",
     GroupKind.EXPERTS: "experts",
@@ -342,8 +343,10 @@ class LinearReader(ABC):
         """Require that the release loads MXFP8 of a dialect in a group.
 
         Raises:
-            Refusal: it stops, with this error.
+            Refusal: it stops, with this error, or that cannot be told.
         """
+        if form not in _MX_FORMS:
+            raise Unjudged(f"blocks of 1 x 32 under quant_method {form!a:.40}")
         values = self.release.list_values(_LOADS_MX)
         if f"{form} {group.kind}" in values:
             return
