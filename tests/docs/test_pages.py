@@ -102,7 +102,7 @@ def test_a_sentence_has_at_most_35_words(page: Path) -> None:
 
 def test_the_guides_are_thirteen_and_short() -> None:
     assert len(GUIDES) == 13
-    assert sum(len(page.read_text().split()) for page in GUIDES) <= 14_500
+    assert sum(len(page.read_text().split()) for page in GUIDES) <= 14_200
     assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
 
 
