@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
+from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.merge import merge_shards
@@ -114,7 +114,7 @@ def run_calibration(
             batch_size=batch_size,
             progress=Silent(),
             streaming=streaming,
-            share=WorkShare(shard=part),
+            shard=part,
         )
     return prepared, stats
 

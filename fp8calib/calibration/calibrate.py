@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch.distributed import ReduceOp
 
-from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.header import BackOff, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.layer_observer import LayerObserver
 from fp8calib.calibration.observe import Observe
-from fp8calib.calibration.observed_batches import BatchObserver, open_observer
+from fp8calib.calibration.passes import LayerPass, WholePass, open_observer
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import LayerWork, Recorder
+from fp8calib.calibration.reductions import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.calibration.statistic import (
     COUNTS,
     SiteStats,
@@ -32,11 +29,7 @@ from fp8calib.calibration.statistic import (
 )
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
-from fp8calib.calibration.weight_stats import (
-    check_other_weights,
-    observe_weights,
-    settle_weights,
-)
+from fp8calib.calibration.weight_stats import check_other_weights, settle_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, drop_finished, select_batches, sequence_ranges
@@ -44,20 +37,6 @@ from fp8calib.errors import CalibrationError
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
 from fp8calib.model.shapes import Linear, Role, Site
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkShare:
-    """The share of a run that this process does: by default all of it."""
-
-    shard: Share | None = None
-    """The shard of the data and of the weights that `--shard` chose."""
-    journal: Journal | None = None
-    """Checkpoints of this run, and what earlier runs have done."""
-    group: ProcessGroup = LONE
-    """The processes that divide the shard among them."""
-    back_offs: list[BackOff] = field(default_factory=list)
-    """Filled by the run: where batches became smaller because memory ran out."""
 
 
 class TextEngine(Protocol):
@@ -93,25 +72,27 @@ def calibrate(
     batch_size: int,
     progress: Progress,
     streaming: Streaming | None = None,
-    share: WorkShare | None = None,
+    shard: Share | None = None,
+    journal: Journal | None = None,
+    group: ProcessGroup = LONE,
+    back_offs: list[BackOff] | None = None,
     work: LayerWork | None = None,
     engine: TextEngine | None = None,
 ) -> CalibrationStats:
     """Collect the statistics that `observe` names; `plan` is None if it names weights only.
 
     With `streaming` the model has no weights yet: those of each layer are read once, and the
-    statistics are the same, bit for bit. Of several processes only the first returns them all.
-    `header` is that of `make_header`. `work` also gets the inputs of each layer, and needs a
-    streamed model. `engine` loads the model and runs the text itself; `prepared` then has no
-    weights.
+    statistics are the same, bit for bit. `journal` has what earlier runs have done. Of several
+    processes only the first returns all statistics. `back_offs` is filled: where batches became
+    smaller because memory ran out. `work` also gets the inputs of each layer, and needs a streamed
+    model. `engine` loads the model and runs the text itself; `prepared` then has no weights.
 
     Raises:
         UsageError: there are fewer batches than shards.
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
-    share = share or WorkShare()
-    shard, journal, group = share.shard, share.journal, share.group
+    back_offs = [] if back_offs is None else back_offs
     chosen = [] if plan is None else select_batches(plan, batch_size, shard)
     done = () if journal is None else journal.sequences
     todo = list(group.share_of(drop_finished(chosen, done)))
@@ -121,17 +102,16 @@ def calibrate(
         linears = linears if shard is None else shard.take(linears)
         read = () if journal is None else journal.weights
         linears = group.share_of([each for each in linears if each.module not in read])
-    recorder = Recorder(header.num_sequences, work)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     with ExitStack() as stack:
-        passes: WholeModel | LayerObserver
+        passes: WholePass | LayerPass
         if streaming is None:
-            passes = WholeModel(prepared, linears or (), progress, journal)
+            passes = WholePass(prepared, linears or (), progress, journal)
         else:
             opened = open_streamed(prepared, checkpoint, find_distinct_tokens(todo), streaming)
             streamed = stack.enter_context(opened)
-            passes = LayerObserver(streamed, linears, progress, work=work, journal=journal)
+            passes = LayerPass(streamed, linears, progress, journal, work)
         has_rest = linears is not None and group.is_first and (shard is None or shard.index == 1)
         names = [name for name in checkpoint.tensors if has_rest and name not in passes.tensors]
         find_hashes = stack.enter_context(
@@ -139,8 +119,9 @@ def calibrate(
         )
         try:
             if todo and engine is None:
+                recorder = Recorder(header.num_sequences, work)
                 observer = stack.enter_context(open_observer(prepared, recorder, observe))
-                sites = passes.observe(observer, todo, share.back_offs)
+                sites = passes.observe(observer, todo, back_offs)
             else:
                 passes.observe_weights()
             if todo and engine is not None:
@@ -151,10 +132,11 @@ def calibrate(
                     journal=journal,
                 )
         except CalibrationError:
-            passes.finish_weights()  # NaN in a weight is the cause of that in an activation
+            # NaN in a weight is the cause of that in an activation
+            settle_weights(passes.weights, prepared)
             find_hashes()
             raise
-        sites |= passes.finish_weights()
+        sites |= settle_weights(passes.weights, prepared)
         unquantized = find_hashes()
     sites = _join_processes(group, sites)
     if journal is not None:
@@ -221,57 +203,6 @@ def make_header(
 def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
     """Give the hashes of a run's text; an empty tensor without a text."""
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
-
-
-class WholeModel:
-    """Gathers the statistics of a model that is in memory whole, as `LayerObserver` does.
-
-    Attributes:
-        device: the device of its embeddings.
-        tensors: those that its linears are made from.
-    """
-
-    def __init__(
-        self,
-        prepared: PreparedModel,
-        linears: Sequence[Linear],
-        progress: Progress,
-        journal: Journal | None,
-    ) -> None:
-        self.device = prepared.model.device
-        names = {linear.weight_name for _, linear in prepared.geometry.linears()}
-        self.tensors = prepared.weights.tensor_names(names)
-        self._prepared = prepared
-        self._linears = linears
-        self._progress = progress
-        self._journal = journal
-        self._weights: dict[Site, SiteStats] = {}
-
-    def observe_weights(self) -> None:
-        """Begin to reduce the weights on their GPU, or reduce them on the CPU."""
-        if not self._linears:
-            return
-        self._progress.stage("reading weights", len(self._linears))
-        started = time.monotonic()
-        source, ignored = self._prepared.weights.reading_loaded(), self._prepared.ignored
-        for site, stats in observe_weights(self._linears, source, ignored=ignored):
-            self._weights[site] = stats
-            self._progress.advance(1)
-        if self._journal is not None:
-            duration_s = time.monotonic() - started
-            self._journal.save_weights(self._weights, duration_s=duration_s)
-
-    def observe(
-        self, observer: BatchObserver, batches: Sequence[Batch], back_offs: list[BackOff]
-    ) -> dict[Site, SiteStats]:
-        """Run batches behind the weights; `BatchObserver.run_whole` says what it raises."""
-        self.observe_weights()
-        observer.run_whole(batches, self._progress, self._journal, back_offs)
-        return observer.recorder.stats()
-
-    def finish_weights(self) -> dict[Site, SiteStats]:
-        """Give the statistics of weights; ModelError if one is NaN or inf."""
-        return settle_weights(self._weights, self._linears, self._prepared.weights)
 
 
 @contextmanager

@@ -87,14 +87,11 @@ class EmbeddingRows:
         """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
         rows = self._rows.new_empty(len(ids), self._rows.shape[1], device="cpu")
         starts = (ids[1:] != ids[:-1] + 1).nonzero().flatten() + 1
-        for each, places in zip(
-            torch.tensor_split(ids, starts), torch.tensor_split(rows, starts), strict=True
-        ):
-            for run, place in zip(
-                torch.split(each, _ROWS_AT_ONCE), torch.split(places, _ROWS_AT_ONCE), strict=True
-            ):
-                if len(run):
-                    place.copy_(read_rows(int(run[0]), int(run[-1]) + 1))
+        at = 0
+        for consecutive in torch.tensor_split(ids, starts):
+            for run in filter(len, torch.split(consecutive, _ROWS_AT_ONCE)):
+                rows[at : at + len(run)] = read_rows(int(run[0]), int(run[-1]) + 1)
+                at += len(run)
         return rows
 
 

@@ -48,8 +48,8 @@ class LayerSteps:
         self._before: LayerState | None = None
         self._after: LayerState | None = None
         self._checks = False
-        self._unknown: tuple[list[Any], Any] = ([], None)
-        """The shapes of an output, and a tree of NaN in these shapes."""
+        self._unknown: Any = None
+        """The output of a layer that is not known: NaN; made once for a batch."""
 
     def run_layer(
         self,
@@ -70,10 +70,10 @@ class LayerSteps:
             CalibrationError: out of memory, or the forward pass failed.
         """
         self._chosen, self._next, self._checks = index, 0, checks
-        self._before, self._after = before, None
+        self._before, self._after, self._unknown = before, None, None
         with suppress(_LayerIsDone):
             self._decoder.run(batch, cache)
-        after, self._before, self._after = self._after, None, None
+        after, self._before, self._after, self._unknown = self._after, None, None, None
         if after is None:
             raise ModelError(
                 f"{self._names[index]}: the model's forward ended without running it",
@@ -84,9 +84,9 @@ class LayerSteps:
     def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
         """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
         self._chosen, self._next, self._checks = len(self._originals), 0, False
-        self._before = before
+        self._before, self._unknown = before, None
         hidden = self._decoder.run(batch, cache)
-        self._before = None
+        self._before = self._unknown = None
         return hidden
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +100,15 @@ class LayerSteps:
         self._next += 1
         before = self._before
         if before is not None and index < self._chosen:
-            is_last = index == self._chosen - 1
-            return before.output if is_last else self._make_unknown(before.output)
+            if index == self._chosen - 1:
+                return before.output
+            if self._unknown is None:
+                self._unknown = pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x,
+                    before.output,
+                )
+            return self._unknown
         if (
             self._checks
             and before is not None
@@ -133,22 +140,7 @@ class LayerSteps:
         self._after = LayerState(output=output, shared=kept)
         raise _LayerIsDone
 
-    def _make_unknown(self, output: Any) -> Any:
-        """Give a tree like `output`, filled with NaN."""
-        leaves, spec = pytree.tree_flatten(output)
-        shapes = [
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        if shapes != self._unknown[0]:
-            nans = [torch.full_like(x, torch.nan) if _is_float(x) else x for x in leaves]
-            self._unknown = shapes, nans
-        return pytree.tree_unflatten(self._unknown[1], spec)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
 
 def _has_nan(tree: Any) -> bool:
-    return any(_is_float(leaf) and bool(leaf.isnan().any()) for leaf in pytree.tree_leaves(tree))
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return any(bool(x.isnan().any()) for x in tensors)

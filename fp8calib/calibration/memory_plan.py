@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8calib.calibration.observed_batches import cut_into
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.calibration.streamed_weights import PartLoader, PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import Batch, find_distinct_tokens
+from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.prepared import PreparedModel
@@ -74,12 +73,11 @@ class Workload:
 class MemoryPlan:
     """How a model is held in memory while it runs, and what that needs."""
 
-    prepared: PreparedModel
-    """As in `Workload`."""
     streaming: Streaming | None = None
     """None: the model is whole."""
     why: str = ""
     """Empty where nothing is planned: the model is in memory, or something else places it."""
+    num_layers: int = 0
     read_bytes: int = 0
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes of anonymous memory by purpose."""
@@ -96,7 +94,7 @@ class MemoryPlan:
         return {
             "streamed": self.streaming is not None,
             "why": self.why,
-            "layers": len(self.prepared.geometry.layers),
+            "layers": self.num_layers,
             "read_bytes": self.read_bytes,
             "peak_bytes": sum(self.peak.values()),
             "peak_parts": dict(self.peak),
@@ -112,7 +110,7 @@ class MemoryPlan:
             yield self.why
         if self.streaming is None:
             return
-        layers, read = len(self.prepared.geometry.layers), format_gib(self.read_bytes)
+        layers, read = self.num_layers, format_gib(self.read_bytes)
         yield f"plan: {layers} layers, {read} to read, peak memory {_describe_peak(self.peak)}"
         if self.device_peak:
             yield f"plan: on the GPU {_describe_peak(self.device_peak)}"
@@ -176,7 +174,7 @@ def plan_memory(
         numbers += "; there are no weights: sizes follow from config.json"
     if needed <= room and not work.always_streams:
         return MemoryPlan(
-            prepared=work.prepared,
+            num_layers=len(work.prepared.geometry.layers),
             why=f"the model is held whole: it needs {numbers}",
             read_bytes=work.checkpoint.total_size_bytes,
             peak=host,
@@ -252,7 +250,7 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
         )
     read = work.walks * (sum(size.stored for size in layers) + head) + embedding + around
     return MemoryPlan(
-        prepared=work.prepared,
+        num_layers=len(layers),
         streaming=Streaming(
             dtype=work.dtype, device=work.device, hidden_ram_bytes=in_ram, scratch=work.scratch
         ),
@@ -337,12 +335,6 @@ def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
     return peak
 
 
-def _find(config: Any, *names: str, otherwise: int = 0) -> int:
-    """Give the first of these settings that a config has."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), otherwise)
-
-
 def working_bytes(work: Workload) -> dict[str, int]:
     """Compute the bytes of a run besides weights, hidden states and logits."""
     sizes = {"micro-batch": batch_bytes(work), **work.extra}
@@ -369,6 +361,12 @@ def hidden_bytes(work: Workload) -> int:
         elements += tokens * (state + scores * batch.input_ids.shape[1]) * work.num_models
         elements += 0 if batch.media is None else tokens * int(config.hidden_size)
     return elements * work.dtype.itemsize
+
+
+def _find(config: Any, *names: str, otherwise: int = 0) -> int:
+    """Give the first of these settings that a config has."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), otherwise)
 
 
 def _num_streams(config: Any) -> int:

@@ -108,7 +108,7 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
     own, others = _list_settings(header), _list_settings(other)
     for name in own | others:
         (key, text), (other_key, other_text) = (
-            each.get(name, ("none",) * 2) for each in (own, others)
+            each.get(name, ("none", "none")) for each in (own, others)
         )
         if key != other_key:
             differences.append(f"different {name} ({text}, and {other_text})")
@@ -117,11 +117,6 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
 
 def _list_settings(header: StatsHeader) -> dict[str, tuple[object, str]]:
     """List what two runs must have in common, with its text in messages."""
-    data = (
-        f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
-        f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}"
-    )
-    recipe = f"{header.recipe_name} {header.recipe_hash[:8]}"
     plain = {
         "dtype": header.compute_dtype,
         "engine": header.engine or "transformers",
@@ -130,7 +125,14 @@ def _list_settings(header: StatsHeader) -> dict[str, tuple[object, str]]:
         "input_histogram_tokens": header.input_histogram_tokens,
     }
     return {
-        "data": (header.data_fingerprint, data),
-        "recipe": ((header.recipe_name, header.recipe_hash), recipe),
+        "data": (
+            header.data_fingerprint,
+            f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
+            f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}",
+        ),
+        "recipe": (
+            (header.recipe_name, header.recipe_hash),
+            f"{header.recipe_name} {header.recipe_hash[:8]}",
+        ),
         **{name: (value, str(value)) for name, value in plain.items()},
     }

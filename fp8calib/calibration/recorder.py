@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
+    BatchView,
     Reductions,
     observe_expert_down,
     observe_expert_input,
@@ -60,13 +60,11 @@ class Recorder:
     Attributes:
         batch: the batch being observed.
         sequences: those of all batches that count, as half-open ranges in order.
-        unchecked: those since the last look for NaN.
         is_settled: whether every batch counts fully or not at all; `end_batch` may be interrupted.
     """
 
     batch: BatchView
     sequences: tuple[tuple[int, int], ...]
-    unchecked: tuple[tuple[int, int], ...]
 
     def __init__(self, num_sequences: int, work: LayerWork | None = None) -> None:
         """Record a run of so many sequences, which may show only some of them.
@@ -84,7 +82,8 @@ class Recorder:
     def forget(self) -> None:
         """Drop all statistics."""
         self._drop_batch()
-        self.sequences = self.unchecked = ()
+        self.sequences = ()
+        self._unchecked: list[tuple[int, int]] = []
         self._counts = Counter[Site]()
         self._tensors = defaultdict[Site, dict[str, torch.Tensor]](dict)
         self._unchecked_sites: dict[Site, None] = {}  # in execution order
@@ -157,7 +156,7 @@ class Recorder:
         self.is_settled = False
         _apply(update for site, seen in self._pending for update in self._update(site, seen))
         self._unchecked_sites |= dict.fromkeys(site for site, _ in self._pending)
-        self.unchecked += (sequences,)
+        self._unchecked.append(sequences)
         self.sequences += (sequences,)
         self.is_settled = True
         self._drop_batch()
@@ -187,19 +186,21 @@ class Recorder:
             The first site in execution order, and the sequence: the first of the batches where the
             site does not tell.
         """
-        batches, self.unchecked = self.unchecked, ()
+        batches, self._unchecked = self._unchecked, []
         sites, self._unchecked_sites = self._unchecked_sites, {}
         if not batches:
             return None
         first = min(start for start, _ in batches)
         seen = slice(first, max(stop for _, stop in batches))
-        by_device = defaultdict[torch.device, list[torch.Tensor]](list)
         found: dict[Site, torch.Tensor] = {}
         for site in sites:
             tensors = self._tensors[site]
             found[site] = tensors["sequences"][seen] if "sequences" in tensors else tensors["amax"]
-            by_device[found[site].device].append(found[site])
-        if all(bool(torch.cat(each).isfinite().all()) for each in by_device.values()):
+        for device in {x.device for x in found.values()}:  # one wait for each
+            values = torch.cat([x for x in found.values() if x.device == device])
+            if not bool(values.isfinite().all()):
+                break
+        else:
             return None
         site = next(site for site in sites if not bool(found[site].isfinite().all()))
         place = int((~found[site].isfinite()).nonzero()[0])

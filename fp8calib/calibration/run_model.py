@@ -46,7 +46,7 @@ class RunModel:
             ModelError: a weight is missing or has another shape.
         """
         if self.is_live or mode.streaming is not None:
-            return mode.prepared
+            return self.prepared
         progress.stage("loading the model", None)
         model = load_model(
             self.source,

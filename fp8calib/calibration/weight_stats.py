@@ -10,6 +10,7 @@ import torch
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.errors import ModelError
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.projections import read_linears
 from fp8calib.model.shapes import Linear, Role, Site
 from fp8calib.model.weight_source import TensorSource, WeightSource
@@ -49,9 +50,9 @@ def observe_weights(
 
 
 def settle_weights(
-    found: Mapping[Site, SiteStats], linears: Iterable[Linear], source: WeightSource
+    found: Mapping[Site, SiteStats], prepared: PreparedModel
 ) -> dict[Site, SiteStats]:
-    """Give statistics on the CPU; `source` reads the weights of `linears` there.
+    """Give the statistics of weights on the CPU.
 
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
@@ -60,10 +61,10 @@ def settle_weights(
         site: SiteStats(count=0, **{name: x.cpu() for name, x in stats.tensors.items()})
         for site, stats in found.items()
     }
-    for linear in linears:
+    for _, linear in prepared.geometry.linears():
         stats = settled.get(Site(linear.module, Role.WEIGHT))
         if stats is not None and not bool(stats.amax.isfinite().all()):
-            for _ in observe_weights([linear], source, ignored=()):
+            for _ in observe_weights([linear], prepared.weights, ignored=()):
                 pass  # it raises
     return settled
 

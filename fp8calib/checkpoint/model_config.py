@@ -22,7 +22,7 @@ def list_inner_checkpoints(folder: Path) -> list[Path]:
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
 
 
-def _list_text_configs(
+def list_text_configs(
     config: Mapping[str, object],
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
     """List a config, by an empty key, and the text models' configs in it, by their keys."""
@@ -36,7 +36,7 @@ def find_quantization_configs(
     config: Mapping[str, object],
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Find the sections of a config that describe a quantization: key and section."""
-    for _, owner in _list_text_configs(config):
+    for _, owner in list_text_configs(config):
         for key in QUANTIZATION_KEYS:
             section = owner.get(key)
             if isinstance(section, dict):
@@ -49,7 +49,7 @@ def find_dtype(config: Mapping[str, object]) -> str:
     The outermost one counts, then the text model's, as in vLLM 0.32
     (`model_arch_config_convertor.py` `get_torch_dtype`).
     """
-    for _, section in _list_text_configs(config):
+    for _, section in list_text_configs(config):
         for key in ("dtype", "torch_dtype"):
             value = section.get(key)
             if isinstance(value, str) and value not in ("", "auto"):
@@ -62,7 +62,7 @@ def replace_dtype(config: Mapping[str, object], name: str) -> dict[str, object]:
     if find_dtype(config) == name:
         return dict(config)
     replaced: dict[str, object] = {"dtype": name} if "torch_dtype" not in config else {}
-    for owner, section in _list_text_configs(config):
+    for owner, section in list_text_configs(config):
         named = {key: name for key in ("dtype", "torch_dtype") if key in section}
         replaced |= {owner: {**section, **named}} if owner else named
     return {**config, **replaced}
@@ -75,7 +75,7 @@ def replace_quantization(
 
     They are empty if the config has no such section.
     """
-    for owner, part in _list_text_configs(config):
+    for owner, part in list_text_configs(config):
         for key in QUANTIZATION_KEYS:
             if isinstance(part.get(key), dict):
                 return {owner: {**part, key: section}} if owner else {key: section}

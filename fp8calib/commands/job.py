@@ -15,7 +15,6 @@ import torch
 
 from fp8calib.calibration.calibrate import (
     TextEngine,
-    WorkShare,
     calibrate,
     make_header,
     text_hashes_of,
@@ -30,7 +29,7 @@ from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.merge import explain_other_run
-from fp8calib.calibration.observed_batches import choose_batch_size
+from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
@@ -183,7 +182,7 @@ class CalibrationJob:
         """
         model = self.model
         if self.engine is not None or model.is_placed:
-            return MemoryPlan(prepared=model.prepared)
+            return MemoryPlan()
         scratch = Path.cwd()
         if self.out is not None:
             scratch = next(folder for folder in self.out.absolute().parents if folder.is_dir())
@@ -250,7 +249,7 @@ class CalibrationJob:
             threads = torch.get_num_threads()
             progress.say(f"{group.size} processes share the data, with {threads} threads each")
         started = time.monotonic()
-        share = WorkShare(shard=self.shard, journal=journal, group=group)
+        own_back_offs: list[BackOff] = []
         layer_work = None
         if journal is not None and self.layer_job is not None:
             layer_work = self.layer_job.open(self, journal.folder)
@@ -264,11 +263,14 @@ class CalibrationJob:
                 batch_size=self.batch_size,
                 progress=progress,
                 streaming=mode.streaming,
-                share=share,
+                shard=self.shard,
+                journal=journal,
+                group=group,
+                back_offs=own_back_offs,
                 work=layer_work,
                 engine=self.engine,
             )
-            back_offs = group.all_gather([asdict(each) for each in share.back_offs])
+            back_offs = group.all_gather([asdict(each) for each in own_back_offs])
         duration_s = time.monotonic() - started
         resumed = () if journal is None else journal.sequences
         sequences = () if self.plan is None else self.plan.sequences

@@ -19,7 +19,6 @@ from fp8calib.data.rows import (
     Message,
     ReadRow,
     Row,
-    UnusableRow,
     has_chat_template,
     require_unicode,
 )
@@ -252,8 +251,8 @@ class RowEncoder:
         for row in rows:
             self.num_rows += 1
             try:
-                if isinstance(row, UnusableRow):
-                    raise RejectedRowError(row.error.message, hint=row.error.hint)
+                if isinstance(row, DataError):
+                    raise RejectedRowError(row.message, hint=row.hint)
                 self.num_conversations += row.messages is not None
                 encoded = self._encode(row)
             except RejectedRowError as error:
@@ -412,13 +411,6 @@ class PackedRows:
     num_cut: int = 0
     """Used rows whose last tokens are in no sequence."""
 
-    def use(self, kept: Sequence[int], hashed: Sequence[int], *, is_cut: bool) -> None:
-        """Count a row of which `kept` tokens are in sequences."""
-        self.hashed.append(hashed)
-        self.num_cut += is_cut
-        if len(self.first) < _NUM_SHOWN:
-            self.first.append(kept)
-
 
 def pack_rows(
     rows: Iterable[EncodedRow], *, samples: int, seq_len: int, pack: bool = True
@@ -457,12 +449,16 @@ def pack_rows(
         sequences.append(torch.tensor(stream[start:], dtype=torch.int64))
         start = len(stream)
     for row in read:
+        kept: Sequence[int]
+        hashed: Sequence[int]
         if isinstance(row, MediaRow):
-            packed.use(row.ids.tolist(), row.text_ids, is_cut=row.num_cut > 0)
-            continue
-        # `start` counts down to the tokens of later rows that are in a sequence.
-        kept = min(len(row), start if pack else seq_len)
-        start -= kept
+            kept, hashed, is_cut = row.ids.tolist(), row.text_ids, row.num_cut > 0
+        else:  # `start` counts down to the tokens of later rows that are in a sequence
+            kept = row[: start if pack else seq_len]
+            start -= len(kept)
+            hashed, is_cut = row[: max(len(kept), TOKENS_PER_HASH)], len(kept) < len(row)
         if kept:
-            packed.use(row[:kept], row[: max(kept, TOKENS_PER_HASH)], is_cut=kept < len(row))
+            packed.hashed.append(hashed)
+            packed.first += [kept][: _NUM_SHOWN - len(packed.first)]
+            packed.num_cut += is_cut
     return packed

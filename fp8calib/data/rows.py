@@ -93,15 +93,8 @@ class Row:
         return tuple(part for part in parts if isinstance(part, Medium))
 
 
-@dataclass(frozen=True)
-class UnusableRow:
-    """A row that cannot be read."""
-
-    error: DataError
-    """Why; it names the row."""
-
-
-ReadRow = Row | UnusableRow
+ReadRow = Row | DataError
+"""A row, or why it cannot be used."""
 
 
 def parse_row(

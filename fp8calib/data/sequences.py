@@ -255,6 +255,12 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
+def cut_into(batch: Batch, size: int) -> list[Batch]:
+    """Cut a batch into batches of at most `size` sequences, without needless padding."""
+    starts = range(0, len(batch.lengths), size)
+    return [cut_batch(batch, start, start + size) for start in starts]
+
+
 def warn_of_scales(num_tokens: int) -> Iterator[str]:
     """Warn of a text that is too short to be calibrated on."""
     if num_tokens < FEW_TOKENS:

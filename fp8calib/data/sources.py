@@ -13,12 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, UnusableRow, parse_row
+from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, parse_row
 from fp8calib.data.specs import (
     DataSpec,
     FileSource,
     HubSource,
-    SavedSource,
     Specs,
     looks_like_spec,
 )
@@ -94,7 +93,7 @@ def _parse(value: object, origin: str, **options: Any) -> ReadRow:
             raise value
         return parse_row(value, origin, **options)
     except DataError as error:
-        return UnusableRow(error)
+        return error
 
 
 def mix_rows(
@@ -139,10 +138,8 @@ def iter_rows(
     if source is None:
         yield from iter_builtin_rows(part)
         return
-    where, folder = spec.label, Path()
-    if isinstance(source, SavedSource):
-        folder = source.folder
-    else:
+    where, folder = spec.label, source if isinstance(source, Path) else Path()
+    if isinstance(source, HubSource):
         where = f"hub:{source.name}"
     # Datasets such as wikitext have blank rows, which the user cannot remove.
     rows = (
@@ -271,19 +268,19 @@ def _read_parquet(path: Path, text_column: str | None) -> _Values:
         ) from error
 
 
-def _iter_dataset(source: HubSource | SavedSource, label: str) -> Iterator[object]:
+def _iter_dataset(source: HubSource | Path, label: str) -> Iterator[object]:
     try:
         import datasets  # noqa: PLC0415  takes seconds to import
 
-        if isinstance(source, SavedSource):
-            dataset = datasets.load_from_disk(str(source.folder)).with_format(None)
+        if isinstance(source, Path):
+            dataset = datasets.load_from_disk(str(source)).with_format(None)
         else:
             name, config, split = source.name, source.config, source.split
             dataset = datasets.load_dataset(name, config, split=split, streaming=True)
         yield from _keep_encoded(dataset)
     except Exception as error:  # the failures of datasets share no base class
         why = f"({type(error).__name__}: {first_line(error)})"
-        if isinstance(source, SavedSource):
+        if isinstance(source, Path):
             message = f"{label}: the dataset cannot be read {why}"
             raise DataError(message, hint="save it again with datasets.save_to_disk") from error
         raise DataError(

@@ -48,18 +48,12 @@ class HubSource:
 
 
 @dataclass(frozen=True)
-class SavedSource:
-    """A folder that `datasets.Dataset.save_to_disk` wrote; of a `DatasetDict`, that of a split."""
-
-    folder: Path
-
-
-@dataclass(frozen=True)
 class DataSpec:
     """One resolved `--data` option."""
 
-    source: FileSource | HubSource | SavedSource | None
-    """None is the text of `help()`, which is part of CPython."""
+    source: FileSource | HubSource | Path | None
+    """A path is a folder that `datasets.Dataset.save_to_disk` wrote (of a `DatasetDict`, that of a
+    split). None is the text of `help()`, which is part of CPython."""
     label: str
     """The spec as given, but only the last component of a path; it is stored in artifacts."""
     weight: float | None = None
@@ -87,7 +81,7 @@ def parse_spec(text: str) -> DataSpec:
     path = Path(body)
     label = (path.absolute().name or body) + text[len(body) :]
     if all(_is_file(path / name) for name in _SAVED_FILES):
-        return DataSpec(SavedSource(path), label, weight)
+        return DataSpec(path, label, weight)
     return DataSpec(_find_files(path), label, weight)
 
 

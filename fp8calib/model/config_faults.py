@@ -97,7 +97,8 @@ def list_other_faults(
     for parsed, own in parts:
         yield from _list_nulls(parsed, own)
     if (folder / _GENERATION).is_file():
-        if why := _try(partial(_read_generation, folder)):
+        read = GenerationConfig.from_pretrained
+        if why := _try(lambda: read(folder, local_files_only=True).validate()):
             yield f"transformers refuses {_GENERATION}: {why}"
         yield from _list_odd_sampling(folder)
     for key, section in islice(find_quantization_configs(config), 1):
@@ -121,10 +122,6 @@ def _build(config: Mapping[str, Any]) -> None:
 def _run(parsed: Any) -> None:
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(parsed)(torch.zeros(1, 2, dtype=torch.long))
-
-
-def _read_generation(folder: Path) -> None:
-    GenerationConfig.from_pretrained(folder, local_files_only=True).validate()
 
 
 def _read_quantization(section: Mapping[str, object]) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fp8calib.checkpoint.model_config import list_text_configs
+
 _PART = re.compile(r"(?:.*\.)?mtp(?:_[^.]+)?(?:\..*)?")
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,6})\..+?")
 _PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Where configs say how many layers the drafter has (vLLM 0.32.0 `config/speculative.py`)."""
-_TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
@@ -36,7 +37,7 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
 
 def find_promise(config: Mapping[str, object]) -> str:
     """Find where a config promises a drafter, in words; empty where it does not."""
-    for section in _list_sections(config):
+    for _, section in list_text_configs(config):
         for key in _PROMISES:
             number = section.get(key)
             if isinstance(number, int) and number > 0:
@@ -46,11 +47,5 @@ def find_promise(config: Mapping[str, object]) -> str:
 
 def count_layers(config: Mapping[str, object]) -> int:
     """Count the layers of the decoder by its config; 0 where it does not say."""
-    numbers = (section.get("num_hidden_layers") for section in _list_sections(config))
+    numbers = (section.get("num_hidden_layers") for _, section in list_text_configs(config))
     return next((number for number in numbers if isinstance(number, int)), 0)
-
-
-def _list_sections(config: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """List a config and that of its text part."""
-    inner = (config.get(key) for key in _TEXT_KEYS)
-    return [config, *(each for each in inner if isinstance(each, dict))]

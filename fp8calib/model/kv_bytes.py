@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fp8calib.checkpoint.model_config import LAYER_COUNTS, list_text_configs
 from fp8calib.model.shapes import ModelGeometry
 
-_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _WITHOUT_CACHE = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
 _WIDE_DTYPES = {"float32": 4, "float64": 8}
 
@@ -23,8 +23,7 @@ def estimate_kv_bytes(config: Mapping[str, object], dtype: str) -> tuple[int, in
     None if the config has no usual key for the number of layers, of heads or for their size. Layers
     that read another layer's cache count as if they had their own.
     """
-    text = next((inner for key in _INNER_CONFIGS if isinstance(inner := config.get(key), dict)), {})
-    fields = {**config, **text}
+    fields = dict(pair for _, part in list_text_configs(config) for pair in part.items())
     layers, elements = _count_layers(fields), _count_elements(fields)
     if layers is None or elements is None:
         return None
@@ -36,7 +35,7 @@ def _count_layers(fields: Mapping[str, object]) -> int | None:
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
         return sum(not any(mark in str(kind) for mark in _WITHOUT_CACHE) for kind in kinds)
-    return _take(fields, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return _take(fields, *LAYER_COUNTS)
 
 
 def _count_elements(fields: Mapping[str, object]) -> int | None:

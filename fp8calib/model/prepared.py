@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.dtype import stored_dtype
@@ -14,7 +15,7 @@ from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modu
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.stored_parameters import (
     check_stored_parameters,
-    list_absent,
+    find_absent,
     list_leftovers,
 )
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
@@ -100,18 +101,19 @@ def list_skipped(
         yield module, "excluded by the recipe (observe.ignore)"
     yield from _list_outside(prepared.model)
     yield from _list_inside(prepared)
+    weights = prepared.weights
     drafters = {path for site in observed for path in list_paths(site.module)}
-    unused = [name for name in prepared.weights.unused if name not in drafters]
-    for why, names in (
-        ("in the checkpoint, but not part of the text decoder: neither loaded nor run", unused),
+    absent = sorted(group_by_pattern(find_absent(weights)), key=dot_natural_key)
+    for names, why in (
         (
+            [name for name in weights.unused if name not in drafters],
+            "in the checkpoint, but not part of the text decoder: neither loaded nor run",
+        ),
+        (
+            list_leftovers(weights),
             "in the checkpoint, but not a parameter of the model: neither loaded nor run",
-            list_leftovers(prepared.weights),
         ),
-        (
-            "not in the checkpoint, and not part of the text decoder: not run",
-            list_absent(prepared.weights),
-        ),
+        (absent, "not in the checkpoint, and not part of the text decoder: not run"),
     ):
         yield from ((name, why) for name in names)
 

@@ -66,11 +66,6 @@ def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
     )
 
 
-def list_absent(weights: WeightSource) -> list[str]:
-    """List the parameters that the checkpoint lacks; numbers that differ are `*`."""
-    return sorted(group_by_pattern(find_absent(weights)), key=dot_natural_key)
-
-
 def list_leftovers(weights: WeightSource) -> list[str]:
     """List the tensors that the model has no parameter for; numbers that differ are `*`.
 

@@ -51,7 +51,7 @@ def plan_verification(
         UsageError: it fits in neither way, or `cannot_stream`.
     """
     if model.is_placed:
-        return MemoryPlan(prepared=model.prepared)
+        return MemoryPlan()
     text, scored = asked.batches, asked.list_scored(others)
     logits = scoring_bytes(
         torch.device(model.device),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare, calibrate, make_header
+from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
-from fp8calib.calibration.header import StatsHeader
+from fp8calib.calibration.header import BackOff, StatsHeader
+from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
+from fp8calib.data.shares import Share
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from tests.doors import Silent, make_plan
@@ -24,6 +26,15 @@ from tests.zoo import draw
 OBSERVE = Observe(weights=True)
 LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]
 """Thirteen sequences, the ninth in the histograms as well as the first; padded in batches."""
+
+
+@dataclass
+class WorkShare:
+    """What a run does and what it leaves."""
+
+    shard: Share | None = None
+    journal: Journal | None = None
+    back_offs: list[BackOff] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Subject:
             batch_size=batch_size,
             progress=progress or Silent(),
             streaming=self.streaming,
-            share=share or WorkShare(),
+            **vars(share or WorkShare()),
         )
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.header import BackOff
-from fp8calib.calibration.observed_batches import choose_batch_size
+from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.errors import CalibrationError
 from tests import zoo
-from tests.calibration.running import Subject, as_bytes, opened
+from tests.calibration.running import Subject, WorkShare, as_bytes, opened
 from tests.doors import Silent
 
 CPU_MESSAGE = (

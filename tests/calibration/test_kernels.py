@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8calib.calibration import reductions
-from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.kernel_trial import agree
+from fp8calib.calibration.reductions import BatchView
 from fp8calib.calibration.statistic import join
 from fp8calib.model.shapes import Role, Site
 

@@ -25,7 +25,7 @@ from fp8calib.calibration.memory_plan import (
     plan_halved,
     plan_memory,
 )
-from fp8calib.calibration.observed_batches import BatchObserver
+from fp8calib.calibration.passes import BatchObserver
 from fp8calib.calibration.streamed_weights import PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.processor import MediaRow

@@ -14,7 +14,6 @@ import torch
 
 from fp8calib.calibration import journal as journal_module
 from fp8calib.calibration import recorder
-from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal
@@ -22,7 +21,15 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from tests import zoo
-from tests.calibration.running import LENGTHS, OBSERVE, Subject, as_bytes, opened, rows_of
+from tests.calibration.running import (
+    LENGTHS,
+    OBSERVE,
+    Subject,
+    WorkShare,
+    as_bytes,
+    opened,
+    rows_of,
+)
 from tests.doors import Silent
 
 

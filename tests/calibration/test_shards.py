@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats, save_stats
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
 from tests import zoo
-from tests.calibration.running import as_bytes, opened
+from tests.calibration.running import WorkShare, as_bytes, opened
 
 FAMILIES = ("llama", "mixtral", "gemma3n_text", "qwen3_next", "gpt2")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8calib.data.plan import build_plan
-from fp8calib.data.rows import ReadRow, UnusableRow
+from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
@@ -100,7 +100,7 @@ def test_a_source_of_unusable_rows_is_refused_before_it_ends() -> None:
     def rows() -> Iterator[ReadRow]:
         for number in count():
             read.append(number)
-            yield UnusableRow(DataError(f"row {number}: odd", hint="write it again"))
+            yield DataError(f"row {number}: odd", hint="write it again")
 
     with pytest.raises(DataError, match="100 of 100 rows cannot be used: row 0: odd; row 1: odd"):
         plan_of(rows=rows())

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from fp8calib.data.rows import ReadRow, Row, UnusableRow
+from fp8calib.data.rows import ReadRow, Row
 from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
@@ -30,8 +30,8 @@ def write(path: Path, content: bytes) -> Path:
 def read(rows: Iterable[ReadRow]) -> None:
     """Read rows up to the first that cannot be used, and raise its error."""
     for row in rows:
-        if isinstance(row, UnusableRow):
-            raise row.error
+        if isinstance(row, DataError):
+            raise row
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_rows_around_a_bad_one_are_given(tmp_path: Path) -> None:
     first, second, third, last = rows
     assert (first, third) == (Row("x.jsonl:1", text="a"), Row("x.jsonl:4", text="b"))
     for row, place in ((second, "x.jsonl:2"), (last, "x.jsonl:5")):
-        assert isinstance(row, UnusableRow)
-        assert row.error.message.startswith(f"{place}: not JSON")
+        assert isinstance(row, DataError)
+        assert row.message.startswith(f"{place}: not JSON")
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> Path:

@@ -8,7 +8,6 @@ from fp8calib.data.specs import (
     DataSpec,
     FileSource,
     HubSource,
-    SavedSource,
     parse_spec,
 )
 from fp8calib.errors import DataError, UsageError
@@ -155,15 +154,15 @@ def save_split(folder: Path) -> Path:
 
 def test_a_saved_dataset_is_one_source_though_it_holds_json_files(tmp_path: Path) -> None:
     folder = save_split(tmp_path / "saved")
-    assert parse_spec(str(folder)) == DataSpec(SavedSource(folder), "saved")
-    assert parse_spec(f"{folder}@2") == DataSpec(SavedSource(folder), "saved@2", 2.0)
+    assert parse_spec(str(folder)) == DataSpec(folder, "saved")
+    assert parse_spec(f"{folder}@2") == DataSpec(folder, "saved@2", 2.0)
 
 
 def test_a_split_of_saved_datasets_is_named_by_its_folder(tmp_path: Path) -> None:
     save_split(tmp_path / "two" / "train")
     touch(tmp_path / "two" / "dataset_dict.json")
     folder = tmp_path / "two" / "train"
-    assert parse_spec(f"{folder}@2") == DataSpec(SavedSource(folder), "train@2", 2.0)
+    assert parse_spec(f"{folder}@2") == DataSpec(folder, "train@2", 2.0)
     with pytest.raises(UsageError, match="holds saved splits") as caught:
         parse_spec(str(tmp_path / "two"))
     assert caught.value.hint == f"name one of them, such as {folder}"

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from fp8calib.calibration import journal
-from fp8calib.calibration.calibrate import WorkShare
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.commands.model import plan_text
@@ -23,7 +22,7 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.model.load import open_source
 from fp8calib.model.shapes import Role, Site
-from tests.calibration.running import as_bytes, opened
+from tests.calibration.running import WorkShare, as_bytes, opened
 from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
 from tests.kit.multimodal import (

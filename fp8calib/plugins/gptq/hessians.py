@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.reductions import BatchView
 from fp8calib.model.shapes import Linear
 
 HELD_EVERY = 8

@@ -26,13 +26,12 @@ from safetensors.torch import load
 from fp8calib.calibration.calibration_stats import join_ranges
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
-from fp8calib.calibration.observed_batches import cut_into
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.statistic import SiteStats, group_tensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
-from fp8calib.data.sequences import Batch
+from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role, Site

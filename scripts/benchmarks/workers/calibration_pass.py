@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.observed_batches import choose_batch_size
+from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.function import CallbackProgress
 from fp8calib.commands.recipe import Recipe, load_recipe
