@@ -107,9 +107,9 @@ class WeightReplay:
         count: LinearCount | None = None
         found: list[Finding] = []
         try:
-            # An engine without a reader, as a plug-in may be, has rules alone.
-            reader = engine.make_reader and engine.make_reader(self._folder, self._geometry)
             if not self.stored.has_old_blocks:
+                # An engine without a reader, as a plug-in may be, has rules alone.
+                reader = engine.make_reader and engine.make_reader(self._folder, self._geometry)
                 count, found = self._compare_linears(engine, reader)
         except Refusal as refusal:
             found = [Finding.of(refusal)]
