@@ -24,7 +24,6 @@ from fp8calib.text import Block, Line
 if TYPE_CHECKING:
     from fp8calib.formats.dialect import Dialect
     from fp8calib.formats.read import FoundScales
-    from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _WITHOUT_SCALES = "without-scales"
@@ -126,9 +125,17 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     with open_quantized(folder, dtype=dtype) as checkpoint:
         files = plan_files(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in files.skipped.items()]
-        found, owned = None, files.names
+        found, dialect, owned = None, find_dialect("kv-overlay"), files.names
         if request.keep_kv_scales:
-            found, owned = _plan_overlay(checkpoint)
+            from fp8calib.formats.read import read_scales
+            from fp8calib.formats.write import list_owned
+            from fp8calib.model.geometry_from_config import read_geometry  # imports transformers
+
+            geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
+            found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
+            if found.table.per_head:
+                dialect = find_dialect("kv-overlay-head")
+            owned = list_owned(dialect.name, 1, geometry, checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
         with output_folder(out, owned=owned, force=request.force, inputs=[folder]) as staging:
@@ -137,7 +144,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             reporter.stage("dequantizing", files.data_bytes, unit="bytes")
             write_files(checkpoint, files, place, reporter.advance)
             if found is not None:
-                notes += _write_overlay(found, place, staging, out)
+                notes += _write_overlay(found, dialect, place, staging, out)
                 shutil.rmtree(place)
             write_card(
                 *(staging, out, checkpoint.dtype_name, request.model),
@@ -161,32 +168,14 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     return result
 
 
-def _plan_overlay(checkpoint: DecodedCheckpoint) -> tuple[FoundScales, frozenset[str]]:
-    """Read the KV scales of the source, and name the entries of an overlay with them.
-
-    Raises:
-        ModelError: there are none, or they are incomplete or invalid.
-    """
-    from fp8calib.formats.read import read_scales
-    from fp8calib.formats.write import list_owned
-    from fp8calib.model.geometry_from_config import read_geometry
-
-    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
-    found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
-    return found, list_owned(_find_overlay(found).name, 1, geometry, checkpoint)
-
-
-def _find_overlay(found: FoundScales) -> Dialect:
-    return find_dialect("kv-overlay-head" if found.table.per_head else "kv-overlay")
-
-
-def _write_overlay(found: FoundScales, plain: Path, folder: Path, shown: Path) -> tuple[str, ...]:
+def _write_overlay(
+    found: FoundScales, dialect: Dialect, plain: Path, folder: Path, shown: Path
+) -> tuple[str, ...]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
     from fp8calib.formats.copy import convert_scales, write_tables
 
-    dialect = _find_overlay(found)
     with Checkpoint.open(plain) as checkpoint:
         model = fingerprint_model(checkpoint.load_config(), checkpoint)
         # norms and embeddings are those of the source, and so are their hashes

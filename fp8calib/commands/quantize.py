@@ -238,17 +238,16 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             cannot hold it.
     """
     with slow_imports():
+        import torch
+
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.quantized import (
-            apply_recipe,
-            finish,
-            make_quantize_result,
-            write_plan,
-        )
+        from fp8calib.commands.quantized import apply_recipe, finish, make_quantize_result
         from fp8calib.commands.saved import saved_model
         from fp8calib.commands.stats import read_stats
         from fp8calib.commands.written import require_servable
+        from fp8calib.model.device import choose_device
+        from fp8calib.quantization import quantize as writer
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
         from fp8calib.quantization.requantized import describe_changes
         from fp8calib.quantization.settings import make_settings
@@ -276,7 +275,21 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 kept = checkpoint.keep_codes(settings.schemes)
                 notes = (*notes, *describe_changes(checkpoint, plan, kept))
             started = time.monotonic()
-            written = write_plan(checkpoint, plan, request, reporter, inputs=inputs, rounded=kept)
+            written = writer.find_finished(out, plan) if request.resume else None
+            if written is not None:
+                reporter.say(f"{out} is finished already")
+            else:
+                reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+                device = "cpu" if request.device == "auto" else choose_device(request.device)
+                written = writer.quantize(
+                    *(checkpoint, plan, out),
+                    device=torch.device(device),
+                    advance=reporter.advance,
+                    resume=request.resume,
+                    force=request.force,
+                    inputs=inputs,
+                    rounded=kept,
+                )
             plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
             result = make_quantize_result(
                 *(checkpoint, plan, written),

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
@@ -21,11 +19,9 @@ from fp8calib.commands.result import BeforeAfter, LayerScheme
 from fp8calib.commands.saved import warn_of_tokenizer
 from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError
-from fp8calib.model.device import choose_device
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.quantize import Written, find_finished, quantize
-from fp8calib.quantization.shard_writer import WeightCodes
+from fp8calib.quantization.quantize import Written
 
 RequestT = TypeVar("RequestT", bound=QuantizeRequest)
 ResultT = TypeVar("ResultT", bound=QuantizeResult)
@@ -53,37 +49,6 @@ def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
         ignore=request.ignore or asked.ignore,
     )
     return changed, recipe
-
-
-def write_plan(
-    checkpoint: Checkpoint,
-    plan: QuantizePlan,
-    request: QuantizeRequest,
-    reporter: Reporter,
-    *,
-    inputs: Sequence[Path] = (),
-    rounded: WeightCodes | None = None,
-) -> Written:
-    """Write a planned checkpoint; codes in `rounded` are not computed again.
-
-    Raises:
-        UsageError: the folder is in use.
-        ExportError: the disk cannot hold the output.
-    """
-    out = Path(request.out)
-    if request.resume and (finished := find_finished(out, plan)) is not None:
-        reporter.say(f"{out} is finished already")
-        return finished
-    reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-    return quantize(
-        *(checkpoint, plan, out),
-        device=torch.device("cpu" if request.device == "auto" else choose_device(request.device)),
-        advance=reporter.advance,
-        resume=request.resume,
-        force=request.force,
-        inputs=inputs,
-        rounded=rounded,
-    )
 
 
 def finish(

@@ -205,17 +205,9 @@ def finish_checkpoint(
     check: bool = True,
     plain_caches: Sequence[int] = (),
 ) -> tuple[tuple[WrittenCheck, ...], str]:
-    """Check a written checkpoint as `check` does, and write its card.
+    """Check a written checkpoint as `check` does, and write its card (`write_card`).
 
-    Args:
-        written: the output folder where it is now.
-        target: the output folder where it will be.
-        scheme: how weights or the KV cache are stored.
-        model: what it was made from.
-        path: of the checkpoint in the output folder.
-        revision: that of a model on the Hub.
-        check: whether to check it.
-        plain_caches: the layers whose KV cache stays in 16 bits.
+    `plain_caches` are the layers whose KV cache stays in 16 bits.
 
     Returns:
         What engines do with it, and the name of the card.
@@ -233,7 +225,7 @@ def finish_checkpoint(
 def check_written(
     written: Path, target: Path, *, path: str = ".", plain_caches: Sequence[int] = ()
 ) -> tuple[WrittenCheck, ...]:
-    """Say what the default engines do with a checkpoint; arguments as of `finish_checkpoint`."""
+    """Say what the default engines do with a checkpoint; see `finish_checkpoint`."""
     try:
         report = check_path(CheckRequest(written / path))
     except Fp8CalibError as error:

@@ -23,7 +23,7 @@ from fp8calib.checkpoint.hub import find_folder
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model
-from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result, write_plan
+from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.recipe_options import apply_request, resolve_text
 from fp8calib.commands.run_plan import RunPlan
@@ -61,7 +61,7 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.quantize import find_finished
+from fp8calib.quantization.quantize import find_finished, quantize
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 
@@ -175,9 +175,15 @@ def run_gptq(opened: GptqJob, plain_caches: Sequence[int]) -> GptqResult | None:
                 return None
             plan = _plan_checkpoint(job, task, opened.selection, stats)
             with open_codes(journal.folder) as codes:
-                cpu = replace(request, device="cpu")
-                written = write_plan(
-                    *(checkpoint, plan, cpu, job.reporter), inputs=task.inputs, rounded=codes
+                job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+                written = quantize(
+                    *(checkpoint, plan, out),
+                    device=torch.device("cpu"),
+                    advance=job.reporter.advance,
+                    resume=request.resume,
+                    force=request.force,
+                    inputs=task.inputs,
+                    rounded=codes,
                 )
                 rounded = tuple(list_rounded(job, opened.selection, codes))
         shutil.rmtree(job.folder, ignore_errors=True)
