@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from fp8calib.errors import UsageError, join_or, suggest
@@ -101,7 +101,7 @@ class Declared:
             UsageError: naming the option.
         """
         least, most, choices = self.option.least, self.option.most, self.option.choices
-        wrong, known = "", tuple(choices)
+        wrong = ""
         if value is None:
             return
         if least is not None and not value >= least:
@@ -111,7 +111,7 @@ class Declared:
         elif choices and value not in choices:
             wrong = f"must be {join_or(choices)}"
         if wrong:
-            raise UsageError(f"{self.spelled} {value}: {wrong}", hint=suggest(str(value), known))
+            raise UsageError(f"{self.spelled} {value}: {wrong}", hint=suggest(str(value), choices))
 
     def check(self, value: Any) -> None:
         """Refuse the same, and a missing file.
@@ -129,21 +129,18 @@ def list_options(request: type) -> list[Declared]:
     """List the fields of a request, as its signature does: positional arguments first."""
     hints = get_type_hints(request, include_extras=True)
     ordered = sorted(fields(request), key=lambda field: field.kw_only is True)
-    return [_declare(field, *get_args(hints[field.name])) for field in ordered]
-
-
-def _declare(field: Field[Any], annotation: Any, option: Option) -> Declared:
-    return Declared(
-        name=field.name,
-        annotation=annotation,
-        type=_spell(annotation),
-        default=field.default,
-        is_required=field.default is MISSING,
-        option=option,
-    )
-
-
-def _spell(annotation: object) -> str:
-    """Spell a type as it is written in code; any sequence does where a list is asked for."""
-    text = re.sub(r"\b[a-z_]\w*\.(?=\w)", "", inspect.formatannotation(annotation))
-    return text.replace("list[", "Sequence[")
+    declared = []
+    for field in ordered:
+        annotation, option = get_args(hints[field.name])
+        spelled = re.sub(r"\b[a-z_]\w*\.(?=\w)", "", inspect.formatannotation(annotation))
+        declared.append(
+            Declared(
+                name=field.name,
+                annotation=annotation,
+                type=spelled.replace("list[", "Sequence["),  # any sequence does for a list
+                default=field.default,
+                is_required=field.default is MISSING,
+                option=option,
+            )
+        )
+    return declared
