@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -89,10 +90,33 @@ class _Command(TyperCommand):
             title = "Arguments" if is_argument else place.get(each.name or "", "Options")
             if (row := each.get_help_record(ctx)) is not None:
                 rows[title].append(row)
+        formatter.write("\n")
         for title, found in rows.items():
             if found:
-                with formatter.section(title):
-                    formatter.write_dl(found)
+                formatter.write(f"{title}:\n")
+                for term, text in found:
+                    formatter.write(_format_row(term, text, formatter.width))
+
+
+_TERM_WIDTH = 30
+_LONGEST_TERM = 72
+"""After a longer one, which has many choices, the text begins on the next line."""
+
+
+def _format_row(term: str, text: str, width: int) -> str:
+    """Write an option and its text, which begins after the option where that is long."""
+    first = f"  {term}  ".ljust(_TERM_WIDTH)
+    rest = " " * _TERM_WIDTH
+    own = "" if len(first) <= _LONGEST_TERM else f"{first.rstrip()}\n"
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=rest if own else first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return own + "\n".join(lines) + "\n"
 
 
 class _Group(TyperGroup):

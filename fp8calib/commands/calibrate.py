@@ -56,7 +56,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
             "--recipe",
             metavar="NAME|FILE",
             reads=str,
-            help="What to observe and write: a YAML file or a name. "
+            help="What to observe and write: a file or a name. "
             + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
         ),
     ] = "kv"
@@ -95,7 +95,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
             "--show-text",
             metavar="N",
             least=1,
-            help="Print the first N sequences as the model sees them, special tokens too.",
+            help="Print the first N sequences as the model sees them.",
         ),
     ] = None
     replace_scales: shared.ReplaceScalesOption = False

@@ -67,21 +67,20 @@ DATA = Option(
     check=parse_spec,
     key="data.sources",
     default=(),
-    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk, "
-    "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several. Default: builtin.",
+    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder, hub:NAME[:CONFIG][:SPLIT] or builtin "
+    "(default); SPEC@WEIGHT mixes several.",
 )
 TEXT_COLUMN = Option(
     "--text-column",
     metavar="NAME",
     key="data.text_column",
-    help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
-    "messages, ... that there is.",
+    help="Column to read; default: the first of text, messages, ... in the data.",
 )
 STRICT_ROWS = Option(
     "--strict-rows",
     key="data.strict_rows",
     default=False,
-    help="The first row that cannot be used is an error; else such rows are skipped and counted.",
+    help="Fail at the first row that cannot be used, instead of skipping it.",
 )
 SAMPLES = Option(
     "--samples",
@@ -96,21 +95,21 @@ SEQ_LEN = Option(
     metavar="L",
     least=2,
     key="data.seq_len",
-    help=f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum if smaller.",
+    help=f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum.",
 )
 BATCH_SIZE = Option(
     "--batch-size",
     metavar="B",
     least=1,
     key="data.batch_size",
-    help="Sequences per batch; default 1, or where a GPU calibrates so many as have 8,192 tokens.",
+    help="Sequences per batch; default 1, calibrating on a GPU 8,192 tokens.",
 )
 PACK = Option(
     "--no-pack",
     negates=True,
     key="data.pack",
     default=True,
-    help="One text per sequence, truncated or padded; padding is masked.",
+    help="One text per sequence, truncated or padded (padding is masked).",
 )
 SEED = Option(
     "--seed",
@@ -125,15 +124,15 @@ RULE = Option(
     check=_check_rule,
     key="scales.rule",
     default=AMAX,
-    help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
-    "squared error), headroom:H (H times amax) or 1.0. Weights always use amax.",
+    help="Rule for the scales of K, V and inputs; default amax. mse: the least squared error; "
+    "headroom:H: H times amax.",
 )
 FALLBACK = Option(
     "--fallback",
     choices=tuple(Fallback),
     key="scales.fallback",
-    help="Scale of a tensor without one: layer-max, the largest of its role and layer, else 1.0 "
-    "(default for tensors of zeros); one; or refuse.",
+    help="Scale of a tensor of zeros or without data: layer-max, the largest of its role and "
+    "layer, else 1.0 (default for zeros); one (1.0); or refuse.",
 )
 FP8_DTYPE = Option(
     "--fp8-dtype",
@@ -165,8 +164,8 @@ QUERY_SCALE = Option(
     metavar="auto|yes|no",
     key="query_scale",
     default="auto",
-    help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
-    "needs it in some layer.",
+    help=f"Write q_scale ({', '.join(list_query_format_names())}); default auto: if a layer needs "
+    "it.",
 )
 
 
@@ -254,16 +253,14 @@ check_stats = require_input("calibrate writes stats.safetensors")
 DryRunOption = Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")]
 ForceOption = Annotated[
     bool,
-    Option(
-        "--force", help="Overwrite earlier output; a folder with any other file is still refused."
-    ),
+    Option("--force", help="Overwrite earlier output, but no folder with other files."),
 ]
 CheckOption = Annotated[
     bool,
     Option(
         "--no-check",
         negates=True,
-        help="Do not say what engines will do with the written checkpoints.",
+        help="Do not say what engines will do with what is written.",
     ),
 ]
 UNQUANTIZED = Option(
@@ -320,7 +317,7 @@ EngineOption = Annotated[
         "--engine",
         metavar="NAME[==VERSION]",
         check=find_emulated,
-        help=f"Engine to emulate: {', '.join(list_emulated())}.",
+        help=f"To emulate: {', '.join(list_emulated())}.",
     ),
 ]
 DataOption = Annotated[TextData | None, DATA]
@@ -340,14 +337,14 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     str,
-    Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Data type to compute in."),
+    Option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16 to compute in."),
 ]
 DeviceMapOption = Annotated[
     str | None,
     Option(
         "--device-map",
         choices=("auto",),
-        help="Spread the model over all GPUs; --device and --memory then have no effect.",
+        help="Spread the model over all GPUs, whatever --device and --memory say.",
     ),
 ]
 _UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
@@ -371,8 +368,7 @@ MemoryOption = Annotated[
         metavar="GIB",
         parser=read_gib,
         check=check_gib,
-        help="Memory limit of the process (24 is 24 GiB, 500M is 500 MiB); a model that needs more "
-        "is streamed layer by layer. Default: what is available on the machine.",
+        help="Limit (24, 500M); larger models are streamed. Default: what is free.",
     ),
 ]
 
@@ -392,8 +388,8 @@ class RunOptions:
             metavar="MODEL",
             reads=str,
             check=find_local_model,
-            help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or "
-            "INT8 of compressed-tensors is dequantized while it is read.",
+            help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, INT4 or INT8 "
+            "is dequantized while it is read.",
         ),
     ]
     _: KW_ONLY

@@ -79,9 +79,8 @@ class QuantizeRequest:
             "--scheme",
             metavar="|".join([*SCHEMES, "RECIPE"]),
             help="".join(f"{each.name}: {each.description}. " for each in SCHEMES.values())
-            + "Static inputs need --stats. "
-            "Or a recipe, such as plan writes: a file with a section quantize, whose keys "
-            "--layer-scheme and --ignore replace.",
+            + "Static inputs need --stats. Or a recipe, such as plan writes: a file with a section "
+            "quantize.",
         ),
     ]
     out: Annotated[
@@ -106,8 +105,8 @@ class QuantizeRequest:
             reads=list[str],
             collect=_read_layer_schemes,
             check=_check_layer_schemes,
-            help="Another scheme for the linears that a pattern like those of --ignore matches; "
-            "repeat for more: the first pattern that matches counts.",
+            help="Another scheme for matching linears, by patterns as of --ignore; repeat for "
+            "more: the first match counts.",
         ),
     ] = None
     ignore: Annotated[
@@ -116,16 +115,16 @@ class QuantizeRequest:
             "--ignore",
             metavar="PATTERN",
             reads=list[str],
-            help="Leave a module and its submodules unquantized: a path, a glob, or re: and a "
-            "regular expression that matches the whole path; repeat for more. Heads, embeddings, "
-            "norms, routers, towers and projectors are never quantized.",
+            help="Leave a module and what it holds in 16 bits: a path, a glob, or re:REGEX of the "
+            "whole path; repeat for more. Heads, embeddings, norms, routers, towers and projectors "
+            "always stay so.",
         ),
     ] = None
     drafters: Annotated[
         bool,
         Option(
             "--drafters",
-            help="Quantize drafters (multi-token prediction) too, which stay in 16 bits otherwise.",
+            help="Quantize drafters (multi-token prediction) too.",
         ),
     ] = False
     allow_unservable: Annotated[
@@ -147,7 +146,7 @@ class QuantizeRequest:
         Option(
             "--device",
             metavar="auto|cpu|cuda[:i]",
-            help="Device to compute on; auto is the CPU, which is faster than the disk.",
+            help="Device to compute on; auto is the CPU.",
         ),
     ] = "auto"
     resume: Annotated[

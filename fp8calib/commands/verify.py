@@ -57,7 +57,7 @@ class VerifyRequest(TextOptions):
             metavar="PATH",
             reads=list[str],
             check=check_scales,
-            help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
+            help="Statistics, scales or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
     data: shared.DataOption = None
@@ -80,7 +80,7 @@ class VerifyRequest(TextOptions):
             reads=str,
             collect=_split,
             check=_check_rule,
-            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+            help="Rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
     kv_cache_dtype_skip_layers: Annotated[
@@ -90,7 +90,7 @@ class VerifyRequest(TextOptions):
             metavar="N,...",
             reads=str,
             collect=_split_layers,
-            help="Layers whose KV cache stays in 16 bits, as vLLM's option of this name leaves it.",
+            help="Layers whose KV cache stays in 16 bits.",
         ),
     ] = None
     fp8_dtype: Annotated[
@@ -107,7 +107,7 @@ class VerifyRequest(TextOptions):
             "--gate",
             metavar="kv|w8a8|FILE",
             check=shared.check_gate,
-            help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
+            help="Thresholds (FILE is YAML); exit code 8 if a candidate fails.",
         ),
     ] = None
     strict: Annotated[bool, Option("--strict", help="With --gate, a warning exits with 8 too.")] = (
@@ -115,7 +115,7 @@ class VerifyRequest(TextOptions):
     )
     report: Annotated[
         str | Path | None,
-        Option("--report", metavar="FILE.html", reads=Path, help="Write an HTML page with plots."),
+        Option("--report", metavar="FILE.html", reads=Path, help="Write an HTML page with charts."),
     ] = None
     dump: Annotated[
         str | Path | None,

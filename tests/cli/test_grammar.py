@@ -204,6 +204,16 @@ def test_an_empty_argument_is_not_the_working_directory(arguments: list[str], na
     assert f"{name} '': the argument is empty" in fail(2, *arguments)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_fits_on_a_screen(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = succeed(*command.split(), "--help").out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+
+
 def test_help_groups_options_by_what_they_are_about() -> None:
     lines = succeed("verify", "--help").out.splitlines()
     titles = [line for line in lines if re.fullmatch(r"\w+:", line)]

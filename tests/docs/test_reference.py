@@ -72,7 +72,7 @@ def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
 
 def test_an_option_that_two_commands_have_is_described_once() -> None:
     text = make_commands({"one": ExportRequest, "two": ExportRequest})
-    assert text.count("Overwrite earlier output;") == 1
+    assert text.count("Overwrite earlier output,") == 1
     assert text.count("Also `--out`, `--recipe`, `--format`, `--tp`") == 2
 
 
@@ -144,4 +144,4 @@ def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
     assert "    formats: str | Sequence[str] | None = None,\n" in export
     assert "    force: bool = False,\n" in export
     assert ") -> ExportResult\n" in export
-    assert "* `force`: Overwrite earlier output;" in export
+    assert "* `force`: Overwrite earlier output," in export

@@ -53,10 +53,8 @@ def _check_scheme(name: str) -> None:
 class PlanRequest(TextOptions):
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
-    One budget is given: the loss (--max-kld, --max-ratio), for which the least bytes are found, or
-    the bytes (--max-bytes), for which the least loss is. Exit code 0 only if text that was held
-    out confirms it; 8 if it does not, 9 where there is too little text to tell. Without --stats
-    the text is calibrated on first.
+    One budget is given: loss (--max-kld, --max-ratio) or bytes (--max-bytes). Exit code 0 if text
+    that was held out confirms the plan, 8 if it does not, 9 if there is too little text to tell.
 
     Example: fp8calib plan HuggingFaceTB/SmolLM2-135M-Instruct --max-bytes 0.6 --engine vllm==0.33
     """
@@ -79,8 +77,7 @@ class PlanRequest(TextOptions):
             metavar="SIZE",
             reads=str,
             check=read_size,
-            help="Largest size of weights and KV cache: GiB (6 or 6G), or a share of the "
-            "unquantized model's (70% or 0.7).",
+            help="Largest weights and KV cache: GiB (6G), or a share (70% or 0.7).",
         ),
     ] = None
     engine: Annotated[
@@ -90,8 +87,8 @@ class PlanRequest(TextOptions):
             metavar="NAME[==VERSION]",
             reads=list[str],
             check=find_replayed,
-            help=f"An engine that has to load the checkpoint; repeat for more: "
-            f"{', '.join(list_replayed())}. The first one whose arithmetic is known is emulated.",
+            help=f"Engine that has to load the files: {', '.join(list_replayed())}; repeat for "
+            "more. The first with known arithmetic is emulated.",
         ),
     ] = ("vllm",)
     gpu: Annotated[
@@ -100,7 +97,7 @@ class PlanRequest(TextOptions):
             "--gpu",
             metavar="NAME",
             check=find_gpu,
-            help=f"Target GPU: choose only what the engines serve on it. Known: {', '.join(GPUS)}.",
+            help=f"Choose only what engines serve on it: {', '.join(GPUS)}.",
         ),
     ] = None
     scheme: Annotated[
@@ -110,8 +107,8 @@ class PlanRequest(TextOptions):
             metavar="|".join([*SCHEMES, NO_SCHEME]),
             reads=list[str],
             check=_check_scheme,
-            help="A scheme to choose from; repeat for more. Default: all that the engines load. "
-            f"{NO_SCHEME}: linears stay in 16 bits, and only the KV cache is planned.",
+            help="A scheme to choose from; repeat for more. Default: all that engines load. "
+            f"{NO_SCHEME}: only the KV cache is planned.",
         ),
     ] = None
     rules: Annotated[
@@ -131,7 +128,7 @@ class PlanRequest(TextOptions):
             "--kv-tokens",
             metavar="N",
             least=0,
-            help="Tokens of the KV cache whose bytes count; 0 leaves the cache in 16 bits.",
+            help="Tokens of KV cache that count; 0: 16 bits.",
         ),
     ] = 8192
     passes: Annotated[
@@ -140,8 +137,7 @@ class PlanRequest(TextOptions):
             "--passes",
             metavar="N",
             least=2,
-            help="Maximum forward passes of the search over its text, beside those of one scheme "
-            "for all layers. With fewer, more layers are decided together.",
+            help="Most forward passes of the search; with fewer, more layers are decided together.",
         ),
     ] = 128
     points: Annotated[
@@ -150,7 +146,7 @@ class PlanRequest(TextOptions):
             "--points",
             metavar="N",
             least=0,
-            help="Other plans on the frontier to measure on the text that is held out.",
+            help="Other plans to measure on held-out text.",
         ),
     ] = 8
     stats: shared.StatsOption = None
@@ -162,7 +158,7 @@ class PlanRequest(TextOptions):
         bool,
         Option(
             "--resume",
-            help="Take what an earlier run into the same folder measured, for any budget.",
+            help="Take what an earlier run into the same folder measured.",
         ),
     ] = False
     force: shared.ForceOption = False

@@ -21,8 +21,7 @@ class _Url:
 class ServerRequest(VerifyRequest, _Url):
     """Name the emulated candidate that explains the answers of a running vLLM or SGLang server.
 
-    The server scores the text too. Its API key: the variable FP8CALIB_SERVER_KEY. With --decode it
-    also writes the second half of each sequence, which is then scored as a prompt.
+    Its API key is the variable FP8CALIB_SERVER_KEY.
 
     Example: fp8calib server http://localhost:8000 MODEL --scales MODEL-fp8calib
     """
@@ -33,7 +32,7 @@ class ServerRequest(VerifyRequest, _Url):
         Option(
             "--server-model",
             metavar="NAME",
-            help="The model's name on the server, if it has several.",
+            help="Name of the model, if the server has several.",
         ),
     ] = None
     server_kind: Annotated[
@@ -46,8 +45,7 @@ class ServerRequest(VerifyRequest, _Url):
             "--server-logprobs",
             metavar="K",
             least=0,
-            help="Most likely tokens to ask for at each position; more give a better bound of the "
-            "KL divergence, and longer answers.",
+            help="Likely tokens to ask for; more bound KLD better.",
         ),
     ] = 1
     server_concurrency: Annotated[
@@ -62,23 +60,21 @@ class ServerRequest(VerifyRequest, _Url):
             "--server-timeout",
             metavar="SECONDS",
             least=1.0,
-            help="The longest wait for one sequence. After half of it, the sequence is sent again.",
+            help="Longest wait for a sequence (asked twice).",
         ),
     ] = 600.0
     decode: Annotated[
         bool,
         Option(
             "--decode",
-            help="Also score text as it is served: half of each sequence as a prompt, then token "
-            "by token.",
+            help="Also score half of each sequence token by token, as it is served.",
         ),
     ] = False
     sampled: Annotated[
         bool,
         Option(
             "--sampled",
-            help="Let the unquantized model continue the beginning of every sequence, and score "
-            "that text: it gives estimates of the server's KL divergence.",
+            help="Score text that the unquantized model writes; estimates the KLD.",
         ),
     ] = False
     reference_server: Annotated[
@@ -86,8 +82,7 @@ class ServerRequest(VerifyRequest, _Url):
         Option(
             "--reference-server",
             metavar="URL",
-            help="A server of the unquantized model, to compare the server with. Its API key: "
-            "the variable FP8CALIB_REFERENCE_SERVER_KEY.",
+            help="An unquantized one (key: FP8CALIB_REFERENCE_SERVER_KEY).",
         ),
     ] = None
     reference_server_model: Annotated[
@@ -95,7 +90,7 @@ class ServerRequest(VerifyRequest, _Url):
         Option(
             "--reference-server-model",
             metavar="NAME",
-            help="The model's name on the server, if it has several.",
+            help="Name of the model, if the server has several.",
         ),
     ] = None
     reference_dump: Annotated[
@@ -104,6 +99,6 @@ class ServerRequest(VerifyRequest, _Url):
             "--reference-dump",
             metavar="FILE",
             reads=Path,
-            help="What --dump wrote of the same text on another machine; nothing is computed here.",
+            help="What --dump wrote on another machine; nothing is computed here.",
         ),
     ] = None

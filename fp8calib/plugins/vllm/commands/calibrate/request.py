@@ -58,6 +58,6 @@ class VllmCalibrateRequest(CalibrateRequest):
             metavar="KEY=VALUE",
             reads=list[str],
             collect=parse_engine_options,
-            help="Another argument of vLLM, such as gpu_memory_utilization=0.8; repeatable.",
+            help="Another argument of vLLM; repeat for more.",
         ),
     ] = None
