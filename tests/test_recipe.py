@@ -35,7 +35,7 @@ name: mine
 observe: {query: false, ignore: [a, "re:b"]}
 data:
   {sources: [x.jsonl], text_column: body, samples: 3, seq_len: 9, batch_size: 2, pack: false,
-   seed: 5}
+   seed: 5, strict_rows: true}
 scales: {rule: percentile:99.9, fallback: one, fp8_dtype: e4m3fnuz}
 formats: [rfc, tgi]
 tp: [1, 8]
@@ -51,6 +51,7 @@ query_scale: true
         "text_column": "body",
         "pack": False,
         "seed": 5,
+        "strict_rows": True,
     }
     assert recipe.scales.rule == Rule(RuleKind.PERCENTILE, 99.9)
     assert recipe.scales.model_dump()["rule"] == "percentile:99.9"
