@@ -207,11 +207,16 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         if name != chosen:
             shutil.rmtree(path)
     checked = checks.get(chosen, ())
+    open_verdicts = (
+        f"{Path(each.name).name} cannot be judged: {each.verdict_why}."
+        for each in verified.candidates
+        if each.verdict == "cannot-tell"
+    )
     own = verified.next if chosen == _UNSCALED else ""
     return AutoResult(
         out=out,
         chosen=chosen,
-        why="" if chosen or verified.kv is None else verified.kv.why,
+        why="" if chosen else next(open_verdicts, verified.kv.why if verified.kv else ""),
         choices=tuple(choices),
         serve=next((each.command for each in checked if each.command), own),
         checked=checked,

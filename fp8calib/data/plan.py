@@ -266,8 +266,12 @@ class RowEncoder:
             yield encoded
 
     def refuse_many(self) -> None:
-        """Refuse the text if too many of the rows that were read cannot be used."""
-        if len(self.unusable) > MOST_UNUSABLE * self.num_rows:
+        """Refuse the text if too many of the rows that were read cannot be used.
+
+        One row alone says little where few are read.
+        """
+        count = len(self.unusable)
+        if 0 < count == self.num_rows or count > max(1, MOST_UNUSABLE * self.num_rows):
             raise DataError(self.describe_unusable(), hint=self.unusable[0].hint)
 
     def describe_unusable(self) -> str:

@@ -316,10 +316,11 @@ def test_exponents_that_become_floats_are_noted(overlay: Path, tmp_path: Path) -
 def test_a_model_whose_refusal_was_expected_is_not_ok_because_it_loads(
     casts: list[str], tmp_path: Path
 ) -> None:
-    """MXFP8 whose config says `fp8`: vLLM multiplies by the exponents themselves."""
+    """A joined projection of which `ignore` names a part: vLLM refuses it."""
     zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"], **MX_SIZES)
-    out = quantize(tmp_path / "m", tmp_path / "q", "mxfp8", "mxfp8").out
-    change_config(out, lambda config: config["quantization_config"].update(quant_method="fp8"))
+    out = quantize(tmp_path / "m", tmp_path / "q", "fp8-dynamic", "compressed-tensors").out
+    part = "model.layers.0.self_attn.q_proj"
+    change_config(out, lambda config: config["quantization_config"]["ignore"].append(part))
     before = fp8calib.check(out, engine="vllm").engines["vllm"].weights
     assert before is not None
     assert before.status == "refused"
