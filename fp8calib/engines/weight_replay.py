@@ -83,6 +83,8 @@ class WeightReplay:
             certain.append(values)
         if certain:
             report = report.model_copy(update={"weights": certain[0].judge()})
+            others = dict.fromkeys(each.text for each in certain[1:])
+            report = report.add_problems(*(f"weights, too: {text}" for text in others))
         elif doubts:
             report = report.doubt(*(f"weights: {each.text}{engine.run_hint}" for each in doubts))
             report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})

@@ -579,6 +579,25 @@ def test_transformers_joins_all_experts_of_a_layer_or_none(
     assert (status != "refused") is loads
 
 
+def test_every_fault_is_named(tmp_path: Path) -> None:
+    """A scale that is missing, and a weight put back to 16 bits."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic")
+    lost, plain = (f"model.layers.{index}.mlp.down_proj" for index in (0, 1))
+
+    def damage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = f"{plain}.weight"
+        tensors = {**tensors, name: tensors[name].to(torch.bfloat16)}
+        return {n: each for n, each in tensors.items() if n != f"{lost}.weight_scale"}
+
+    change_tensors(folder, damage)
+    report = ask(folder, "vllm")
+    assert report.weights is not None
+    others = [text for text in report.problems if text.startswith("weights, too: ")]
+    for name in (lost, plain):
+        told = (report.weights.why, *others)
+        assert sum(name in text for text in told) == 1, told
+
+
 @pytest.mark.parametrize("name", ["experts.0.", "experts."], ids=["an expert", "a layer"])
 def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: str) -> None:
     """As in 0.32.0 (run); they are not quantized."""
