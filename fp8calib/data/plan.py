@@ -206,7 +206,7 @@ def _shorten_row(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 class RejectedRowError(DataError):
-    """A row cannot be read, or the chat template does not accept its conversation."""
+    """The chat template does not accept the conversation of a row."""
 
 
 class RowEncoder:
@@ -250,20 +250,24 @@ class RowEncoder:
         """
         for row in rows:
             self.num_rows += 1
+            if isinstance(row, DataError):
+                self._skip(row)
+                continue
+            self.num_conversations += row.messages is not None
             try:
-                if isinstance(row, DataError):
-                    raise RejectedRowError(row.message, hint=row.hint)
-                self.num_conversations += row.messages is not None
                 encoded = self._encode(row)
             except RejectedRowError as error:
-                if self._is_strict:
-                    raise
-                self.unusable.append(error)
-                if len(self.unusable) >= _TELLING:
-                    self.refuse_many()
+                self._skip(error)
                 continue
             self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
             yield encoded
+
+    def _skip(self, error: DataError) -> None:
+        if self._is_strict:
+            raise error
+        self.unusable.append(error)
+        if len(self.unusable) >= _TELLING:
+            self.refuse_many()
 
     def refuse_many(self) -> None:
         """Refuse the text if too many of the rows that were read cannot be used.
@@ -347,14 +351,7 @@ def render_messages(
         DataError: there is no chat template, or it rejects the conversation.
 
     """
-    contents = [str(message["content"]).strip() for message in messages]
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    functions = [
-        call["function"] for call in calls if isinstance(call, dict) and "function" in call
-    ]
-    contents += [
-        str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each
-    ]
+    contents = list(_list_contents(messages))
 
     def holds_all(text: str) -> bool:
         return all(content in text for content in contents)
@@ -393,6 +390,16 @@ def render_messages(
     if num_leading or list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]:
         return Chat([bos, *ids[num_leading:]], is_whole)
     return Chat(ids, is_whole)
+
+
+def _list_contents(messages: Sequence[Message]) -> Iterator[str]:
+    """List what a rendered conversation should hold: contents, and names of functions called."""
+    for message in messages:
+        yield str(message["content"]).strip()
+        for call in message.get("tool_calls", ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and "name" in function:
+                yield str(function["name"])
 
 
 # --- sequences of rows ---------------------------------------------------------------------------

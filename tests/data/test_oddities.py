@@ -227,10 +227,18 @@ ROWS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     zoo.save("llama", folder, vocab_size=VOCABULARY)
     return folder
+
+
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    """Link the model, without a tokenizer, into a folder of its own."""
+    for path in saved.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    return tmp_path
 
 
 def see(folder: Path, row: Any, suffix: str = ".json", warnings: list[str] | None = None) -> str:
@@ -250,22 +258,18 @@ def see(folder: Path, row: Any, suffix: str = ".json", warnings: list[str] | Non
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer(name: str, model: Path) -> None:
     change, row, expected = TOKENIZERS[name]
-    for path in model.iterdir():
-        (tmp_path / path.name).hardlink_to(path)
-    change(tmp_path)
-    seen = see(tmp_path, row)
+    change(model)
+    seen = see(model, row)
     assert seen == expected or (" (" in seen and expected in seen)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_row(name: str, model: Path) -> None:
     template, row, expected = ROWS[name]
-    for path in model.iterdir():
-        (tmp_path / path.name).hardlink_to(path)
-    save_tokenizer(tmp_path, template=template)
-    seen = see(tmp_path, row, ".jsonl")
+    save_tokenizer(model, template=template)
+    seen = see(model, row, ".jsonl")
     assert seen == expected or (" (" in seen and expected in seen)
 
 
@@ -278,13 +282,11 @@ def test_a_row(name: str, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_template_leaves_out_is_told(
-    model: Path, tmp_path: Path, template: str, message: dict[str, Any], is_told: bool
+    model: Path, template: str, message: dict[str, Any], is_told: bool
 ) -> None:
-    for path in model.iterdir():
-        (tmp_path / path.name).hardlink_to(path)
-    save_tokenizer(tmp_path, template=template)
+    save_tokenizer(model, template=template)
     warnings: list[str] = []
-    see(tmp_path, {"messages": [{"role": "assistant", **message}]}, warnings=warnings)
+    see(model, {"messages": [{"role": "assistant", **message}]}, warnings=warnings)
     told = [text for text in warnings if text.startswith("the chat template leaves something out")]
     assert bool(told) is is_told
     assert all("of 1 of 1 conversation (first rows.json:1)" in text for text in told)

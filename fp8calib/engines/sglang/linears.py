@@ -191,16 +191,7 @@ class SglangReader(LinearReader):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 
-    def find_fp8(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of the `fp8` method."""
-        if group.kind is GroupKind.HEAD:
-            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        if group.kind is GroupKind.EXPERTS:
-            entry = self.find_entry(_skips_experts, group.path, self.excluded)
-            return self.read_fp8() if entry is None else Unquantized.by(entry)
-        return Unquantized.by(group.path) if self._skips(group) else self.read_fp8()
-
-    def _skips(self, group: LinearGroup) -> bool:
+    def skips(self, group: LinearGroup) -> bool:
         """Replay `is_layer_skipped` for linears that are no experts."""
 
         def matches(path: str) -> bool:
@@ -216,12 +207,17 @@ class SglangReader(LinearReader):
                 return True
         return matches(group.path)
 
+    @staticmethod
+    def skips_experts(entry: str, path: str) -> bool:
+        """Match the experts of a layer, also with an entry for one of them."""
+        return _skips(entry, path) or ("experts" in entry and path in entry)
+
     def find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group."""
         entry = self.find_entry(_matches_glob, group.path, self.excluded)
         if group.kind is GroupKind.EXPERTS:
             return entry
-        return group.path if self._skips(group) else entry
+        return group.path if self.skips(group) else entry
 
     def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
@@ -235,11 +231,6 @@ class SglangReader(LinearReader):
 def _skips(entry: str, path: str) -> bool:
     """Match a module with its path, or whole parts of it."""
     return f".{entry.rstrip('.')}." in f".{path}."
-
-
-def _skips_experts(entry: str, path: str) -> bool:
-    """Match the experts of a layer, also with an entry for one of them."""
-    return _skips(entry, path) or ("experts" in entry and path in entry)
 
 
 def _matches_glob(entry: str, path: str) -> bool:

@@ -201,28 +201,26 @@ class VllmReader(LinearReader):
             return Unquantized(why="no config group has it")
         return self.read_group(target, FORMATS, reads_own_format=True)
 
-    def find_fp8(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of the `fp8` method."""
-        if group.kind is GroupKind.HEAD:
-            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        if group.kind is GroupKind.EXPERTS:
-            entry = self.find_entry(_skips_experts, group.path, self.excluded)
-            return self.read_fp8() if entry is None else Unquantized.by(entry)
-        is_skipped = self._covers(group, self._names)
-        return Unquantized.by(group.path) if is_skipped else self.read_fp8()
+    def skips(self, group: LinearGroup) -> bool:
+        """Tell whether the config names a group, or the parts of one that is joined."""
+        return self._covers(group, lambda path: not self._exact.isdisjoint(self.spell(path)))
 
-    def _names(self, path: str) -> bool:
-        return not self._exact.isdisjoint(self.spell(path))
+    @staticmethod
+    def skips_experts(entry: str, path: str) -> bool:
+        """Match the experts of a layer with an entry of a list."""
+        return "experts" in entry and path in entry
 
     def find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
         is_expert = group.kind is GroupKind.EXPERTS
-        if not is_expert and self._covers(group, self._names):
+        if not is_expert and self.skips(group):
             return group.path
 
         def matches(entry: str, name: str) -> bool:
             is_part = entry != name and entry in name
-            return is_part or (is_expert and _skips_experts(entry, name)) or fnmatch(name, entry)
+            return (
+                is_part or (is_expert and self.skips_experts(entry, name)) or fnmatch(name, entry)
+            )
 
         return self.find_entry(matches, group.path, self.excluded)
 
@@ -230,11 +228,6 @@ class VllmReader(LinearReader):
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
         what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
-
-
-def _skips_experts(entry: str, path: str) -> bool:
-    """Match the experts of a layer with an entry of a list."""
-    return "experts" in entry and path in entry
 
 
 def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:

@@ -120,8 +120,13 @@ class LinearReader(ABC):
         """Find a group's scheme by the rules of compressed-tensors."""
 
     @abstractmethod
-    def find_fp8(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of the `fp8` method."""
+    def skips(self, group: LinearGroup) -> bool:
+        """Tell whether the `fp8` method leaves linears unquantized that are no experts."""
+
+    @staticmethod
+    @abstractmethod
+    def skips_experts(entry: str, path: str) -> bool:
+        """Match the experts of a layer with an entry of what the `fp8` method leaves."""
 
     @abstractmethod
     def find_exclusion(self, group: LinearGroup) -> str | None:
@@ -181,6 +186,15 @@ class LinearReader(ABC):
         if self.method.startswith("modelopt"):
             return self._find_modelopt(group)
         return self._find_named(group)
+
+    def find_fp8(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by the rules of the `fp8` method."""
+        if group.kind is GroupKind.HEAD:
+            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
+        if group.kind is GroupKind.EXPERTS:
+            entry = self.find_entry(self.skips_experts, group.path, self.excluded)
+            return self.read_fp8() if entry is None else Unquantized.by(entry)
+        return Unquantized.by(group.path) if self.skips(group) else self.read_fp8()
 
     def _find_modelopt(self, group: LinearGroup) -> Found:
         if (entry := self.find_exclusion(group)) is not None:
