@@ -128,7 +128,7 @@ def test_what_is_no_file_of_a_recipe(refused: Refused, model: Path, tmp_path: Pa
 DATA = [
     (5, "none.jsonl", None, "no such file or folder"),
     (5, "rows.txt", b"", "rows.txt: no rows"),
-    (5, "rows.jsonl", b'{"text": "w1"}\n\n{"text": "w3"\n', "rows.jsonl:3: not JSON"),
+    (5, "rows.jsonl", b'{"text": "w1"\n\n{"text": "w3"}\n{"x', "rows.jsonl:1: not JSON"),
     (5, "rows.jsonl", b'{"text": "caf\xe9"}\n', "1: not UTF-8 at byte 13"),
     (5, "rows.jsonl", b'{"prompt": "w1", "answer": "w2"}', "the keys are: prompt, answer"),
     (5, "rows.jsonl", b'{"input_ids": [5]}', "no sequence of two tokens in 1 row\n"),
