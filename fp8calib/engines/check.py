@@ -86,7 +86,7 @@ def check_folder(
     for engine in asked:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
-        if refusal := _find_refusal(engine, folder.config, misfit):
+        if refusal := _find_refusal(engine, folder.config, geometry.architecture, misfit):
             reports[engine.key] = report_refusal(geometry, refusal)
             continue
         if folder.unread:
@@ -173,7 +173,7 @@ def check_file(
     asked = [find_replayed(name) for name in engines]
     reports = {}
     for engine in asked:
-        if refusal := _find_refusal(engine, model.config, misfit):
+        if refusal := _find_refusal(engine, model.config, geometry.architecture, misfit):
             reports[engine.key] = report_refusal(geometry, refusal)
             continue
         report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
@@ -291,13 +291,23 @@ def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
 
 
 def _find_refusal(
-    engine: Engine, config: Mapping[str, object], misfit: Refusal | None
+    engine: Engine, config: Mapping[str, object], architecture: str, misfit: Refusal | None
 ) -> Refusal | None:
     """Say why an engine does not start, whatever its files hold; None where it may."""
     if misfit is not None and engine.splits_heads:
         return misfit
-    why = "" if "auto_map" in config else engine.explain_type(config.get("model_type"))
-    return Refusal(why, fix=_NEWER_FIX) if why else None
+    if "auto_map" in config:  # a config class of its own, which may know more
+        return None
+    if why := engine.explain_type(config.get("model_type")):
+        return Refusal(why, fix=_NEWER_FIX)
+    text = config.get("text_config")
+    stored = {*config, *(text if isinstance(text, Mapping) else ())}
+    lacking = [each for each in engine.list_read_fields(architecture) if each not in stored]
+    if not lacking:
+        return None
+    names = ", ".join(lacking)
+    why = f"config.json lacks {names}, without which {engine.title} does not build {architecture}"
+    return Refusal(why, fix=f"add {names} as in the config.json of the model's authors")
 
 
 def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:

@@ -131,7 +131,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_dim": 32,
+        "conv_dim": 32,
+    },
     "lfm2_moe": {
         **_FINE_EXPERTS,
         "layer_types": ["conv", "full_attention"],
@@ -144,7 +148,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "attention_chunk_size": 16,
     },
-    "minimax_m2": {**EXPERTS, "head_dim": 8, "rotary_dim": 8},
+    "minimax_m2": {**EXPERTS, "head_dim": 8, "rotary_dim": 8, "scoring_func": "sigmoid"},
     "ministral": {"head_dim": 8, **SLIDING},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
     "nanochat": {},

@@ -56,3 +56,25 @@ def test_the_installed_transformers_knows_the_types_that_it_should() -> None:
     for name, minor in list_newer_types().items():
         is_known = [int(each) for each in minor.split(".")] <= installed
         assert (name in CONFIG_MAPPING_NAMES) == is_known, name
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("minimax_m2", "scoring_func"), ("lfm2", "block_dim")]
+)
+def test_a_field_that_the_class_reads_without_a_default_is_missed(
+    tmp_path: Path, family: str, name: str
+) -> None:
+    """VLLM 0.32.0 ends in an AttributeError (run)."""
+    zoo.save(family, tmp_path / "model")
+    engines = ["vllm", "vllm==0.32", "sglang"]
+    whole = fp8calib.check(tmp_path / "model", engine=engines).engines
+    assert "refused" not in {each.status for report in whole.values() for each in report.verdicts}
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config[name]
+    path.write_text(json.dumps(config))
+    lacking = fp8calib.check(tmp_path / "model", engine=engines).engines
+    for engine in ("vllm", "vllm==0.32"):
+        assert {each.status for each in lacking[engine].verdicts} == {"refused"}
+        assert f"config.json lacks {name}, " in lacking[engine].verdicts[0].why
+    assert "refused" not in {each.status for each in lacking["sglang"].verdicts}

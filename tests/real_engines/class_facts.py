@@ -18,11 +18,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fp8calib.plugins.vllm
 from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts.classes import UNBUILT, CreatedLinear
+from fp8calib.engines.facts.classes import READS, UNBUILT, CreatedLinear
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from tests import zoo
 from tests.architectures import families
@@ -60,6 +61,7 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     reasons: dict[str, str] = {}
     built: defaultdict[str, set[str]] = defaultdict(set)
     unfilled: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    lacking: dict[str, set[str]] = {}
     for row in rows:
         architecture = row["job"]["architecture"]
         if "error" in row:
@@ -71,6 +73,8 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 facts[linear.fact][architecture] = None
                 built[architecture].update(linear.parts)
         built.setdefault(architecture, set())
+        lacking.setdefault(architecture, set(row["lacking"])).intersection_update(row["lacking"])
+        lacking[architecture] -= _list_defaults(row["job"]["type"])
         unfilled[architecture] |= row["unfilled"] if row["names"] == "transformers" else {}
     for architecture, names in unfilled.items():
         for name, why in names.items():
@@ -79,10 +83,21 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 state = {"left out": "skipped", "another shape": "maybe"}.get(why, "refused")
                 linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
                 facts[linear.fact][architecture] = None
+    for architecture, fields in lacking.items():
+        for field in fields:
+            facts[f"{READS}{field}"][architecture] = None
     for architecture, why in reasons.items():
         if architecture not in built:
             facts[f"{UNBUILT}{why}"][architecture] = None
     return {fact: sorted(facts[fact]) for fact in sorted(facts)}
+
+
+def _list_defaults(model_type: str) -> set[str]:
+    """List the fields that the config class of the transformers installed here sets."""
+    if model_type not in CONFIG_MAPPING:  # vLLM's own
+        return set()
+    config = CONFIG_MAPPING[model_type]()
+    return {*dir(config), *dir(config.get_text_config())}
 
 
 def describe_run(found: Mapping[str, Any]) -> CreatedLinear:
@@ -176,6 +191,12 @@ class VllmClasses:
                     module = module if "." in module else f"vllm.model_executor.models.{module}"
                     self.registered[str(key.value)] = (module, name)
 
+    def reads_field(self, architecture: str, name: str) -> bool:
+        """Tell whether the module of an architecture's class reads a field of its config."""
+        module, _ = self.registered.get(architecture, (_BACKEND, ""))
+        nodes = ast.walk(self._reader.open(module.rstrip(".")).tree)
+        return any(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
+
     def read(self, architecture: str) -> list[ReadLinear] | str:
         """List what the class of an architecture creates; the code where transformers' is run."""
         module, name = self.registered.get(architecture, (_BACKEND, ""))
@@ -194,6 +215,10 @@ def keep_unchanged(
     names = {name for values in facts.values() for name in values}
     kept = {name for name in names if _is_same(first, second, name)}
     found = {fact: [each for each in values if each in kept] for fact, values in facts.items()}
+    for fact, values in found.items():
+        if fact.startswith(READS):
+            field = fact.removeprefix(READS)
+            found[fact] = [each for each in values if second.reads_field(each, field)]
     return {fact: values for fact, values in found.items() if values}
 
 

@@ -246,13 +246,15 @@ class Recorder:
             # The tables of positions are computed on the CPU.
             if isinstance(part, dict) and isinstance(part.get(_POSITIONS), int):
                 part[_POSITIONS] = min(part[_POSITIONS], _MOST_POSITIONS)
+        lacking: list[str] = []
         while True:
             try:
-                return self._build(job, fields)
+                return {"lacking": lacking, **self._build(job, fields)}
             except (AttributeError, ValueError) as error:
                 lacks = _LACKS.search(str(error))
                 name = (lacks[1] or lacks[2]) if lacks is not None else ""
                 if name in _FIELDS and name not in fields:
+                    lacking.append(name)
                     for part in (fields, fields.get("text_config")):
                         if isinstance(part, dict):
                             part[name] = part.get(_FIELDS[name], _FIELDS[name])

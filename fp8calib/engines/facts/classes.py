@@ -5,7 +5,12 @@ A fact is a text, and its values are the architectures for which it is true:
     config linear model.layers.*.self_attn.qkv_proj: .q_proj .k_proj .v_proj
 
 This linear is created by the quantization config, which calls it `...qkv_proj`, out of three of the
-checkpoint's. `*` stands for a number. `scripts/read-engines` writes the files.
+checkpoint's. `*` stands for a number.
+
+    reads conv_dim
+
+This field of config.json is read without a default, and transformers' config class sets none.
+`scripts/read-engines` writes the files.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ _FOLDER = Path(__file__).parent
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 UNBUILT = "unbuilt: "
 """How facts begin about classes of which nothing is known, with the reason."""
+READS = "reads "
+"""How facts begin about fields of config.json that have no default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,25 +102,42 @@ def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | N
 
 @cache
 def read_maps(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
-    """Read the file of an engine: the maps by release and architecture."""
-    written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
-    versions = [each["version"] for each in written["releases"]]
-    maps: dict[str, dict[str, dict[str, tuple[CreatedLinear, ...]]]]
-    maps = {version: {} for version in versions}
-    for entry in written["facts"]:
-        if entry["fact"].startswith(UNBUILT):
-            continue
-        created = CreatedLinear.parse(entry["fact"])
-        first = versions.index(entry["since"]) if entry["since"] else 0
-        after = versions.index(entry["until"]) if entry["until"] else len(versions)
-        for version in versions[first:after]:
-            for architecture in entry["values"]:
+    """Read what classes create, by release and architecture."""
+    maps: dict[str, dict[str, dict[str, tuple[CreatedLinear, ...]]]] = {}
+    for version, by_architecture in _read_facts(engine).items():
+        maps[version] = {}
+        for architecture, facts in by_architecture.items():
+            for fact in facts:
+                if fact.startswith((UNBUILT, READS)):
+                    continue
+                created = CreatedLinear.parse(fact)
                 own = maps[version].setdefault(architecture, {})
                 for part in created.parts:
                     own[part] = (*own.get(part, ()), created)
     return maps
 
 
+def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
+    """List the fields of config.json without which the class of an architecture is not built."""
+    facts = _read_facts(engine).get(version, {}).get(architecture, ())
+    return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
+
+
+@cache
+def _read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
+    """Read the file of an engine: the facts by release and architecture."""
+    written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
+    versions = [each["version"] for each in written["releases"]]
+    facts: dict[str, dict[str, list[str]]] = {version: {} for version in versions}
+    for entry in written["facts"]:
+        first = versions.index(entry["since"]) if entry["since"] else 0
+        after = versions.index(entry["until"]) if entry["until"] else len(versions)
+        for version in versions[first:after]:
+            for architecture in entry["values"]:
+                facts[version].setdefault(architecture, []).append(entry["fact"])
+    return facts
+
+
 def list_versions(engine: str) -> list[str]:
     """List the releases whose classes are known, the oldest first."""
-    return sorted(read_maps(engine), key=parse_version)
+    return sorted(_read_facts(engine), key=parse_version)

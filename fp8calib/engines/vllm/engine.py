@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, Storage
+from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release, explain_type
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
@@ -217,6 +218,7 @@ def _make_engine(release: Release) -> Engine:
         replay_folder=partial(_replay_folder, release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         explain_type=partial(explain_type, release),
+        list_read_fields=partial(list_read_fields, "vllm", release.version),
         splits_heads=True,
         make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES

@@ -50,13 +50,10 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {
         "block_auto_adjust_ff_dim": False,
         "block_dim": 256,
-        "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 128,
         "conv_dim": 256,
-        "conv_dim_out": 256,
-        "conv_use_xavier_init": True,
     },
-    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {"use_routing_bias": True},
     "mpt": {"d_model": 256},
     "nemotron_h": {"mamba_head_dim": 64},
     "phimoe": {"num_hidden_layers": 1},  # vLLM traces its router for ten seconds a layer
