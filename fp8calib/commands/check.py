@@ -147,9 +147,11 @@ class EngineResult(EngineReport):
             return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
         used = sum(layer.ok for layer in self.layers)
         served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
-        if self.status is not Status.UNKNOWN:
-            return served
-        return f"{served} if the engine loads it" if used else self.verdict
+        if self.status is Status.UNKNOWN:
+            return f"{served} if the engine loads it" if used else self.verdict
+        if used == len(self.layers) and not self.ok:  # something else is wrong
+            return f"{self.verdict}; KV scales are used in {used} of {used} layers"
+        return served
 
 
 class CheckResult(Result):

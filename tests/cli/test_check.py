@@ -577,3 +577,14 @@ def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: 
     message = fail(4, *words, report, *options)
     assert f"{report}: the result of a command, not scales" in message
     assert "name the checkpoint, the scales or the statistics that it is about" in message
+
+
+def test_a_fault_of_weights_does_not_read_as_layers_that_are_served(
+    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--stats", calibrated[0], "--out", out)
+    change_tensors(out, {"model.layers.0.mlp.down_proj.weight_scale": None})
+    outcome = run("check", out, "--engine", "vllm")
+    assert outcome.code == 8
+    assert "vllm 0.33.0: not ok; KV scales are used in 2 of 2 layers" in outcome.out

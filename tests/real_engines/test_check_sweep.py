@@ -1,17 +1,21 @@
 """What `check` knows of the linears of all tiny models: nothing wrong is fine, little is unknown.
 
-No engine runs; `tests/engines/test_check_sweep.py` has the families that are tried by default.
+`tests/engines/test_check_sweep.py` has the families that are tried by default.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8calib.engines.facts.classes import make_pattern
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
@@ -23,6 +27,9 @@ from tests.engines.test_check_sweep import is_fine, list_kinds
 from tests.engines.test_check_weights import ask
 from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import run
+from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.engines import VllmObserver
+from tests.real_engines.vllm_job import WeightLoader
 
 UNWRITTEN = ("dbrx", "gpt2", "gpt_oss")
 """Families of which no FP8 checkpoint is written."""
@@ -56,6 +63,41 @@ def test_what_is_put_back_or_lacks_its_scale_is_never_fine(tmp_path: Path, famil
             save_file(held, file, metadata={"format": "pt"})
             for engine in engines:
                 assert not is_fine(ask(folder, engine)), (engine, name)
+
+
+@pytest.fixture(scope="module")
+def vllm_observer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmObserver]:
+    """Start the process that loads weights in vLLM."""
+    folder = tmp_path_factory.mktemp("vllm")
+    with WeightLoader(folder / "log") as load:
+        yield VllmObserver(load, folder)
+
+
+@pytest.mark.parametrize("family", sorted(set(zoo.CONFIGS) - set(UNWRITTEN)))
+def test_what_is_fine_without_a_name_in_ignore_is_fine_in_vllm(
+    tmp_path: Path, family: str, vllm_observer: VllmObserver
+) -> None:
+    """A name of each kind is taken out of the list of what is not quantized."""
+    case = Case(seed="0", form="", damages=(), architecture="")
+    model = tmp_path / "model"
+    zoo.save(family, model)
+    folder = run(model, tmp_path / "whole", "fp8-dynamic").out
+    if not is_fine(ask(folder, "vllm==0.32")):
+        pytest.skip("vLLM does not load it in FP8")
+    whole = vllm_observer(case, folder, model)
+    if whole.error:
+        pytest.skip(f"vLLM does not load it here: {whole.error}")
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    for name in {make_pattern(each): each for each in ignored}.values():
+        changed = run(model, tmp_path / name.replace("/", "_"), "fp8-dynamic").out
+        change_config(changed, lambda config, name=name: _take_out(config, name))
+        if is_fine(ask(changed, "vllm==0.32")):
+            seen = vllm_observer(case, changed, model)
+            assert (seen.error, seen.weights_fault) == ("", whole.weights_fault), name
+
+
+def _take_out(config: dict[str, Any], name: str) -> None:
+    config["quantization_config"]["ignore"].remove(name)
 
 
 def test_few_linears_are_unknown(tmp_path: Path) -> None:
