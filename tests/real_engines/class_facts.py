@@ -73,8 +73,8 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 facts[linear.fact][architecture] = None
                 built[architecture].update(linear.parts)
         built.setdefault(architecture, set())
-        lacking.setdefault(architecture, set(row["lacking"])).intersection_update(row["lacking"])
-        lacking[architecture] -= _list_defaults(row["job"]["type"])
+        fields = set(row["lacking"]) - _list_defaults(row["job"]["type"])
+        lacking[architecture] = lacking.get(architecture, fields) & fields
         unfilled[architecture] |= row["unfilled"] if row["names"] == "transformers" else {}
     for architecture, names in unfilled.items():
         for name, why in names.items():

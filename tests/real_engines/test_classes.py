@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 
-from fp8calib.engines.facts.classes import UNBUILT, read_maps
+from fp8calib.engines.facts.classes import UNBUILT, find_class_map, read_facts
 from fp8calib.engines.facts.release import VLLM_RUN
 from tests.real_engines.class_facts import VLLM_CLASSES, VllmClasses, run_vllm
 from tests.real_engines.package import open_release
@@ -42,9 +42,10 @@ def test_what_is_read_of_vllm_never_contradicts_what_was_seen() -> None:
     """
     classes = VllmClasses(open_release(VLLM_RUN))
     counts: Counter[str] = Counter()
-    for architecture, created in read_maps("vllm")[VLLM_RUN.version].items():
+    for architecture in read_facts("vllm")[VLLM_RUN.version]:
+        created = find_class_map("vllm", VLLM_RUN.version, architecture)
         read = classes.read(architecture)
-        if isinstance(read, str):  # transformers' class
+        if created is None or isinstance(read, str):  # transformers' class
             continue
         states: defaultdict[str, set[str]] = defaultdict(set)
         for each in read:

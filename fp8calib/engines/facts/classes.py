@@ -7,7 +7,7 @@ A fact is a text, and its values are the architectures for which it is true:
 This linear is created by the quantization config, which calls it `...qkv_proj`, out of three of the
 checkpoint's. `*` stands for a number.
 
-    reads conv_dim
+    reads block_dim
 
 This field of config.json is read without a default, and transformers' config class sets none.
 `scripts/read-engines` writes the files.
@@ -95,36 +95,26 @@ def fill_pattern(pattern: str, path: str) -> str:
     return re.sub(r"\*", lambda _: next(numbers, "*"), pattern)
 
 
+@cache
 def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
     """Find what the class of an architecture creates; None where that is not known."""
-    return read_maps(engine).get(version, {}).get(architecture)
-
-
-@cache
-def read_maps(engine: str) -> Mapping[str, Mapping[str, ClassMap]]:
-    """Read what classes create, by release and architecture."""
-    maps: dict[str, dict[str, dict[str, tuple[CreatedLinear, ...]]]] = {}
-    for version, by_architecture in _read_facts(engine).items():
-        maps[version] = {}
-        for architecture, facts in by_architecture.items():
-            for fact in facts:
-                if fact.startswith((UNBUILT, READS)):
-                    continue
-                created = CreatedLinear.parse(fact)
-                own = maps[version].setdefault(architecture, {})
-                for part in created.parts:
-                    own[part] = (*own.get(part, ()), created)
-    return maps
+    found: dict[str, tuple[CreatedLinear, ...]] = {}
+    for fact in read_facts(engine).get(version, {}).get(architecture, ()):
+        if not fact.startswith((UNBUILT, READS)):
+            created = CreatedLinear.parse(fact)
+            for part in created.parts:
+                found[part] = (*found.get(part, ()), created)
+    return found or None
 
 
 def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
-    facts = _read_facts(engine).get(version, {}).get(architecture, ())
+    facts = read_facts(engine).get(version, {}).get(architecture, ())
     return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
 
 
 @cache
-def _read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
+def read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
     """Read the file of an engine: the facts by release and architecture."""
     written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
     versions = [each["version"] for each in written["releases"]]
@@ -140,4 +130,4 @@ def _read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
 
 def list_versions(engine: str) -> list[str]:
     """List the releases whose classes are known, the oldest first."""
-    return sorted(_read_facts(engine), key=parse_version)
+    return sorted(read_facts(engine), key=parse_version)

@@ -43,6 +43,10 @@ class Case:
         return " ".join(map(str, fields))
 
 
+UNDRAWN = Case(seed="0", form="", damages=(), architecture="")
+"""For checkpoints of others: the observers of vLLM and transformers do not look at it."""
+
+
 def parse_case(text: str) -> Case:
     """Read what `str` makes of a case."""
     seed, form, damages, architecture, dtype, layers = text.split()

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
-from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.draw import UNDRAWN, Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
 from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
 from tests.real_engines.fuzz.exclusions import find_exclusion
@@ -31,8 +31,6 @@ from tests.real_engines.vllm_job import ROOT, WeightLoader
 
 _WRITERS = {".venv-peers": "write", ".venv-auto-round": "write_auto_round"}
 """By environment."""
-_CELL = Case(seed="0", form="", damages=(), architecture="")
-"""The observers of vLLM and transformers do not look at it."""
 
 
 def main() -> int:
@@ -102,7 +100,7 @@ def _compare_all(cells: list[Path], out: Path, models: Path, observers: dict[str
 
 
 def _compare(engine: str, observe: Observe, cell: Path, model: Path) -> Finding | str:
-    seen = observe(_CELL, cell, model)
+    seen = observe(UNDRAWN, cell, model)
     assert seen is not None
     if why := find_exclusion(engine, seen.error):
         return f"not compared: {why}"
