@@ -1,7 +1,7 @@
 """Processes of a run that wait to see the last of them die.
 
 The last one prints its process id and sleeps; meanwhile the others compute, or wait for its values
-or its tensors, as the argument says. With `late` its answers from the store come late.
+or its tensors, as the argument says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -20,26 +19,10 @@ from fp8calib.errors import Fp8CalibError
 from fp8calib.machine import find_process_rank
 
 
-class _LateStore:
-    """A store that answers when an interrupted process may have ended long ago."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def check(self, keys: list[str]) -> bool:
-        time.sleep(3)
-        return bool(self._store.check(keys))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def run(group: ProcessGroup, what: str) -> None:
     if group.rank == group.size - 1:
         if what == "tensors":
             group.all_gather({"x": [2]})  # the shapes; its tensors never come
-        if what == "late" and group._watch is not None:
-            group._watch.store = _LateStore(group._watch.store)
         print(f"pid {os.getpid()}", flush=True)
         time.sleep(600)
     elif what == "tensors":
