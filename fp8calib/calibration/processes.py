@@ -162,7 +162,7 @@ def _connect(process_rank: ProcessRank) -> Store:
     rank, size = process_rank.rank, process_rank.size
     timeout = timedelta(seconds=SILENT_S)
     try:
-        (store, _, _) = next(rendezvous("env://", rank, size, timeout=timeout))
+        store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
         distributed.init_process_group(  # gloo: statistics are on the CPU
             "gloo", store=store, rank=rank, world_size=size, timeout=timeout
         )
