@@ -33,8 +33,8 @@ from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.calibration.layer_steps import LayerState
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.data.sequences import Batch
 from fp8calib.data.shares import Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError

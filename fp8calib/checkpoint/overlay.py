@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import explained, write_file_atomic
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import format_size, require_free_space
 from fp8calib.checkpoint.header import encode_header
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.output import explained, write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError

@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from safetensors.torch import save as serialize
 
-from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.header import TensorEntry, encode_header, read_header
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
 

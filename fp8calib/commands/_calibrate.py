@@ -10,11 +10,10 @@ from pathlib import Path
 from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.atomic import check_output, refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.output import check_output, refuse_unknown_entries, remove_progress_file
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
-from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
 from fp8calib.commands.calibrated import keeping_statistics, make_calibrate_result, write_outputs

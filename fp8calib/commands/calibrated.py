@@ -22,8 +22,8 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.journal import is_checkpoint
-from fp8calib.checkpoint.atomic import measure_folder, output_folder
 from fp8calib.checkpoint.disk import explain_os_error
+from fp8calib.checkpoint.output import output_folder
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.calibrate import (
     CalibrateRequest,
@@ -64,7 +64,7 @@ def keeping_statistics(
         yield
         return
     except OSError as error:
-        failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
+        failed = explain_os_error(error, job.folder)
     except ExportError as error:
         failed = error
     remove_outputs(folder)

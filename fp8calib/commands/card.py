@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.json_files import is_result, load_json_object
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.command_line import cut_path, publish_command, spell_command
 from fp8calib.commands.hashes import hash_files

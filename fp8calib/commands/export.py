@@ -187,7 +187,7 @@ def _write(
     shards: tuple[str, ...],
 ) -> ExportResult:
     from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
-    from fp8calib.checkpoint.atomic import output_folder
+    from fp8calib.checkpoint.output import output_folder
     from fp8calib.commands.recipe_options import decide_query, list_ignored
     from fp8calib.commands.written import finish_formats, require_server
     from fp8calib.formats.kv.json import name_rank_files

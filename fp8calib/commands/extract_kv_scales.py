@@ -230,7 +230,7 @@ def _write(
     quantized: QuantizedModel | None,
     attachment: Attachment,
 ) -> ExtractResult:
-    from fp8calib.checkpoint.atomic import output_folder
+    from fp8calib.checkpoint.output import output_folder
     from fp8calib.commands.written import finish_checkpoint, require_server
     from fp8calib.formats.copy import write_tables
     from fp8calib.formats.write import list_owned

@@ -33,8 +33,7 @@ from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
+from fp8calib.checkpoint.output import PROGRESS_NAME, resumable_folder
 from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.recipe import Recipe
@@ -354,8 +353,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
     if not group.is_first:
         made: Mapping[str, Any] = group.broadcast(dict)
         path, ranges = Path(made["folder"]), tuple(map(tuple, made["sequences"]))
-        with shared_lock(path):
-            yield open_journal(path, sequences=ranges, weights=made["weights"])
+        yield open_journal(path, sequences=ranges, weights=made["weights"])
         return
     with resumable_folder(
         job.folder,
@@ -364,7 +362,6 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         resume=job.resume,
         force=job.force,
         inputs=[job.model.source.folder],
-        is_shared=group.size > 1,
         on_old=check_old,
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     ) as staging:

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.output import check_output_file
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.model import plan_text, read_settings
 from fp8calib.commands.options import SKIP_LAYERS, Stats

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.numerics.formats import KV_FORMATS, Fp8Format
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.compute import NO_RULES, compute_kv_scales, compute_linear_scales

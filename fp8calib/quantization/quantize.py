@@ -21,12 +21,12 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
-from fp8calib.checkpoint.resumable_folder import (
+from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     remove_progress_file,
     resumable_folder,
 )
+from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.model.device import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import QuantizePlan

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.output import output_folder
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files, plan_overlay, write_overlay
 from fp8calib.errors import ExportError, UsageError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -14,9 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fp8calib.checkpoint import folder_lock
-from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.resumable_folder import (
+from fp8calib.checkpoint import output
+from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     remove_progress_file,
     resumable_folder,
@@ -26,15 +24,11 @@ from fp8calib.errors import RESUMABLE, ExportError, UsageError
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(output, "LOCK_TIMEOUT_S", 0.2)
 
 
-def folder_of(
-    path: Path, *, resume: bool = False, is_shared: bool = False
-) -> AbstractContextManager[Path]:
-    return resumable_folder(
-        path, owned=frozenset({"file"}), tag="test", resume=resume, is_shared=is_shared
-    )
+def folder_of(path: Path, *, resume: bool = False) -> AbstractContextManager[Path]:
+    return resumable_folder(path, owned=frozenset({"file"}), tag="test", resume=resume)
 
 
 def work(path: Path) -> None:
@@ -80,25 +74,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_processes_of_one_run_hold_a_folder_together(tmp_path: Path) -> None:
-    first = folder_of(tmp_path / "out", is_shared=True)
-    with pytest.raises(KeyboardInterrupt), first, shared_lock(tmp_path / "out.partial"):
-        interrupt()
-    with (
-        shared_lock(tmp_path / "out.partial"),
-        pytest.raises(UsageError, match="another run"),
-        folder_of(tmp_path / "out", resume=True),
-    ):
-        pass
-    with folder_of(tmp_path / "out", resume=True) as staging:
-        assert staging.exists()
-
-
-def test_where_there_is_no_folder_nothing_is_held(tmp_path: Path) -> None:
-    with shared_lock(tmp_path / "elsewhere"):
-        pass
-
-
 def test_what_cannot_be_put_in_place_waits_for_resume(tmp_path: Path) -> None:
     """Somebody puts a file where the output goes, while the run works."""
     out = tmp_path / "out"
@@ -130,7 +105,7 @@ def finish_and_die(path: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.resumable_folder.remove_progress_file"]
+    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.output.remove_progress_file"]
 )
 def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment: str) -> None:
     """Killed before the folder is renamed, or before its progress file is removed."""
@@ -157,25 +132,6 @@ def test_a_mark_that_was_never_written_stops_nobody(tmp_path: Path) -> None:
         assert json.loads((staging / PROGRESS_NAME).read_bytes()) == {"tag": "test"}
         (staging / "file").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
-
-
-def test_a_folder_that_another_run_renames_meanwhile_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging = tmp_path / "out.partial"
-    real = fcntl.flock
-
-    def end_the_other(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
-        staging.rename(tmp_path / "other")
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", end_the_other)
-    with folder_of(tmp_path / "out", resume=True) as folder:
-        assert folder == staging
-        (folder / "file").touch()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
-    assert not any((tmp_path / "other").iterdir())
 
 
 def test_a_place_that_holds_no_folders_is_named() -> None:

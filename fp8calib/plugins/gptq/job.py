@@ -17,9 +17,9 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import ProcessGroup
-from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
+from fp8calib.checkpoint.output import check_output
 from fp8calib.commands.function import Reporter
 from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.numerics.schemes import count_parts
 from fp8calib.quantization.layer_schemes import LayerSchemes

@@ -14,7 +14,7 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.resumable_folder import resumable_folder
+from fp8calib.checkpoint.output import resumable_folder
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.run_plan import RunPlan

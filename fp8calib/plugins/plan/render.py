@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.plugins.plan.request import PlanRequest
 from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.text import Answer, Block, Cell, Line, Table

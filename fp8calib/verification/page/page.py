@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.errors import name_ranges
 from fp8calib.text import Table
 from fp8calib.verification import tables

@@ -1,0 +1,368 @@
+"""Atomic output: folders and files are written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from fp8calib.checkpoint.disk import explain_os_error, find_existing
+from fp8calib.checkpoint.json_files import is_result
+from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError
+
+PROGRESS_NAME = "fp8calib-partial.json"
+"""A file with a JSON object: `tag`, which identifies the run for a later one, and the progress
+that the run itself records. It is removed when the output is complete."""
+LOCK_TIMEOUT_S = 10.0
+"""After the launcher of a run is killed, its processes need a moment to end."""
+_MAX_NAME_BYTES = 200
+"""File systems allow 255; the rest is for what is put around a name."""
+
+
+@contextmanager
+def output_folder(
+    path: Path, *, owned: frozenset[str], force: bool = False, inputs: Collection[Path] = ()
+) -> Iterator[Path]:
+    """Give a temporary folder, and rename it to `path` on success.
+
+    The temporary folder is a hidden sibling of `path`. Entries of `path` that the run did not write
+    stay: other owned ones, and what commands printed with `--json`.
+
+    An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
+    any exception, the temporary folder and the parent folders made for it are removed. What a
+    killed process leaves is removed by the next run with the same `path`; until then, `path` holds
+    the old output or the new one, or its next run puts the old one back.
+    The arguments are those of `check_output`.
+    """
+
+    def check() -> None:
+        check_output(path, owned, force, inputs=inputs)
+
+    with _opened_staging(path, ".{}.fp8calib-tmp", check) as staging:
+        remove_entries(staging)
+        try:
+            yield staging
+            check()  # again: hours may have passed
+            _put_in_place(staging, path.resolve())
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def resumable_folder(
+    path: Path,
+    *,
+    owned: frozenset[str],
+    tag: str,
+    resume: bool,
+    force: bool = False,
+    inputs: Collection[Path] = (),
+    on_old: Callable[[Path], object] = lambda _: None,
+    kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
+) -> Iterator[Path]:
+    """Give a temporary folder as `output_folder` does, which a later run can continue to fill.
+
+    It is `DIR.partial`. An error removes it, unless only the renaming failed. After `kept_after` it
+    stays if something is saved in it; if the process is killed, it always stays.
+
+    With `resume` it is that of an interrupted run of the same `tag`, if there is one. `on_old` is
+    called with it before anything in it is changed.
+    """
+
+    def check() -> None:
+        check_output(path, owned, force, inputs=inputs)
+
+    with _opened_staging(path, "{}.partial", check) as staging:
+        _prepare(staging, tag, resume, on_old)
+        is_kept = False
+        try:
+            with explained(path):
+                yield staging
+                is_kept = True  # until it is renamed, a later run can still continue
+                check()  # again: hours may have passed
+                _put_in_place(staging, path.resolve())
+            is_kept = False
+            remove_progress_file(path)
+        except kept_after as error:
+            # all progress of a run is in safetensors files: shards, codes, or checkpoints
+            if not isinstance(error, KeyboardInterrupt):
+                is_kept = True
+            elif any(staging.rglob("*.safetensors")):
+                is_kept = True
+                error.add_note(RESUMABLE)
+            raise
+        except Fp8CalibError as error:
+            if is_kept:
+                where = f"the output is kept in {staging}: fix the cause, then use --resume"
+                error.hint = f"{error.hint}; {where}" if error.hint else where
+            raise
+        finally:
+            if not is_kept:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _prepare(staging: Path, tag: str, resume: bool, on_old: Callable[[Path], object]) -> None:
+    """Continue what an interrupted run left, or begin: refuse a folder that no run made."""
+    progress = staging / PROGRESS_NAME
+    if any(staging.iterdir()):
+        if not progress.is_file():
+            raise UsageError(
+                f"{staging}: the folder is not empty, and was not made by an interrupted run",
+                hint="move it away, or name another output folder",
+            )
+        if resume and _read_tag(progress) not in (None, tag):
+            raise UsageError(
+                f"{staging}: the interrupted run had another model or other options",
+                hint="omit --resume to start again, or use the options of that run",
+            )
+        on_old(staging)
+        if not resume:
+            remove_entries(staging)
+    if _read_tag(progress) is None:
+        progress.write_text(json.dumps({"tag": tag}))
+
+
+def _read_tag(progress: Path) -> str | None:
+    """Read the tag; None if the run died before the progress file was complete."""
+    try:
+        tag: str = json.loads(progress.read_bytes())["tag"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return tag
+
+
+def remove_progress_file(folder: Path) -> None:
+    """Remove the progress file from a complete output folder."""
+    (folder / PROGRESS_NAME).unlink(missing_ok=True)
+
+
+# --- temporary folders ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened_staging(path: Path, name: str, check: Callable[[], None]) -> Iterator[Path]:
+    """Make and lock a folder beside `path`, called `name` with that of `path` in it.
+
+    An `OSError` in the `with` block becomes an `ExportError`. The folder is removed if it is empty
+    at the end, and so are the parents made for it. `check` refuses an output that cannot be
+    written.
+    """
+    check()
+    target = path.resolve()
+    staging, old = _name_beside(target, name), _name_replaced(target)
+    with explained(path), _made(target.parent), _locked(staging):
+        if old.exists() and not target.exists():  # a run was killed between two renames
+            old.rename(target)
+            check()
+        shutil.rmtree(old, ignore_errors=True)
+        staging.mkdir(exist_ok=True)
+        try:
+            yield staging
+        finally:
+            with suppress(OSError):
+                staging.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let no other run on this machine use a folder meanwhile.
+
+    The file of the lock is in the system's temporary folder: beside the output it would stay after
+    a kill, and in it become a part of it.
+    """
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"fp8calib-{os.getuid()}-{digest}.lock")
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout as error:
+        raise UsageError(
+            f"{folder}: another run is using this folder",
+            hint="wait until it ends, stop it, or name another output folder",
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    """Rename a complete temporary folder to its final name; what it does not replace stays."""
+    replaced = _name_replaced(target)
+    if target.is_dir():
+        shutil.copymode(target, staging)
+        for entry in target.iterdir():
+            kept = staging / entry.name
+            if not kept.exists() and entry.is_dir():
+                shutil.copytree(entry, kept, copy_function=_link)
+            elif not kept.exists():
+                _link(entry, kept)
+        target.rename(replaced)
+    try:
+        staging.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an OSError into an ExportError of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder and its parents; remove those that are empty at the end."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with suppress(OSError):
+            for parent in made:
+                parent.rmdir()
+
+
+def _name_beside(target: Path, name: str) -> Path:
+    stem = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
+    return target.with_name(name.format(stem))
+
+
+def _name_replaced(target: Path) -> Path:
+    return _name_beside(target, ".{}.fp8calib-old")
+
+
+def remove_entries(folder: Path) -> None:
+    """Empty a folder."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+# --- what may be written -------------------------------------------------------------------------
+
+
+def check_output(
+    path: Path, owned: frozenset[str], force: bool, *, inputs: Collection[Path] = ()
+) -> None:
+    """Refuse an output folder that `output_folder` would refuse; write nothing.
+
+    The folder and its parents need not exist. `owned` are the names of all entries that the command
+    writes; `force` allows replacing them. The output may neither replace nor contain the paths in
+    `inputs`, which the command reads.
+
+    Raises:
+        UsageError: the folder is not empty, or cannot be created, replaced or written.
+    """
+    try:
+        target = path.resolve()
+        for source in inputs:
+            if source.resolve().is_relative_to(target):
+                message = f"{path}: the output would replace {source}, which is an input"
+                raise UsageError(message, hint="name another folder")
+        if target.exists():
+            _check_entries(path, owned, force)
+            _refuse_unwritable(target, path)
+        if target.is_mount() or Path.cwd().is_relative_to(target):
+            raise UsageError(
+                f"{path}: a mount point or the working directory, which a whole folder cannot "
+                "replace",
+                hint=f"name a folder in it, such as {path / 'out'}",
+            )
+        _refuse_unwritable(find_existing(target.parent), path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
+        raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
+
+
+def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
+    if not path.is_dir():
+        raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
+    names = {entry.name for entry in path.iterdir()}
+    refuse_unknown_entries(path, {name for name in names - owned if not is_result(path / name)})
+    if names and not force:
+        message = f"{path}: the folder is not empty"
+        raise UsageError(message, hint="use --force to replace its files, or another folder")
+
+
+def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
+    """Refuse a folder whose entries `names` would be lost.
+
+    Raises:
+        UsageError: `names` is not empty.
+    """
+    if names:
+        shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+        message = f"{path}: the folder holds files that this command does not write: {shown}"
+        raise UsageError(message, hint="name another folder")
+
+
+def check_output_file(path: Path, *, force: bool = True) -> None:
+    """Refuse a path that `write_file_atomic` could not write; write nothing.
+
+    Without `force`, a file that exists is refused too.
+
+    Raises:
+        UsageError: it is a folder or a device, or cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
+        if path.exists() and not force:
+            raise UsageError(f"{path}: exists; --force replaces it", hint="use --force, or move it")
+        _refuse_unwritable(find_existing(path.resolve().parent), path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
+        raise UsageError(f"{path}: cannot be used as output file: {error}") from error
+
+
+def _refuse_unwritable(folder: Path, path: Path) -> None:
+    if not folder.is_dir():
+        raise UsageError(f"{path}: {folder} is not a folder", hint="name another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: {folder} cannot be written", hint="name another path")
+
+
+def write_file_atomic(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, then rename it; missing parents are created.
+
+    Raises:
+        UsageError: the path is a folder or a device.
+        ExportError: the file cannot be written; an existing file is unchanged.
+    """
+    check_output_file(path)
+    target = path.resolve()
+    temporary = _name_beside(target, f".{{}}.tmp-{secrets.token_hex(4)}")
+    try:
+        with _made(target.parent):
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise explain_os_error(error, path, needed_bytes=len(data)) from error
