@@ -179,7 +179,8 @@ def _locked(folder: Path) -> Iterator[None]:
     a kill, and in it become a part of it.
     """
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"fp8calib-{os.getuid()}-{digest}.lock")
+    path = Path(tempfile.gettempdir()) / f"fp8calib-{os.getuid()}-{digest}.lock"
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=LOCK_TIMEOUT_S)
     except Timeout as error:
@@ -190,6 +191,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        path.unlink(missing_ok=True)  # whoever waits for it makes another one
         lock.release()
 
 

@@ -7,11 +7,10 @@ into their places before they are read: no hole is taken for zeros.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from fp8calib.errors import ModelError, first_line, shorten
 
@@ -24,9 +23,6 @@ _GAP_BLOCKS = 4
 """So many blocks more cost less than another request."""
 _PIECE_BLOCKS = 128
 _THREADS = 8
-_LONGEST_WAIT_S = 300
-"""The Hub counts requests in windows of five minutes."""
-_TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _FILES: dict[str, RangedFile] = {}
 """Those that are open, by path."""
 
@@ -44,7 +40,6 @@ class RangedFile:
         self.failure: ModelError | None = None
         self._path, self._model, self._commit = path, model, commit
         self._size_bytes = size_bytes
-        self._etag = ""
         self._held: set[int] = set()
         self._lock = threading.Lock()
 
@@ -93,67 +88,48 @@ class RangedFile:
                         self._held.update(piece)
                         self.read_bytes += size_bytes
 
-    def _read(self, piece: range, waits: Sequence[int] = (1, 2, 4)) -> int:
-        """Download some blocks; what may pass is asked for again, after so many seconds."""
+    def _read(self, piece: range) -> int:
+        """Download some blocks, and give their bytes."""
+        from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
-
-        start, stop = piece.start * _BLOCK_BYTES, piece.stop * _BLOCK_BYTES
-        try:
-            return self._ask(start, min(stop, self._size_bytes))
-        except HTTPError as error:
-            response = getattr(error, "response", None)  # none if the answer was cut or late
-            if not waits or (response is not None and response.status_code not in _TRANSIENT):
-                why, hint = explain_failure(error)
-                raise self._fail(f"reading it from the hub failed: {why}", hint) from error
-            after = "" if response is None else response.headers.get("Retry-After", "")
-        except OSError as error:  # of the disk
-            hint = "free some space, or name another folder by TMPDIR"
-            raise self._fail(f"cannot be written: {error.strerror}", hint) from error
-        time.sleep(min(int(after), _LONGEST_WAIT_S) if after.isdecimal() else waits[0])
-        return self._read(piece, waits[1:])
-
-    def _ask(self, start: int, stop: int) -> int:
-        from huggingface_hub import constants, get_session, hf_hub_url  # noqa: PLC0415
         from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
             build_hf_headers,
             hf_raise_for_status,
+            http_stream_backoff,
         )
 
+        start = piece.start * _BLOCK_BYTES
+        stop = min(piece.stop * _BLOCK_BYTES, self._size_bytes)
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with get_session().stream(
-            "GET",
-            hf_hub_url(self._model, self._path.name, revision=self._commit),
-            headers={**build_hf_headers(), **headers},
-            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            follow_redirects=True,
-        ) as response:
-            hf_raise_for_status(response)
-            self._refuse_other(response, f"bytes {start}-{stop - 1}/{self._size_bytes}")
-            done = start
+        try:
+            with http_stream_backoff(
+                "GET",
+                hf_hub_url(self._model, self._path.name, revision=self._commit),
+                headers={**build_hf_headers(), **headers},
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                follow_redirects=True,
+            ) as response:
+                hf_raise_for_status(response)
+                sent = response.headers.get("Content-Range", "the whole file")
+                if sent != f"bytes {start}-{stop - 1}/{self._size_bytes}":
+                    why = f"the hub, or a proxy, sent {shorten(sent)}, not a part of the file"
+                    raise self._fail(why)
+                try:
+                    data = response.read()
+                except HTTPError as error:  # one that the context manager would try again with
+                    raise self._fail(f"reading it from the hub failed: {error}") from error
+            if len(data) != stop - start:
+                raise self._fail(f"the hub sent {len(data)} bytes, not {stop - start}")
             with self._path.open("r+b") as file:
                 file.seek(start)
-                for data in response.iter_raw():
-                    done += len(data)
-                    if done > stop:
-                        break
-                    file.write(data)
-        if done != stop:
-            sent = f"{done - start}{' or more' if done > stop else ''}"
-            raise self._fail(f"the hub sent {sent} bytes, not {stop - start}")
-        return stop - start
-
-    def _refuse_other(self, response: Any, wanted: str) -> None:
-        """Refuse an answer that is not the part of the file that was asked for."""
-        if response.status_code != 206:
-            raise self._fail("the hub, or a proxy, sends whole files in place of parts of them")
-        sent = response.headers.get("Content-Range", "")
-        if sent != wanted:
-            raise self._fail(f"the hub sent {shorten(sent) or 'no Content-Range'}, not {wanted}")
-        commits = {each.headers.get("X-Repo-Commit") for each in (*response.history, response)}
-        etag = response.headers.get("ETag", "").removeprefix("W/")
-        if commits - {None, self._commit} or (self._etag and etag and self._etag != etag):
-            raise self._fail("the file changed while it was read", "run the command again")
-        self._etag = self._etag or etag
+                file.write(data)
+        except HTTPError as error:
+            why, hint = explain_failure(error)
+            raise self._fail(f"reading it from the hub failed: {why}", hint) from error
+        except OSError as error:  # of the disk
+            hint = "free some space, or name another folder by TMPDIR"
+            raise self._fail(f"cannot be written: {error.strerror}", hint) from error
+        return len(data)
 
     def _fail(self, why: str, hint: str = "") -> ModelError:
         hint = hint or f"`hf download {self._model}`, and pass the folder that it names"

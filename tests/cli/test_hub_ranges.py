@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +71,8 @@ def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         }
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        monkeypatch.setattr("fp8calib.checkpoint.ranges.time", SimpleNamespace(sleep=_add_wait))
+        http = "huggingface_hub.utils._http.time"
+        monkeypatch.setattr(http, SimpleNamespace(sleep=_add_wait, time=time.time))
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         monkeypatch.setattr("tempfile.tempdir", None)
         yield found
@@ -173,16 +175,8 @@ def send_elsewhere(answer: Answer) -> None:
     answer.headers["Content-Range"] = answer.headers["Content-Range"].replace("-", "1-")
 
 
-def send_no_range(answer: Answer) -> None:
-    del answer.headers["Content-Range"]
-
-
 def send_other_size(answer: Answer) -> None:
     answer.headers["Content-Range"] = answer.headers["Content-Range"].partition("/")[0] + "/9"
-
-
-def send_other_commit(answer: Answer) -> None:
-    answer.headers["X-Repo-Commit"] = "d" * 40
 
 
 def give_status(status: int) -> Callable[[Answer], None]:
@@ -202,12 +196,10 @@ def stall(answer: Answer) -> None:
     [
         (cut, "reading it from the hub failed: peer closed"),
         (shorten, "bytes, not"),
-        (lengthen, "or more bytes, not"),
-        (send_all, "whole files"),
-        (send_elsewhere, "not bytes 0-"),
-        (send_no_range, "no Content-Range"),
-        (send_other_size, "/9, not bytes"),
-        (send_other_commit, "changed while it was read"),
+        (lengthen, "bytes, not"),
+        (send_all, "the whole file"),
+        (send_elsewhere, "not a part of the file"),
+        (send_other_size, "/9, not a part"),
         (stall, "timed out"),
         (give_status(401), "HF_TOKEN"),
         (give_status(403), "HF_TOKEN"),
@@ -286,17 +278,6 @@ def test_whatever_is_read_is_downloaded_first(hub: FakeHub, tmp_path: Path) -> N
     assert find_ranged_file(path) is None
 
 
-def test_a_file_that_changes_between_two_reads_is_refused(hub: FakeHub) -> None:
-    seen: list[int] = []
-
-    def change(answer: Answer) -> None:
-        seen.append(0)
-        answer.headers["ETag"] = f'"{len(seen)}"'
-
-    hub.change = change
-    assert "changed while it was read" in fail(4, "check", ID)
-
-
 def test_what_passes_is_asked_for_again(hub: FakeHub) -> None:
     seen: list[int] = []
 
@@ -305,14 +286,11 @@ def test_what_passes_is_asked_for_again(hub: FakeHub) -> None:
         if len(seen) < 3:
             give_status(429)(answer)
             answer.headers["Retry-After"] = "77"
-        elif len(seen) == 3:
-            cut(answer)
 
     hub.change = change
     WAITED.clear()
     assert check().code == 0
-    assert len(WAITED) == 3
-    assert WAITED.count(77) == 2
+    assert WAITED == [78, 78]
 
 
 def test_a_header_may_be_longer_than_the_first_read_but_not_than_the_file(hub: FakeHub) -> None:
