@@ -25,7 +25,6 @@ from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
-from fp8calib.data.text_hashes import hash_text
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config
@@ -70,7 +69,6 @@ def make_plan(sequences: Sequence[torch.Tensor], *, packed: bool = True) -> Data
         sequences=tuple(sequences),
         packed=packed,
         seq_len=SEQ_LEN,
-        text=hash_text([]),
         sources=("test",),
         warnings=(),
     )
@@ -170,9 +168,7 @@ def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
     for site, seen in stats.sites.items():
         tensors = {name: made.get(f"{site}/{name}", x) for name, x in seen.tensors.items()}
         sites[site] = SiteStats(count=seen.count, **tensors)
-    changed = CalibrationStats(
-        header=stats.header, sites=sites, text_hashes=stats.text_hashes, shard=stats.shard
-    )
+    changed = CalibrationStats(header=stats.header, sites=sites, shard=stats.shard)
     save_stats(changed, path)
 
 

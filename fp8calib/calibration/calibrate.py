@@ -159,7 +159,6 @@ def calibrate(
     return CalibrationStats(
         header=header.model_copy(update=added),
         sites=sites,
-        text_hashes=text_hashes_of(plan),
         shard=part,
     )
 
@@ -196,13 +195,9 @@ def make_header(
         versions=versions(plan.tokens_by_modality if plan else ()),
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
+        text_start=plan.start if plan else "",
         modality_tokens=plan.tokens_by_modality if plan else {},
     )
-
-
-def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
-    """Give the hashes of a run's text; an empty tensor without a text."""
-    return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, name_tensors
 from fp8calib.checkpoint.header import read_header
@@ -25,8 +26,6 @@ from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:  # `show` needs none of them
     import torch
-
-    from fp8calib.calibration.calibration_origin import CalibrationOrigin
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -47,10 +46,8 @@ class CalibrationStats:
 
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
-    text_hashes: torch.Tensor
-    """Hashes of the calibration text (`fp8calib.data.text_hashes`): int64, sorted, unique."""
     shard: StatsShard | None = None
-    """None for the whole run. The header and the hashes are always those of the whole run."""
+    """None for the whole run. The header is always that of the whole run."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -60,14 +57,11 @@ class CalibrationStats:
     @property
     def origin(self) -> CalibrationOrigin:
         """The model and the text, as scale files record them."""
-        # imports torch
-        from fp8calib.calibration.calibration_origin import CalibrationOrigin  # noqa: PLC0415
-
         header = self.header
         return CalibrationOrigin(
             model=header.model_fingerprint,
             data=header.data_fingerprint,
-            text=self.text_hashes,
+            text_start=header.text_start,
             unquantized=header.unquantized,
             measured_quantized=header.measured_quantized,
         )
@@ -114,7 +108,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     """Write one safetensors file; equal stats give equal bytes."""
     from fp8calib.checkpoint.tensor_file import save_tensors  # noqa: PLC0415 -- imports torch
 
-    tensors: dict[str, torch.Tensor] = {"text_hashes": stats.text_hashes}
+    tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     sites = {site: stats.sites[site] for site in sorted(stats.sites)}
@@ -193,8 +187,8 @@ def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> 
     arrays = _read_arrays(path)
     # torch takes seconds to import
     convert: Any = (lambda array: array) if as_arrays else import_module("torch").from_numpy
-    text_hashes = convert(arrays["text_hashes"])
     named = {
+        # earlier versions had hashes of the text beside the statistics
         **{key: array for key, array in arrays.items() if key != "text_hashes"},
         **{key: arrays[first] for key, first in envelope.aliases.items()},
     }
@@ -218,7 +212,6 @@ def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> 
             Site.parse(text): SiteStats(count=envelope.counts[text], **found)
             for text, found in by_site.items()
         },
-        text_hashes=text_hashes,
         shard=shard,
     )
 

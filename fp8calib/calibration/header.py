@@ -62,6 +62,8 @@ class StatsHeader(Frozen):
     """How the weights of the measured model were quantized; empty for an unquantized model."""
     engine: str = ""
     """The engine that ran the text, its version and parallelism; empty for transformers."""
+    text_start: str = ""
+    """Hash of the first tokens of the text (`DataPlan.start`)."""
     modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict)
     """The tokens of each modality; empty for a run of text."""
 
@@ -74,7 +76,7 @@ class StatsHeader(Frozen):
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized", "engine", "modality_tokens")
+        added = ("unquantized", "measured_quantized", "engine", "text_start", "modality_tokens")
         return {key: value for key, value in fields.items() if value or key not in added}
 
     @classmethod

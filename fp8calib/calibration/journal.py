@@ -87,7 +87,6 @@ class Journal:
         self,
         folder: Path,
         header: StatsHeader,
-        text_hashes: torch.Tensor,
         *,
         shard: Share | None,
         batch_size: int,
@@ -110,7 +109,7 @@ class Journal:
             sequences=(),
             is_checkpoint=True,
         )
-        self._empty = CalibrationStats(header=header, sites={}, text_hashes=text_hashes)
+        self._empty = CalibrationStats(header=header, sites={})
         self.folder = folder
         self._rank = rank
         self._cost_s = 0.0

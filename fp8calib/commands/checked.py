@@ -182,7 +182,7 @@ def _read_stats(
             f"({first}), here {len(here)} ({first_here})",
             hint="pass the statistics of this model",
         )
-    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
+    origin = CalibrationOrigin(model=stats.header.model_fingerprint)
     _refuse_other_origin(name, origin, model)
     return stats
 

@@ -17,7 +17,6 @@ from fp8calib.calibration.calibrate import (
     TextEngine,
     calibrate,
     make_header,
-    text_hashes_of,
 )
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
@@ -330,7 +329,6 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         return Journal(
             folder,
             header,
-            text_hashes_of(job.plan),
             shard=job.shard,
             batch_size=job.batch_size,
             warn=job.reporter.warn,

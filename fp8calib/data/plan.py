@@ -25,7 +25,6 @@ from fp8calib.data.rows import (
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import FileSource, parse_spec
-from fp8calib.data.text_hashes import TOKENS_PER_HASH, hash_text
 from fp8calib.errors import DataError, fit_line, format_count, shorten
 
 MOST_UNUSABLE = 0.1
@@ -129,7 +128,6 @@ def build_plan(
         sequences=tuple(packed.sequences),
         packed=pack,
         seq_len=seq_len,
-        text=hash_text(packed.hashed),
         sources=sources,
         warnings=tuple(warnings),
         longest_padded=longest_padded,
@@ -174,7 +172,7 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
         digest = hashlib.sha256(text.encode()).hexdigest()
     return RowsUsed(
         read=encoding.num_rows,
-        used=len(packed.hashed),
+        used=packed.num_used,
         too_short=packed.num_short,
         rejected=len(encoding.unusable),
         cut=packed.num_cut,
@@ -413,11 +411,10 @@ class PackedRows:
     """1-D int64, each of at least two tokens."""
     media: dict[int, MediaRow] = field(default_factory=dict)
     """The sequences that are rows with media, by their index."""
-    hashed: list[Sequence[int]] = field(default_factory=list)
-    """Of every row used: its tokens in sequences, or its first 32 if that is more."""
     first: list[Sequence[int]] = field(default_factory=list)
     """The tokens in sequences of the first rows used."""
     num_rows: int = 0
+    num_used: int = 0
     num_short: int = 0
     num_cut: int = 0
     """Used rows whose last tokens are in no sequence."""
@@ -461,15 +458,14 @@ def pack_rows(
         start = len(stream)
     for row in read:
         kept: Sequence[int]
-        hashed: Sequence[int]
         if isinstance(row, MediaRow):
-            kept, hashed, is_cut = row.ids.tolist(), row.text_ids, row.num_cut > 0
+            kept, is_cut = row.ids.tolist(), row.num_cut > 0
         else:  # `start` counts down to the tokens of later rows that are in a sequence
             kept = row[: start if pack else seq_len]
             start -= len(kept)
-            hashed, is_cut = row[: max(len(kept), TOKENS_PER_HASH)], len(kept) < len(row)
+            is_cut = len(kept) < len(row)
         if kept:
-            packed.hashed.append(hashed)
+            packed.num_used += 1
             packed.first += [kept][: _NUM_SHOWN - len(packed.first)]
             packed.num_cut += is_cut
     return packed

@@ -42,12 +42,6 @@ class MediaRow:
     num_cut: int = 0
     """How many tokens at the end of the row are left out."""
 
-    @property
-    def text_ids(self) -> list[int]:
-        """The tokens of the text itself: none of media, of the template, or around an image."""
-        special = self.encoder.special
-        return [token for token in self.ids[self.kinds == 0].tolist() if token not in special]
-
     def load(self) -> dict[str, torch.Tensor]:
         """Give the tensors that the model takes beside the tokens, for a batch of this row alone.
 
@@ -105,11 +99,6 @@ class MediaEncoder:
                 "stand",
                 hint="copy the one that the model was published with, or give rows without media",
             )
-        try:
-            added = self.tokenizer.added_tokens_decoder
-            self.special = frozenset(id_ for id_, token in added.items() if token.special)
-        except NotImplementedError:  # mistral-common's
-            self.special = frozenset(self.tokenizer.all_special_ids)
         parts = (
             getattr(processor, part, None) for part in ("feature_extractor", "audio_processor")
         )

@@ -14,11 +14,11 @@ import torch
 
 from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaRow
-from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.errors import DataError
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
+_START_TOKENS = 128
 _FEW_FOR_SCALES = "scales may miss large values"
 
 
@@ -77,8 +77,6 @@ class DataPlan:
     """1-D int64, each of 2 to `seq_len` tokens."""
     packed: bool
     seq_len: int
-    text: TextHashes
-    """Hashes of the rows that are in a sequence (see `pack_rows`)."""
     sources: tuple[str, ...]
     """The specs as given, but only the last component of a path."""
     warnings: tuple[str, ...]
@@ -102,6 +100,17 @@ class DataPlan:
         for index in sorted(self.media):
             digest.update(f"{index}:{self.media[index].digest};".encode())
         return digest.hexdigest()
+
+    @property
+    def start(self) -> str:
+        """The hash of the first tokens: of the same text, whatever `seq_len` and `samples` are.
+
+        Of a row with media, all of it: its first tokens are those of an image.
+        """
+        if 0 in self.media:
+            return self.media[0].digest[:16]
+        head = torch.cat(self.sequences[:_START_TOKENS])[:_START_TOKENS]
+        return hashlib.sha256(head.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
     @property
     def num_tokens(self) -> int:
@@ -176,17 +185,7 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
             hint="use more text, or a shorter --seq-len",
         )
     count = total - max(1, round(total * held_out))
-    first, second = take_sequences(plan, 0, count), take_sequences(plan, count, total)
-    return replace(first, text=_hash_sequences(first)), replace(
-        second, text=_hash_sequences(second)
-    )
-
-
-def _hash_sequences(plan: DataPlan) -> TextHashes:
-    return hash_text(
-        plan.media[index].text_ids if index in plan.media else sequence.tolist()
-        for index, sequence in enumerate(plan.sequences)
-    )
+    return take_sequences(plan, 0, count), take_sequences(plan, count, total)
 
 
 def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:

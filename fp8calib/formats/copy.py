@@ -28,7 +28,7 @@ def convert_scales(
     Raises:
         ExportError: they cannot be converted.
     """
-    table = replace(found.table, origin=found.table.origin or CalibrationOrigin.of_model(model))
+    table = replace(found.table, origin=found.table.origin or CalibrationOrigin(model=model))
     return [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
 
 

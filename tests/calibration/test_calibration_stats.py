@@ -65,7 +65,7 @@ def make_stats() -> CalibrationStats:
             count=8, amax=torch.tensor([4.0, 3.0, 2.0]), expert_counts=torch.tensor([8, 0])
         ),
     }
-    return CalibrationStats(header=header, sites=sites, text_hashes=torch.tensor([-5, 7]))
+    return CalibrationStats(header=header, sites=sites)
 
 
 @pytest.fixture
@@ -78,7 +78,6 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded(path: Path) -> None:
     saved, loaded = make_stats(), load_stats(path)
     assert loaded.header == saved.header
-    assert torch.equal(loaded.text_hashes, saved.text_hashes)
     assert loaded.sites.keys() == saved.sites.keys()
     for site, expected in saved.sites.items():
         found = loaded.sites[site]
@@ -93,9 +92,7 @@ def test_saving_again_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     stats = make_stats()
     backwards = {site: stats.sites[site] for site in reversed(list(stats.sites))}
     again = tmp_path / "again.safetensors"
-    save_stats(
-        CalibrationStats(header=stats.header, sites=backwards, text_hashes=stats.text_hashes), again
-    )
+    save_stats(CalibrationStats(header=stats.header, sites=backwards), again)
     assert again.read_bytes() == path.read_bytes()
     save_stats(load_stats(path), again)
     assert again.read_bytes() == path.read_bytes()
@@ -104,7 +101,7 @@ def test_saving_again_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
 def test_equal_tensors_are_stored_once(path: Path) -> None:
     stored = set(load_file(path))
     assert (f"{K}/amax" in stored) != (f"{WEIGHT}/amax" in stored)
-    assert len(stored) == 1 + 8 - 1
+    assert len(stored) == 8 - 1
 
 
 def test_nothing_of_the_run_is_in_the_file(path: Path) -> None:
@@ -155,7 +152,6 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
         (lambda _, h: h["header"]["modality_tokens"].update(smell=1), "header.modality_tokens"),
         (lambda _, h: h["header"]["modality_tokens"].update(image=-1), "header.modality_tokens"),
         (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),
-        (lambda t, _: t.pop("text_hashes"), "'text_hashes' is missing"),
         (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),
         (lambda t, _: t.update({"x.k/amax": torch.ones(1)}), "'x.k' is missing"),
         (lambda _, h: h["header"].update(kind="other"), "header.kind"),

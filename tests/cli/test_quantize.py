@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -215,15 +214,14 @@ def test_what_statistics_gave_names_its_model_and_text(
     (recorded,) = read_measurements(tmp_path / "out")
     with safe_open(stats, framework="pt") as file:
         header = json.loads(file.metadata()["fp8calib"])["header"]
-        smallest = file.get_tensor("text_hashes")[:512].numpy().tobytes()
     assert recorded == {
         "model": header["model_fingerprint"],
         "data": header["data_fingerprint"],
-        "text": base64.b64encode(smallest).decode(),
+        "text_start": header["text_start"],
     }
     quick = ("--data", data, "--samples", 4, "--seq-len", 16, "--dtype", "float32")
     outcome = succeed("verify", model, *quick, "--scales", tmp_path / "out")
-    assert "of this text was used for calibration" in outcome.err
+    assert "this text was used for calibration" in outcome.err
     zoo.save("llama", tmp_path / "other", seed=3)
     message = fail(4, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
     assert "of another model: different weights (" in message

@@ -17,9 +17,8 @@ from fp8calib.data.modality import Modality
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import parse_row
-from fp8calib.data.sequences import DataPlan, batches, split_plan
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.data.shares import Share, select_batches
-from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError
 from tests.kit.multimodal import build_multimodal, draw_image
 
@@ -190,22 +189,6 @@ def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:
     assert sorted(batch.first for part in parts for batch in part) == found
     for batch in [batch for part in parts for batch in part]:
         assert batch.media is plan.media[batch.first]
-
-
-def test_the_same_image_is_no_shared_text(plan_of: Any) -> None:
-    """Rows of idefics3 start with dozens of equal tokens for tiles; only equal text is shared."""
-    sizes = {"model": "idefics3", "seq_len": 2000}
-    texts = (LONG, "Where are llamas?", LONG)
-    rows = [plan_of(see(text, *["a.png"] * 3), **sizes) for text in texts]
-    assert len(rows[0].media[0].ids) > 32 + len(LONG)
-    first, other, same = (set(plan.text.hashes.tolist()) for plan in rows)
-    assert first == same
-    assert not first & other
-    for plan in rows:
-        assert plan.text.hashes.tolist() == hash_text([plan.media[0].text_ids]).hashes.tolist()
-    both = plan_of(*(see(text, *["a.png"] * 3) for text in texts[:2]), **sizes)
-    half = split_plan(both, 0.5)
-    assert [set(part.text.hashes.tolist()) for part in half] == [first, other]
 
 
 def test_examples_and_the_template_are_shown_without_a_row_of_text(plan_of: Any) -> None:

@@ -16,7 +16,6 @@ from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
-from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError, UsageError
 from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
@@ -113,7 +112,6 @@ def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:
     assert lists(plan) == [[1, 2], [4, 5, 6, 7]]
     assert not plan.packed
     assert plan.num_tokens == 6
-    assert torch.equal(plan.text.hashes, hash_text([[1, 2], [4, 5, 6, 7, 8]]).hashes)
     assert "1 of 3 rows were too short and were skipped" in plan.warnings
 
 
@@ -202,7 +200,7 @@ def test_every_spec_is_checked_before_any_is_read(tmp_path: Path) -> None:
 def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
     """Make a plan whose sequence i holds the id i + 1 throughout."""
     sequences = tuple(torch.full((length,), i + 1) for i, length in enumerate(lengths))
-    return DataPlan(sequences, packed, max(lengths), hash_text([]), (), ())
+    return DataPlan(sequences, packed, max(lengths), (), ())
 
 
 def shape(batch: Batch) -> tuple[int, tuple[int, ...]]:

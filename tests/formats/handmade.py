@@ -23,8 +23,7 @@ from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part,
 Sites = dict[Site, SiteStats]
 
 MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
-TEXT = torch.tensor([-5, 7])
-MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text": "+/////////8HAAAAAAAAAA=="}}'
+MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text_start": "fedcba9876543210"}}'
 """What a file of these statistics' scales records."""
 
 
@@ -114,9 +113,13 @@ def make_geometry(
 def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
     """Make statistics of sites, with the header fields that an export reads."""
     header = StatsHeader.model_construct(
-        geometry=geometry, model_fingerprint=MODEL, data_fingerprint=DATA, skipped=()
+        geometry=geometry,
+        model_fingerprint=MODEL,
+        data_fingerprint=DATA,
+        skipped=(),
+        text_start="fedcba9876543210",
     )
-    return CalibrationStats(header=header, sites=sites, text_hashes=TEXT)
+    return CalibrationStats(header=header, sites=sites)
 
 
 def make_kv_sites(geometry: ModelGeometry) -> Sites:

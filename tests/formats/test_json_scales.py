@@ -40,7 +40,7 @@ GOLDEN = """{
   "_fp8calib": {
     "model": "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
     "data": "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
-    "text": "+/////////8HAAAAAAAAAA=="
+    "text_start": "fedcba9876543210"
   }
 }
 """

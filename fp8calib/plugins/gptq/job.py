@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibrate import text_hashes_of
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.journal import Journal
@@ -301,5 +300,7 @@ def _plan_checkpoint(
 def _find_origin(job: CalibrationJob) -> CalibrationOrigin:
     header = job.make_header()
     return CalibrationOrigin(
-        model=header.model_fingerprint, data=header.data_fingerprint, text=text_hashes_of(job.plan)
+        model=header.model_fingerprint,
+        data=header.data_fingerprint,
+        text_start=header.text_start,
     )
