@@ -4,9 +4,10 @@ Quantization keeps norms and embeddings: they are hashed. It rounds the linears 
 sketches tell whether a linear is within what rounding can have changed. K and V of a layer depend
 on all linears of the layers below it.
 
-A sketch is r^T W c for 32 fixed pairs of vectors of random signs. The sketch of a difference is the
-difference of the sketches, and the mean of its squares estimates the squared Frobenius norm
-(Johnson and Lindenstrauss). So 64 bytes tell a matrix that was quantized from another matrix.
+A sketch is the product of 32 rows, evenly spread, with a fixed vector of random signs. The sketch
+of a difference is the difference of the sketches, and the mean of its squares estimates the mean
+square of the rows' norms (Johnson and Lindenstrauss). So 64 bytes tell a matrix that was quantized
+from another matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import binascii
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,25 +28,16 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, shorten
 
-_SAMPLE_ELEMENTS = 2048
-"""How many values from the middle of an embedding the statistics of earlier versions hash."""
-_HASH_DIGITS = 16
-_WHOLE_DIGITS = 32
-"""Digits of the hash of a whole embedding: the length tells it from the hash of a sample."""
+_HASH_DIGITS = {1: 16, 2: 32}
+"""Hexadecimal digits of the hash of a norm, and of an embedding."""
 _ELEMENTS_AT_ONCE = 2**18
-_SKETCH = "sketch:"
+_SKETCH = "rows:"
 _NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)\.weight$")
-_KV_PROJECTION = re.compile(
-    r"\.(k_proj|v_proj|kv_proj|qkv_proj|qkv|query_key_value|c_attn|Wqkv|kv_a_proj_with_mqa|kv_b_proj"
-    r"|key|value|wk|wv|wqkv)\.weight$"
-)
 _LINEAR = re.compile(r"\.\d+\..*\.weight$")
 _STACK = re.compile(r"\.\d+\..*\.experts\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_MOST_ELEMENTS = 2**17
-"""Of a linear with more values, a sample is sketched; projections of K and V are sketched whole."""
-_SKETCH_SIZE, _SKETCH_BLOCKS, _SKETCH_SEED = 32, 16, 0
+_SKETCH_SIZE, _SKETCH_SEED = 32, 0
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
 _CHANGES = {"": 0.01, "FP8": 0.12, "INT8": 0.25}
 """The largest distance that a form of weights can cause. Steps of e4m3 are 1/8 of a value at most.
@@ -83,8 +75,7 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     linears: set[str] = set()
     for name, entry in checkpoint.tensors.items():
         if _is_kept(name, entry):
-            digits = _HASH_DIGITS if len(entry.shape) == 1 else _WHOLE_DIGITS
-            found[name] = _hash(checkpoint, name, entry, digits)
+            found[name] = _hash(checkpoint, name, entry)
         elif _is_linear(name, entry) and (expert := _EXPERT.search(name)) is not None:
             alike = f"{name[: expert.start(1)]}*{name[expert.end(1) :]}"
             experts.setdefault(alike, {})[int(expert[1])] = name
@@ -92,16 +83,16 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
             linears.add(name)
     for alike, names in experts.items():
         linears.add(names[sorted(names)[find_layer(alike) % len(names)]])
-    for name in sorted(linears):
-        sketch, _ = sketch_matrix(checkpoint, name, _limit_elements(name))
-        found[name] = f"{_SKETCH}{encode_sketch(sketch)}"
+    for name in linears:
+        found[name] = f"{_SKETCH}{encode_sketch(sketch_matrix(checkpoint, name)[0])}"
     return dict(sorted(found.items()))
 
 
 def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
     """Find the first tensor that differs from the recorded ones by more than quantization.
 
-    A norm or an embedding that the checkpoint has quantized is not compared.
+    A norm or an embedding that the checkpoint has quantized is not compared, nor is what earlier
+    versions recorded in another form.
 
     Args:
         recorded: of `hash_unquantized`.
@@ -110,46 +101,38 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
     Raises:
         ModelError: a recorded sketch is damaged.
     """
-    hashes = {name: text for name, text in recorded.items() if not text.startswith(_SKETCH)}
-    if difference := _find_changed_hash(hashes, checkpoint):
-        return BaseComparison(difference=difference)
-    sketches = {name: recorded[name] for name in recorded if name not in hashes}
+    num_hashes = 0
+    for name, expected in recorded.items():
+        if ":" in expected:
+            continue
+        entry = checkpoint.tensors.get(name)
+        if entry is None:
+            return BaseComparison(difference=f"it lacks {shorten(name)}")
+        digits = _HASH_DIGITS.get(len(entry.shape))
+        if not _is_kept(name, entry) or checkpoint.form_of(name) or len(expected) != digits:
+            continue
+        if _hash(checkpoint, name, entry) != expected:
+            return BaseComparison(difference=f"its {shorten(name)} differs")
+        num_hashes += 1
+    if not num_hashes:
+        return BaseComparison(difference="it has no unquantized norm or embedding to compare")
+    sketches = {name: text for name, text in recorded.items() if text.startswith(_SKETCH)}
     if not sketches:
         return BaseComparison(uncompared="the record of the calibrated model has no linears")
-    missing, num_sampled = [], 0
+    missing = []
     for name, text in sketches.items():
         entry = checkpoint.tensors.get(name)
         if entry is None or not _is_linear(name, entry):
             missing.append(name)
-            continue
-        most = _limit_elements(name)
-        if difference := _explain_distance(text, checkpoint, name, most):
+        elif difference := _explain_distance(text, checkpoint, name):
             return BaseComparison(difference=difference)
-        num_sampled += most is not None and math.prod(entry.shape[-2:]) > most
-    compared = f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears"
     return BaseComparison(
         uncompared=f"its {shorten(missing[0])} cannot be decoded" if missing else "",
-        compared=compared + (f", {num_sampled} by a sample of rows" if num_sampled else ""),
+        compared=f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears",
     )
 
 
-def _find_changed_hash(hashes: Mapping[str, str], checkpoint: Checkpoint) -> str:
-    compared = 0
-    for name, expected in hashes.items():
-        entry = checkpoint.tensors.get(name)
-        if entry is None:
-            return f"it lacks {shorten(name)}"
-        if not _is_kept(name, entry) or checkpoint.form_of(name):
-            continue
-        if _hash(checkpoint, name, entry, len(expected)) != expected:
-            return f"its {shorten(name)} differs"
-        compared += 1
-    return "" if compared else "it has no unquantized norm or embedding to compare"
-
-
-def _explain_distance(
-    text: str, checkpoint: Checkpoint, name: str, most_elements: int | None
-) -> str:
+def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
     """Describe a linear that differs by more than its form explains; empty if none."""
     try:
         recorded = decode_sketch(text.removeprefix(_SKETCH))
@@ -160,7 +143,7 @@ def _explain_distance(
         ) from error
     form = checkpoint.form_of(name)
     most = _CHANGES.get(form, _CHANGE)
-    distance = measure_distance(recorded, checkpoint, name, most_elements)
+    distance = measure_distance(recorded, checkpoint, name)
     if distance <= most:
         return ""
     cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"
@@ -168,10 +151,6 @@ def _explain_distance(
         f"its {shorten(name)} differs by {distance:.0%} of its size, and {cause} by less than "
         f"{most:.0%}"
     )
-
-
-def _limit_elements(name: str) -> int | None:
-    return None if _KV_PROJECTION.search(name) else _MOST_ELEMENTS
 
 
 def _is_kept(name: str, entry: TensorEntry) -> bool:
@@ -186,34 +165,30 @@ def _is_linear(name: str, entry: TensorEntry) -> bool:
     return is_float and pattern is not None and pattern.search(name) is not None
 
 
-def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) -> str:
-    """Hash a vector or an embedding; with few digits, the middle of an embedding."""
+def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> str:
+    """Hash a norm or an embedding."""
     total = math.prod(entry.shape)
-    is_whole = len(entry.shape) == 1 or digits == _WHOLE_DIGITS
-    count = total if is_whole else min(_SAMPLE_ELEMENTS, total)
-    item, first = entry.size_bytes // max(total, 1), (total - count) // 2
+    item = entry.size_bytes // max(total, 1)
     digest = hashlib.sha256(f"{list(entry.shape)}\0".encode())
-    for start in range(first, first + count, _ELEMENTS_AT_ONCE):
-        stop = min(start + _ELEMENTS_AT_ONCE, first + count)
+    for start in range(0, total, _ELEMENTS_AT_ONCE):
+        stop = min(start + _ELEMENTS_AT_ONCE, total)
         data = checkpoint.read_bytes(name, start * item, stop * item)
         values = data.view(checkpoint.dtype(name)).to(torch.float32)
         values = torch.where(values.abs() < _SMALLEST, 0.0, values).to(torch.bfloat16)
         digest.update(values.view(torch.int16).numpy().astype("<i2", copy=False).data)
-    return digest.hexdigest()[:digits]
+    return digest.hexdigest()[: _HASH_DIGITS[len(entry.shape)]]
 
 
 # --- sketches ----------------------------------------------------------------------------------
 
 
-def measure_distance(
-    recorded: torch.Tensor, checkpoint: Checkpoint, name: str, most_elements: int | None = None
-) -> float:
+def measure_distance(recorded: torch.Tensor, checkpoint: Checkpoint, name: str) -> float:
     """Estimate how far a matrix is from a recorded one, divided by its own Frobenius norm.
 
     The estimate is within a quarter of the distance for rounding errors. Two matrices that have
-    nothing in common have a distance of 1.4 or more. `most_elements` is that of `sketch_matrix`.
+    nothing in common have a distance of 1.4 or more.
     """
-    own, norm = sketch_matrix(checkpoint, name, most_elements)
+    own, norm = sketch_matrix(checkpoint, name)
     distance = math.sqrt(float((own - recorded).square().mean()))
     if norm == 0:
         return math.inf if distance else 0.0
@@ -242,32 +217,24 @@ def decode_sketch(text: str) -> torch.Tensor:
     return values.double()
 
 
-def sketch_matrix(
-    checkpoint: Checkpoint, name: str, most_elements: int | None = None
-) -> tuple[torch.Tensor, float]:
-    """Sketch a matrix of a checkpoint, and compute its Frobenius norm.
+def sketch_matrix(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, float]:
+    """Sketch a matrix of a checkpoint, and give the root of the mean square of its rows' norms.
 
-    A matrix of more than `most_elements` is replaced by about so many: 16 blocks of rows, evenly
-    spread. Of experts stored in one tensor, one is sketched, another in each layer.
+    Of experts stored in one tensor, one is sketched, another in each layer.
 
     Returns:
-        The sketch, fp64 [32], each within the precision of bfloat16; and the norm.
+        The sketch, fp64 [32], each within the precision of bfloat16; and the root.
     """
-    *experts, rows, columns = checkpoint.tensors[name].shape
-    expert = None
+    *experts, count, columns = checkpoint.tensors[name].shape
+    places = torch.linspace(0, count - 1, _SKETCH_SIZE, dtype=torch.float64).round().int().tolist()
     if experts:
         index = find_layer(name) % max(experts[0], 1)
-        (expert,) = checkpoint.read_rows(name, index, index + 1)
-    signs = _draw_signs(max(rows, columns))
-    left, right = signs[:, 0, :rows], signs[:, 1, :columns]
-    sums, squares = torch.zeros(_SKETCH_SIZE, columns, dtype=torch.float64), 0.0
-    for start, stop in _list_blocks(rows, columns, most_elements):
-        part = checkpoint.read_rows(name, start, stop) if expert is None else expert[start:stop]
-        part = part.double()
-        sums += left[:, start:stop].double() @ part
-        squares += float(part.square().sum())
-    sketch = (sums * right.double()).sum(1)
-    return sketch.to(torch.bfloat16).double(), math.sqrt(squares)
+        rows = checkpoint.read_rows(name, index, index + 1)[0][places]
+    else:
+        rows = torch.cat([checkpoint.read_rows(name, place, place + 1) for place in places])
+    rows = rows.double()
+    sketch = (rows @ _draw_signs(columns).double()).to(torch.bfloat16).double()
+    return sketch, math.sqrt(float(rows.square().sum(1).mean()))
 
 
 def find_layer(name: str) -> int:
@@ -275,23 +242,9 @@ def find_layer(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 
-def _list_blocks(rows: int, columns: int, most_elements: int | None) -> Iterator[tuple[int, int]]:
-    """List the rows to read: all, or blocks of which the first and the last row are in one."""
-    if most_elements is None or rows * columns <= most_elements:
-        step = max(_ELEMENTS_AT_ONCE // max(columns, 1), 1)
-        for start in range(0, rows, step):
-            yield start, min(start + step, rows)
-        return
-    size = max(most_elements // columns // _SKETCH_BLOCKS, 1)
-    count = min(_SKETCH_BLOCKS, rows // size)
-    for number in range(count):
-        start = (rows - size) * number // max(count - 1, 1)
-        yield start, start + size
-
-
 @cache
 def _draw_signs(count: int) -> torch.Tensor:
-    """Draw signs: int8 [32, 2, count]. NumPy guarantees the stream of a bit generator."""
-    words = np.random.PCG64(_SKETCH_SEED).random_raw(count).astype("<u8")
-    bits = np.unpackbits(words.view(np.uint8).reshape(count, 8), axis=1).T
-    return torch.from_numpy(bits.astype(np.int8) * 2 - 1).reshape(_SKETCH_SIZE, 2, count)
+    """Draw signs: int8 [count]. NumPy guarantees the stream of a bit generator."""
+    words = np.random.PCG64(_SKETCH_SEED).random_raw(-(-count // 64)).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8))[:count]
+    return torch.from_numpy(bits.astype(np.int8) * 2 - 1)

@@ -46,16 +46,15 @@ def test_a_distance_is_estimated(tmp_path: Path, seed: int, size: float) -> None
 
 
 def test_the_vectors_never_change(tmp_path: Path) -> None:
-    """Files hold sketches: the signs of the first pair, for a matrix that has one entry."""
-    entry = torch.zeros(3, 2)
-    entry[2, 1] = 1.0
+    """Files hold sketches: the signs of 32 columns, each the only entry of a row."""
+    entry = torch.eye(32)
     with save(tmp_path / "x", a=entry) as checkpoint:
         found = encode_sketch(sketch_matrix(checkpoint, "a")[0])
     assert found == RECORDED
 
 
 RECORDED = (
-    "gL+Av4C/gL+AP4A/gD+Av4A/gL+Av4C/gD+AP4C/gL+AP4A/gL+AP4A/gD+AP4C/gD+AP4C/gD+Av4A/gD+APw=="
+    "gL+AP4C/gD+AP4A/gD+AP4A/gL+Av4C/gL+Av4A/gL+AP4A/gL+Av4C/gL+AP4C/gD+AP4C/gD+AP4C/gL+APw=="
 )
 
 
@@ -63,17 +62,3 @@ RECORDED = (
 def test_a_damaged_sketch_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not 32|padding|base64|buffer"):
         decode_sketch(text)
-
-
-def test_a_large_matrix_is_sampled_from_the_first_row_to_the_last(tmp_path: Path) -> None:
-    """Of 100 rows of 32, 512 values: one row of each sixteenth, 0, 6, 13, ..., 99."""
-    rows = [99 * number // 15 for number in range(16)]
-    matrix = torch.zeros(100, 32)
-    matrix[rows] = draw(0, 16, 32)
-    other = matrix.clone()
-    other[[row for row in range(100) if row not in rows]] = 5.0
-    with save(tmp_path / "x", a=matrix, b=other) as checkpoint:
-        found = [sketch_matrix(checkpoint, name, 512)[0] for name in "ab"]
-        assert torch.equal(*found)
-        assert torch.equal(found[0], sketch_matrix(checkpoint, "a")[0])
-        assert not torch.equal(found[1], sketch_matrix(checkpoint, "b")[0])

@@ -56,7 +56,7 @@ def test_another_dtype_and_parts_give_the_same_hashes(
 
 
 def list_sketched(hashes: dict[str, str]) -> list[str]:
-    return [name for name, text in hashes.items() if text.startswith("sketch:")]
+    return [name for name, text in hashes.items() if text.startswith("rows:")]
 
 
 def test_of_the_experts_of_a_layer_one_is_sketched_another_in_each_layer(tmp_path: Path) -> None:
@@ -85,22 +85,8 @@ def test_of_a_stack_of_experts_one_is_compared(tmp_path: Path, expert: int, is_s
     assert found.difference.startswith(f"its {name} differs by " if is_seen else "")
 
 
-@pytest.mark.parametrize(("linear", "is_seen"), [("self_attn.k_proj", True), ("mlp.up", False)])
-def test_every_row_of_k_and_v_projections_is_compared(
-    tmp_path: Path, linear: str, is_seen: bool
-) -> None:
-    """Rows 20 to 60 lie between two of the blocks that are read of other linears."""
-    name, large = f"model.layers.0.{linear}.weight", torch.ones(1100, 1024)
-    base = hash_saved(tmp_path / "base", make(**{name: large}))
-    changed = large.clone()
-    changed[20:60] *= -1
-    hash_saved(tmp_path / "other", make(**{name: changed}))
-    with Checkpoint.open(tmp_path / "other") as checkpoint:
-        assert bool(compare_with_base(base, checkpoint).difference) is is_seen
-
-
-def test_of_a_large_linear_rows_all_over_it_are_compared(tmp_path: Path) -> None:
-    """1,100 rows of 1,024 values: 16 blocks of 8 rows; a third of the rows is another matrix."""
+def test_rows_all_over_a_linear_are_compared(tmp_path: Path) -> None:
+    """A third of the rows is of another matrix."""
     name, large = "model.layers.0.mlp.up_proj.weight", torch.ones(1100, 1024)
     base = hash_saved(tmp_path / "base", make(**{name: large}))
     for number, rows in enumerate((slice(0, 300), slice(400, 700), slice(800, 1100))):
@@ -112,7 +98,4 @@ def test_of_a_large_linear_rows_all_over_it_are_compared(tmp_path: Path) -> None
             assert name in compare_with_base(base, checkpoint).difference
     with Checkpoint.open(tmp_path / "base") as checkpoint:
         found = compare_with_base(base, checkpoint)
-    assert (found.difference, found.compared) == (
-        "",
-        "1 of 1 recorded linears, 1 by a sample of rows",
-    )
+    assert (found.difference, found.compared) == ("", "1 of 1 recorded linears")

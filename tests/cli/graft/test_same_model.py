@@ -149,9 +149,10 @@ def test_other_linears_are_refused(
     """Norms, embeddings, k and v are the base's; directly, and through a pack."""
     child = _quantize_another(tmp_path, form, dict.fromkeys(LINEARS, factor))
     text = refused(4, child)
-    assert f"its {LINEARS[0]} differs by " in text
+    assert any(f"its {name} differs by " in text for name in LINEARS)
     pack = calibrated / "kv_scales.safetensors"
-    assert LINEARS[0] in fail(4, *name_command(pack, child, tmp_path / "out"))
+    text = fail(4, *name_command(pack, child, tmp_path / "out"))
+    assert any(name in text for name in LINEARS)
 
 
 @pytest.mark.parametrize("name", [KV_WEIGHTS[3], *LINEARS])
@@ -218,7 +219,7 @@ def test_statistics_without_projections_say_so(
     middle = torch.where(middle.abs() < 2**-14, 0.0, middle).to(torch.bfloat16)
     digest = hashlib.sha256(f"{list(embedding.shape)}\0".encode())
     digest.update(middle.view(torch.int16).numpy().tobytes())
-    old = {n: t for n, t in stats.header.unquantized.items() if not t.startswith("sketch:")}
+    old = {n: t for n, t in stats.header.unquantized.items() if not t.startswith("rows:")}
     old["model.embed_tokens.weight"] = digest.hexdigest()[:16]
     path = tmp_path / "old" / "stats.safetensors"
     path.parent.mkdir()
