@@ -7,16 +7,13 @@ the result is the same byte for byte as without an interruption.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,42 +30,21 @@ from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.calibration.layer_steps import LayerState
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.checkpoint.disk import format_size
-from fp8calib.checkpoint.output import write_file_atomic
+from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.data.sequences import Batch
 from fp8calib.data.shares import Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError
-from fp8calib.model.shapes import Role, Site
+from fp8calib.model.shapes import Site
 
 NAME_PREFIX = "checkpoint-"
 """The prefix of the names of checkpoints, which are removed when the run is finished."""
 INTERVAL_S = 10.0
-"""A killed run loses at most so much work and the running batch or layer."""
+"""A killed or interrupted run loses at most so much work and the running batch or layer."""
 LAYER_INTERVAL_PER_COST = 20.0
 """Hidden states are large: writing them takes at most a twentieth of the run."""
-_LAYER_NAME = "layer.json"
-_DIGEST = "blake2b"
 
 Ranges = tuple[tuple[int, int], ...]
 """Sequences, as half-open ranges of global indices."""
-
-
-class StatsSoFar(Protocol):
-    """The statistics of a run so far."""
-
-    @property
-    def sequences(self) -> Ranges:
-        """The sequences that they cover."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every sequence counts fully or not at all."""
-
-    def find_nonfinite(self) -> tuple[Site, int] | None:
-        """Find a site and a sequence with NaN or inf."""
-
-    def stats(self) -> dict[Site, SiteStats]:
-        """Give them."""
 
 
 class Journal:
@@ -77,8 +53,7 @@ class Journal:
     Attributes:
         folder: where they are.
         sequences: those that earlier runs have done.
-        weights: paths of the linears whose weights earlier runs have read.
-        sites: the statistics of these sequences and weights; not in processes but the first.
+        sites: the statistics of these sequences; not in processes but the first.
         layer_sites: the statistics of the layers that an earlier streamed run has done.
         has_layers: whether an earlier streamed run has left hidden states.
     """
@@ -93,27 +68,24 @@ class Journal:
         warn: Callable[[str], None],
         rank: int = 0,
         sequences: Ranges = (),
-        weights: Collection[str] = (),
     ) -> None:
+        self.folder = folder
         self.sequences = sequences
-        self.weights = frozenset(weights)
-        self.sites: dict[Site, SiteStats] = {}
+        self.sites: Mapping[Site, SiteStats] = {}
         self.layer_sites: Mapping[Site, SiteStats] = {}
         self.has_layers = False
         self.warn = warn
         share = shard or Share()
-        self._shard = StatsShard(
+        own = StatsShard(
             index=share.index,
             count=share.count,
             batch_size=batch_size,
             sequences=(),
             is_checkpoint=True,
         )
-        self._empty = CalibrationStats(header=header, sites={})
-        self.folder = folder
+        self._empty = CalibrationStats(header=header, sites={}, shard=own)
         self._rank = rank
         self._cost_s = 0.0
-        self._has_written = False
         self._saved_at = time.monotonic()
 
     def load(self) -> None:
@@ -123,11 +95,10 @@ class Journal:
             UsageError: they are of another calibration; the message names the difference.
             ModelError: a file is damaged.
         """
-        paths = sorted(self.folder.glob(f"{NAME_PREFIX}*.safetensors"))
-        found = [self._read(path) for path in paths]
         for path in self.folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
             self._read(path)  # check only: `load_layer` loads it
             self.has_layers = True
+        found = [self._read(path) for path in self.folder.glob(f"{NAME_PREFIX}*.safetensors")]
         kept: list[Mapping[Site, SiteStats]] = []
         for sites, sequences in sorted(found, key=lambda each: -count_sequences(each[1])):
             try:
@@ -136,12 +107,70 @@ class Journal:
                 continue
             kept.append(sites)
         self.sites = merge_sites(kept)
-        self.weights = frozenset(site.module for site in self.sites if site.role is Role.WEIGHT)
 
     def remove(self) -> None:
         """Remove all checkpoints."""
         for path in self.folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def save_if_due(
+        self, sequences: Ranges, make_sites: Callable[[], dict[Site, SiteStats]]
+    ) -> None:
+        """Save the statistics of sequences, all finite, if the last checkpoint is old enough."""
+        if self._is_due(INTERVAL_S):
+            with self._writing():
+                first = min(first for first, _ in sequences)
+                path = self.folder / f"{NAME_PREFIX}{first:08}.safetensors"
+                self._save_stats(path, make_sites(), join_ranges(list(sequences)))
+
+    def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
+        """Load what an earlier run of these batches left, and give the first layer to run."""
+        self.layer_sites = {}
+        folders = sorted(self.folder.glob(f"{NAME_PREFIX}layers-{self._rank}-[0-9]*[0-9]"))
+        if not folders:
+            return 0
+        try:
+            sites, sequences = self._read(folders[-1] / STATS_NAME)
+            if sequences != tuple(sequence_ranges(batches)):
+                return 0  # of another number of processes
+            for number in range(len(batches)):
+                state = torch.load(folders[-1] / _name_state(number), weights_only=True)
+                store.put(number, LayerState(*state))
+        except Exception as error:  # noqa: BLE001 -- a torn file raises anything
+            self.warn(f"{folders[-1].name} cannot be read, starting again: {error}")
+            return 0
+        self.layer_sites = sites
+        return int(folders[-1].name.rpartition("-")[2]) + 1
+
+    def save_layer(
+        self,
+        layer: int,
+        batches: Sequence[Batch],
+        store: HiddenStateStore,
+        make_sites: Callable[[], dict[Site, SiteStats]],
+    ) -> None:
+        """Save the state after a layer in a folder, if the last one is old enough.
+
+        It replaces that of an earlier layer as a whole.
+        """
+        if not self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s)):
+            return
+        stem = f"{NAME_PREFIX}layers-{self._rank}"
+        new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"
+        shutil.rmtree(new, ignore_errors=True)
+        with self._writing():
+            require_free_space(self.folder, store.ram_bytes + store.file_bytes)
+            new.mkdir()
+            for number in range(len(batches)):
+                _save_state(store.get(number, torch.device("cpu")), new / _name_state(number))
+            sites = merge_sites([self.layer_sites, make_sites()])
+            self._save_stats(new / STATS_NAME, sites, tuple(sequence_ranges(batches)))
+            shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
+            new.rename(kept)
+            for folder in self.folder.glob(f"{stem}-*"):
+                if folder != kept:
+                    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
     def _is_due(self, interval_s: float) -> bool:
         # the first process may have the folder on another machine
@@ -159,107 +188,9 @@ class Journal:
         self._saved_at = time.monotonic()
         self._cost_s = self._saved_at - started
 
-    # --- whole models -----------------------------------------------------------------------------
-
-    def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Save the statistics of weights, if reading them took long enough."""
-        if sites and duration_s >= INTERVAL_S:
-            self._write(f"weights-{self._rank}", sites, ())
-
-    @contextmanager
-    def saving(self, measured: StatsSoFar) -> Iterator[None]:
-        """Save what `save_if_due` has not, at the end and after an interruption."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if measured.is_settled and measured.find_nonfinite() is None:
-                self._save(measured)
-            raise
-        if self._has_written:
-            self._save(measured)
-
-    def save_if_due(self, measured: StatsSoFar) -> None:
-        """Save statistics, all finite, if the last checkpoint is old enough."""
-        if self._is_due(INTERVAL_S):
-            self._save(measured)
-
-    def _save(self, measured: StatsSoFar) -> None:
-        if sequences := measured.sequences:
-            first = min(first for first, _ in sequences)
-            self._write(f"{first:08}", measured.stats(), join_ranges(list(sequences)))
-            self._has_written = True
-
-    def _write(self, name: str, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
-        if self.folder.is_dir():  # else the first process has it on another machine
-            with self._writing():
-                path = self.folder / f"{NAME_PREFIX}{name}.safetensors"
-                self._save_stats(path, sites, sequences)
-
-    # --- streamed models --------------------------------------------------------------------------
-
-    def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
-        """Load what an earlier run of these batches left, and give the first layer to run."""
-        self.layer_sites = {}
-        folders = sorted(self.folder.glob(f"{NAME_PREFIX}layers-{self._rank}-[0-9]*[0-9]"))
-        if not folders:
-            return 0
-        try:
-            known = json.loads((folders[-1] / _LAYER_NAME).read_bytes())
-            if [tuple(pair) for pair in known["sequences"]] != sequence_ranges(batches):
-                return 0  # of another number of processes
-            sites, _ = self._read(folders[-1] / STATS_NAME)
-            for number, digest in zip(range(len(batches)), known["digests"], strict=True):
-                with (folders[-1] / _name_state(number)).open("rb") as file:
-                    if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
-                        raise ModelError(f"{Path(file.name).name} has changed since it was written")
-                    file.seek(0)
-                    store.put(number, LayerState(*torch.load(file, weights_only=True)))
-            layer = int(known["layer"])
-        except Exception as error:  # noqa: BLE001 -- a torn file raises anything
-            self.warn(f"{folders[-1].name} cannot be read, starting again: {error}")
-            return 0
-        self.layer_sites = sites
-        return layer + 1
-
-    def save_layer(
-        self, layer: int, batches: Sequence[Batch], store: HiddenStateStore, measured: StatsSoFar
-    ) -> None:
-        """Save the state after a layer in a folder, if the last one is old enough.
-
-        It replaces that of an earlier layer as a whole.
-        """
-        if not self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s)):
-            return
-        stem = f"{NAME_PREFIX}layers-{self._rank}"
-        new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"
-        shutil.rmtree(new, ignore_errors=True)
-        with self._writing():
-            needed = store.ram_bytes + store.file_bytes
-            if shutil.disk_usage(self.folder).free < needed:
-                raise ExportError(
-                    f"{self.folder}: its disk has less than the {format_size(needed)} needed"
-                )
-            new.mkdir()
-            states = (store.get(number, torch.device("cpu")) for number in range(len(batches)))
-            digests = [
-                _save_state(state, new / _name_state(number)) for number, state in enumerate(states)
-            ]
-            self._save_stats(
-                new / STATS_NAME, merge_sites([self.layer_sites, measured.stats()]), ()
-            )
-            known = {"layer": layer, "sequences": sequence_ranges(batches), "digests": digests}
-            write_file_atomic(new / _LAYER_NAME, json.dumps(known).encode())
-            shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
-            new.rename(kept)
-            for folder in self.folder.glob(f"{stem}-*"):
-                if folder != kept:
-                    shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(new, ignore_errors=True)
-
-    # --- files ------------------------------------------------------------------------------------
-
     def _save_stats(self, path: Path, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
-        shard = self._shard.model_copy(update={"sequences": sequences})
+        assert self._empty.shard is not None  # noqa: S101 -- made so
+        shard = self._empty.shard.model_copy(update={"sequences": sequences})
         save_stats(replace(self._empty, sites=sites, shard=shard), path)
 
     def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], Ranges]:
@@ -268,9 +199,9 @@ class Journal:
             stats = load_stats(path, accepts_shard=True)
         except ModelError as error:
             raise ModelError(error.message, hint="leave out --resume to start again") from error
-        if (own := stats.shard) is None:
+        own, here = stats.shard, self._empty.shard
+        if own is None or here is None:
             raise ModelError("a checkpoint holds complete statistics", hint="leave out --resume")
-        here = self._shard
         difference = explain_other_run(stats.header, self._empty.header)
         if not difference and (own.index, own.count) != (here.index, here.count):
             difference = f"{own.describe()}, and {here.describe()}"
@@ -296,20 +227,18 @@ def count_sequences(sequences: Ranges) -> int:
     return sum(stop - first for first, stop in sequences)
 
 
-def _save_state(state: LayerState, path: Path) -> str:
-    """Write a state through to the disk, and give its digest.
+def _save_state(state: LayerState, path: Path) -> None:
+    """Write a state through to the disk.
 
     Tensors are copied out of shared memory, with their strides.
     """
     copied = pytree.tree_map_only(
         torch.Tensor, lambda tensor: torch.empty_like(tensor).copy_(tensor), tuple(state)
     )
-    with path.open("w+b") as file:
+    with path.open("wb") as file:
         torch.save(copied, file)
         file.flush()
         os.fsync(file.fileno())
-        file.seek(0)
-        return hashlib.file_digest(file, _DIGEST).hexdigest()
 
 
 def _name_state(number: int) -> str:

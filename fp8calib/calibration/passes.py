@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -148,13 +148,10 @@ class WholePass:
         if not self._linears:
             return
         self._progress.stage("reading weights", len(self._linears))
-        started = time.monotonic()
         source, ignored = self._prepared.weights.reading_loaded(), self._prepared.ignored
         for site, stats in observe_weights(self._linears, source, ignored=ignored):
             self.weights[site] = stats
             self._progress.advance(1)
-        if self._journal is not None:
-            self._journal.save_weights(self.weights, duration_s=time.monotonic() - started)
 
     def observe(
         self, observer: BatchObserver, batches: Sequence[Batch], back_offs: list[BackOff]
@@ -173,26 +170,25 @@ class WholePass:
         self._progress.stage("calibrating", num_tokens, unit="tokens", batches=len(batches))
         recorder, journal = observer.recorder, self._journal
         waiting, most, has_run = deque(batches), sys.maxsize, False
-        with nullcontext() if journal is None else journal.saving(recorder):
-            while waiting:
-                batch = waiting.popleft()
-                if len(batch.lengths) > most:
-                    waiting.extendleft(reversed(cut_into(batch, most)))
-                    continue
-                if not observer.fits(batch):
-                    return_memory_of(observer.decoder.device)
-                    most = len(batch.lengths) // 2
-                    back_offs.append(BackOff(first=batch.first, batch_size=most))
-                    waiting.appendleft(batch)
-                    continue
-                if not has_run:
-                    # The first batch allocates the statistics between its activations; later ones
-                    # do not.
-                    return_freed_memory()
-                    has_run = True
-                self._progress.advance(batch.num_tokens)
-                if observer.check(at_end=not waiting) and journal is not None:
-                    journal.save_if_due(recorder)
+        while waiting:
+            batch = waiting.popleft()
+            if len(batch.lengths) > most:
+                waiting.extendleft(reversed(cut_into(batch, most)))
+                continue
+            if not observer.fits(batch):
+                return_memory_of(observer.decoder.device)
+                most = len(batch.lengths) // 2
+                back_offs.append(BackOff(first=batch.first, batch_size=most))
+                waiting.appendleft(batch)
+                continue
+            if not has_run:
+                # The first batch allocates the statistics between its activations; later ones
+                # do not.
+                return_freed_memory()
+                has_run = True
+            self._progress.advance(batch.num_tokens)
+            if observer.check(at_end=not waiting) and journal is not None:
+                journal.save_if_due(recorder.sequences, recorder.stats)
         return recorder.stats()
 
 
@@ -286,7 +282,7 @@ class LayerPass:
                     if self._work is not None:
                         self._work.finish_layer(layer.layer)
                 if journal is not None and index < last:
-                    journal.save_layer(index, batches, store, observer.recorder)
+                    journal.save_layer(index, batches, store, observer.recorder.stats)
         earlier = {} if journal is None else journal.layer_sites
         return merge_sites([earlier, observer.recorder.stats()])
 

@@ -60,7 +60,6 @@ class Recorder:
     Attributes:
         batch: the batch being observed.
         sequences: those of all batches that count, as half-open ranges in order.
-        is_settled: whether every batch counts fully or not at all; `end_batch` may be interrupted.
     """
 
     batch: BatchView
@@ -72,7 +71,6 @@ class Recorder:
         `work` also gets the inputs of linears.
         """
         self.num_sequences = num_sequences
-        self.is_settled = True
         self._work = work
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
@@ -153,12 +151,10 @@ class Recorder:
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
         sequences = self.batch.first, self.batch.first + self.batch.shape[0]
-        self.is_settled = False
         _apply(update for site, seen in self._pending for update in self._update(site, seen))
         self._unchecked_sites |= dict.fromkeys(site for site, _ in self._pending)
         self._unchecked.append(sequences)
         self.sequences += (sequences,)
-        self.is_settled = True
         self._drop_batch()
 
     def _drop_batch(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -349,9 +349,8 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
             )
 
     if not group.is_first:
-        made: Mapping[str, Any] = group.broadcast(dict)
-        path, ranges = Path(made["folder"]), tuple(map(tuple, made["sequences"]))
-        yield open_journal(path, sequences=ranges, weights=made["weights"])
+        folder, sequences = group.broadcast(tuple)
+        yield open_journal(folder, sequences=sequences)
         return
     with resumable_folder(
         job.folder,
@@ -377,7 +376,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
             done = count_sequences(journal.sequences)
             if journal.has_layers:
                 say("--resume: continuing after the finished layers")
-            elif not journal.sequences and not journal.weights:
+            elif not journal.sequences:
                 say("--resume: no interrupted run found, starting from the beginning")
             else:
                 say(
@@ -385,8 +384,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
                     "with the rest"
                 )
         if group.size > 1:
-            known = {"sequences": journal.sequences, "weights": sorted(journal.weights)}
-            group.broadcast(lambda: {"folder": str(staging), **known})
+            group.broadcast(lambda: (staging, journal.sequences))
         yield journal
         journal.remove()
 

@@ -7,17 +7,17 @@ run in the middle without racing against its end.
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 from fp8calib.calibration import journal
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.recorder import Recorder
 from fp8calib.cli import main
 
 save_if_due = Journal.save_if_due
 
 
-def save_and_wait(self: Journal, recorder: Recorder) -> None:
-    save_if_due(self, recorder)
+def save_and_wait(self: Journal, *seen: Any) -> None:
+    save_if_due(self, *seen)
     while True:
         signal.pause()
 

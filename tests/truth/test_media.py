@@ -152,7 +152,6 @@ def test_a_run_with_media_goes_on(
             kept = journal.Journal(
                 tmp_path / "kept",
                 header,
-                plan.text.hashes,
                 shard=None,
                 batch_size=1,
                 warn=print,

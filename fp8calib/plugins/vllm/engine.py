@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,14 +179,13 @@ def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
 def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, journal: Journal | None) -> None:
     waiting = [each for batch in todo for each in cut_into(batch, 1)]
     size = 1
-    with nullcontext() if journal is None else journal.saving(run):
-        while waiting:
-            group, waiting = waiting[:size], waiting[size:]
-            took_s = run.feed(group)
-            progress.advance(sum(each.num_tokens for each in group))
-            size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
-            if journal is not None:
-                journal.save_if_due(run)
+    while waiting:
+        group, waiting = waiting[:size], waiting[size:]
+        took_s = run.feed(group)
+        progress.advance(sum(each.num_tokens for each in group))
+        size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
+        if journal is not None:
+            journal.save_if_due(run.sequences, run.stats)
 
 
 class _Run:
@@ -205,8 +204,6 @@ class _Run:
         self._found: dict[Site, SiteStats] | None = {}
         """The statistics of all sequences so far; None where they have to be fetched."""
         self.matched = Matched(linears={}, attentions={}, unseen={})
-        self.is_settled = True
-        """Whether vLLM has run all sequences that it was given."""
 
     def start(self, stored: Checkpoint, drafter: Checkpoint | None) -> None:
         """Ask the ranks what they have, and let them observe the sites."""
@@ -232,7 +229,7 @@ class _Run:
             (each.first, each.lengths[0], checksum(each.input_ids[0])) for each in group
         ]
         started = time.monotonic()
-        self.is_settled, self._found = False, None
+        self._found = None
         self._call("fp8calib_expect", expected)
         prompts = [_make_prompt(each) for each in group]
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -249,17 +246,12 @@ class _Run:
         for batch, output in zip(group, outputs, strict=True):
             _require_same_tokens(batch, output.prompt_token_ids)
         self._sequences.extend(group)
-        self.is_settled = True
         return time.monotonic() - started
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """The sequences that were run, as half-open ranges."""
         return join_ranges([(each.first, each.first + 1) for each in self._sequences])
-
-    def find_nonfinite(self) -> tuple[Site, int] | None:
-        """Give None: `stats` refuses NaN and infinity."""
-        return None
 
     def stats(self) -> dict[Site, SiteStats]:
         """Give the statistics of all sequences so far."""
