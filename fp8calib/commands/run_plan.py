@@ -34,7 +34,7 @@ class MeasuredMemory(ResourcePlan):
 
 
 class TextRows(TypedDict):
-    """The rows of a text that were used; `examples` are the first ones, as the model sees them."""
+    """The rows of a text that were used."""
 
     read: int
     used: int
@@ -45,7 +45,6 @@ class TextRows(TypedDict):
     conversations: int
     chat_template: str | None
     """sha256 (hex) of the template that was applied."""
-    examples: list[str]
 
 
 class Plan(ResourcePlan):

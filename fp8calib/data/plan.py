@@ -25,7 +25,7 @@ from fp8calib.data.rows import (
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import FileSource, parse_spec
-from fp8calib.errors import DataError, fit_line, format_count, shorten
+from fp8calib.errors import DataError, format_count, shorten
 
 MOST_UNUSABLE = 0.1
 """The share of rows that may be unusable before the text is refused."""
@@ -36,9 +36,7 @@ IN_MEMORY = "in memory"
 MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 _NUM_SHOWN = 3
-"""Rows that a user is shown as examples."""
-_HEAD_TOKENS, _TAIL_TOKENS = 40, 12
-_HEAD_CHARS, _TAIL_CHARS = 100, 30
+"""Rows that cannot be used and are named."""
 EncodedRow = Sequence[int] | MediaRow
 """The token ids of a row, or the row with its media."""
 
@@ -157,13 +155,11 @@ def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> 
 
 
 def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
-    """Summarize rows; if none needed the tokenizer, examples are token ids."""
-    was_loaded = encoding.tokenizer.cache_info().currsize
-    tokenizer: Any = encoding.tokenizer() if was_loaded else None
-    template = tokenizer
+    template: Any = None
     if packed.media and encoding.media is not None:
-        tokenizer = tokenizer or encoding.media().tokenizer
         template = encoding.media().template
+    elif encoding.num_conversations:
+        template = encoding.tokenizer()
     digest = None
     if encoding.num_conversations and has_chat_template(template):
         text = template.chat_template
@@ -178,26 +174,7 @@ def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
         cut=packed.num_cut,
         conversations=encoding.num_conversations,
         chat_template=digest,
-        examples=tuple(_shorten_row(ids, tokenizer) for ids in packed.first),
     )
-
-
-def _shorten_row(ids: Sequence[int], tokenizer: Any) -> str:
-    """Show the first and the last tokens of a row, and of these the first and last characters."""
-
-    def show(part: Sequence[int]) -> str:
-        if not hasattr(tokenizer, "decode"):
-            return f"token ids {' '.join(map(str, part))}"
-        return fit_line(tokenizer.decode(list(part), skip_special_tokens=False))
-
-    tail = ""
-    if len(ids) > _HEAD_TOKENS + _TAIL_TOKENS:
-        tail = show(ids[-_TAIL_TOKENS:])
-        ids = ids[:_HEAD_TOKENS]
-    head = show(ids)
-    if not tail and len(head) <= _HEAD_CHARS + _TAIL_CHARS:
-        return head
-    return f"{head[:_HEAD_CHARS]} ... {(tail or head)[-_TAIL_CHARS:]}"
 
 
 # --- tokens of rows ------------------------------------------------------------------------------
@@ -411,8 +388,6 @@ class PackedRows:
     """1-D int64, each of at least two tokens."""
     media: dict[int, MediaRow] = field(default_factory=dict)
     """The sequences that are rows with media, by their index."""
-    first: list[Sequence[int]] = field(default_factory=list)
-    """The tokens in sequences of the first rows used."""
     num_rows: int = 0
     num_used: int = 0
     num_short: int = 0
@@ -457,15 +432,12 @@ def pack_rows(
         sequences.append(torch.tensor(stream[start:], dtype=torch.int64))
         start = len(stream)
     for row in read:
-        kept: Sequence[int]
         if isinstance(row, MediaRow):
-            kept, is_cut = row.ids.tolist(), row.num_cut > 0
-        else:  # `start` counts down to the tokens of later rows that are in a sequence
-            kept = row[: start if pack else seq_len]
-            start -= len(kept)
-            is_cut = len(kept) < len(row)
-        if kept:
             packed.num_used += 1
-            packed.first += [kept][: _NUM_SHOWN - len(packed.first)]
-            packed.num_cut += is_cut
+            packed.num_cut += row.num_cut > 0
+        else:  # `start` counts down to the tokens of later rows that are in a sequence
+            num_kept = min(start if pack else seq_len, len(row))
+            start -= num_kept
+            packed.num_used += num_kept > 0
+            packed.num_cut += 0 < num_kept < len(row)
     return packed

@@ -24,7 +24,7 @@ _FEW_FOR_SCALES = "scales may miss large values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsUsed:
-    """The rows that a run read and used, with the first used ones as examples."""
+    """The rows that a run read and used."""
 
     read: int
     """Rows after the last one that is needed are not read."""
@@ -39,15 +39,13 @@ class RowsUsed:
     """Rows read that are messages or instructions."""
     chat_template: str | None
     """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
-    examples: tuple[str, ...]
-    """The beginning and the end of the first rows used, special tokens included; one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """Give the fields for a report."""
-        return asdict(self) | {"examples": list(self.examples)}
+        return asdict(self)
 
     def describe(self) -> Iterator[str]:
-        """Describe the rows in a few lines: their number, the chat template, the examples."""
+        """Describe the rows in two lines: their number, and the chat template."""
         beside = (
             (self.too_short, "too short"),
             (self.rejected, "that cannot be used"),
@@ -65,8 +63,6 @@ class RowsUsed:
                 f"{self.conversations:,} of {self.read:,} rows"
             )
         yield f"chat template: {template}"
-        for number, text in enumerate(self.examples, start=1):
-            yield f"row {number}: {text}"
 
 
 @dataclass(frozen=True, eq=False)

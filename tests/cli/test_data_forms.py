@@ -39,13 +39,12 @@ def test_a_saved_split_calibrates_like_the_same_rows_in_a_file(model: Path, tmp_
     assert all(torch.equal(a.sites[site].amax, b.sites[site].amax) for site in a.sites)
 
 
-def test_the_rows_used_are_shown_by_a_run_and_by_a_dry_run(model: Path, tmp_path: Path) -> None:
+def test_the_rows_used_are_counted_by_a_run_and_by_a_dry_run(model: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
     command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK)
     lines = [
         "rows: 2 used of 2 read, 1 cut at their end",
         "chat template: not applied, as no row is a conversation",
-        f"row 1: <s> {TEXTS[0]}",
     ]
     plan = succeed(*command, "--dry-run")
     assert all(line in plan.out for line in lines)
@@ -54,7 +53,6 @@ def test_the_rows_used_are_shown_by_a_run_and_by_a_dry_run(model: Path, tmp_path
     rows = json.loads(run_once.out)["rows"]
     assert rows == json.loads(succeed(*command, "--dry-run", "--json").out)["plan"]["rows"]
     assert (rows["read"], rows["used"], rows["cut"], rows["chat_template"]) == (2, 2, 1, None)
-    assert rows["examples"][0] == f"<s> {TEXTS[0]}"
 
 
 def test_text_is_shown_as_the_model_sees_it(model: Path, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_medium_for_a_model_of_text(model: Path, files: Path) -> None:
     assert says in refuse(5, model, files, "--seq-len", 64)
     asked = ("--data", files / "rows.jsonl", *QUICK, "--seq-len", 64, "--text-column", "text")
     plan = succeed("calibrate", model, *asked, "--dry-run", "--json").json["plan"]
-    assert plan["rows"]["examples"] == ["<s> w1 w2 w3"]
+    assert (plan["rows"]["used"], plan["tokens"]) == (1, 4)
 
 
 def test_places_for_media_without_media_are_pointed_out(

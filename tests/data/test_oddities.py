@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from fp8calib.commands.model import plan_text
 from fp8calib.commands.recipe import Data
 from fp8calib.errors import Fp8CalibError
-from fp8calib.model.load import open_source
+from fp8calib.model.load import load_tokenizer, open_source
 from tests import zoo
 
 VOCABULARY = 300
@@ -254,7 +254,10 @@ def see(folder: Path, row: Any, suffix: str = ".json", warnings: list[str] | Non
     assert plan.rows is not None
     if warnings is not None:
         warnings += plan.warnings
-    return plan.rows.examples[0]
+    ids = plan.sequences[0].tolist()
+    if isinstance(row, dict) and "input_ids" in row:
+        return f"token ids {' '.join(map(str, ids))}"
+    return str(load_tokenizer(source).decode(ids))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
