@@ -1,14 +1,13 @@
-"""The hidden states between two layers: in memory up to a limit, beyond it in a mapped file."""
+"""The hidden states between two layers: in memory up to a limit, beyond it in mapped files."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 from collections.abc import Hashable
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,19 +15,16 @@ from torch.utils import _pytree as pytree
 from fp8calib.errors import CalibrationError
 from fp8calib.text import format_gib
 
-_ALIGNMENT = 64
-_SEGMENT_BYTES = 64 * 2**20  # a process may have some 65,000 mappings
-
 
 class HiddenStateStore:
     """Stores trees of tensors by key, such as a number; a context manager.
 
-    The file has no name: it is gone however the process ends. Its disk space is allocated when it
-    is mapped, so that a full disk is an error and not a crash.
+    Files have no name: they are gone however the process ends. Their disk space is allocated before
+    they are mapped, so that a full disk is an error and not a crash.
 
     Attributes:
         ram_bytes: bytes in memory.
-        file_bytes: bytes in the file.
+        file_bytes: bytes in files.
     """
 
     def __init__(self, *, ram_limit_bytes: int, folder: Path) -> None:
@@ -37,18 +33,12 @@ class HiddenStateStore:
         self._ram_limit_bytes = ram_limit_bytes
         self._folder = folder
         self._trees: dict[Hashable, Any] = {}
-        self._file: IO[bytes] | None = None
-        self._segment = torch.zeros(0, dtype=torch.uint8)
-        """The mapped bytes that hold no tensor yet."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._trees.clear()
-        self._segment = torch.zeros(0, dtype=torch.uint8)
-        if self._file is not None:
-            self._file.close()
 
     def get(self, number: Hashable, device: torch.device) -> Any:
         """Load a tree onto a device; on the CPU its tensors are the stored ones, not copies."""
@@ -80,27 +70,18 @@ class HiddenStateStore:
             self.ram_bytes += size_bytes
             return torch.empty_like(like, device="cpu").copy_(leaf)
         self.file_bytes += size_bytes
-        aligned_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        if aligned_bytes > len(self._segment):
-            self._segment = self._map(max(aligned_bytes, _SEGMENT_BYTES))
-        mapped, self._segment = self._segment[:size_bytes], self._segment[aligned_bytes:]
-        return mapped.view(like.dtype).as_strided(like.shape, like.stride()).copy_(leaf)
+        return self._map(like).copy_(leaf)
 
-    def _map(self, size_bytes: int) -> torch.Tensor:
-        """Map new bytes of the file, as many or some more: uint8."""
-        page = mmap.ALLOCATIONGRANULARITY
-        size_bytes = -(-size_bytes // page) * page
+    def _map(self, like: torch.Tensor) -> torch.Tensor:
+        """Map a tensor with the shape, dtype and strides of another into a file of its own."""
         try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 -- kept open
-            number = self._file.fileno()
-            offset = os.fstat(number).st_size
-            os.posix_fallocate(number, offset, size_bytes)
-            mapped = mmap.mmap(number, size_bytes, offset=offset)
+            with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, like.numel() * like.element_size())
+                mapped = torch.from_file(file.name, True, like.numel(), dtype=like.dtype)
         except OSError as error:
             raise CalibrationError(
                 f"{self._folder}: no space for more than {format_gib(self.file_bytes)} of hidden "
                 f"states: {error.strerror}",
                 hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
             ) from error
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped.as_strided(like.shape, like.stride())

@@ -24,7 +24,7 @@ from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_err
 from fp8calib.model.topology.find import find_text_decoder
 
 
-class HeldTensors:
+class HeldTensors(Checkpoint):
     """A checkpoint with some tensors in memory; all other tensors are read on request.
 
     With a dtype, tensors are cast: transformers casts them before it joins them.
@@ -33,7 +33,8 @@ class HeldTensors:
     def __init__(
         self, checkpoint: Checkpoint, held: dict[str, torch.Tensor], dtype: torch.dtype | None
     ) -> None:
-        self.folder, self.tensors, self.held = checkpoint.folder, checkpoint.tensors, held
+        super().__init__(checkpoint.folder)
+        self.tensors, self.held = checkpoint.tensors, held
         self._checkpoint = checkpoint
         self._dtype = dtype
 

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 
 from fp8calib.calibration.statistic import SiteStats
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.errors import ModelError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.projections import read_linears
 from fp8calib.model.shapes import Linear, Role, Site
-from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import channel_amax, group_amax, row_amax
 
 _ROWS_AT_ONCE = 4096
@@ -69,7 +70,7 @@ def settle_weights(
     return settled
 
 
-def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
+def check_other_weights(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases.
 
     Raises:

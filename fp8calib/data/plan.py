@@ -9,7 +9,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -274,10 +274,11 @@ class RowEncoder:
         if row.input_ids is not None:
             return row.input_ids
         if row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
-            chat = render_messages(self.tokenizer(), row.messages, row.origin, tools=row.tools)
-            if not chat.is_whole:
-                self.shortened.append(row.origin)
-            return chat.ids
+            ids, is_whole = render_messages(
+                self.tokenizer(), row.messages, row.origin, tools=row.tools
+            )
+            self.shortened += [] if is_whole else [row.origin]
+            return ids
         if row.text is None or not row.text.strip():
             return []
         # verbose=False: text longer than the model's context is cut later, so no warning is due.
@@ -307,20 +308,16 @@ class RowEncoder:
         )
 
 
-class Chat(NamedTuple):
-    """A conversation as the model sees it."""
-
-    ids: list[int]
-    is_whole: bool
-    """Whether the chat template kept all contents, and the names of the functions called."""
-
-
 def render_messages(
     tokenizer: Any, messages: Sequence[Message], origin: str, *, tools: Sequence[Any] | None = None
-) -> Chat:
+) -> tuple[list[int], bool]:
     """Render a conversation with the tokenizer's chat template and tokenize the result.
 
     If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
+
+    Returns:
+        The token ids, and whether the template kept all contents, and the names of the functions
+        called.
 
     Raises:
         DataError: there is no chat template, or it rejects the conversation.
@@ -363,8 +360,8 @@ def render_messages(
     num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
     # The tokenizer adds its BOS to a text, but was told not to where the template may write one.
     if num_leading or list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]:
-        return Chat([bos, *ids[num_leading:]], is_whole)
-    return Chat(ids, is_whole)
+        ids = [bos, *ids[num_leading:]]
+    return ids, is_whole
 
 
 def _list_contents(messages: Sequence[Message]) -> Iterator[str]:

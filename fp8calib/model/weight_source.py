@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy, deepcopy
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -31,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
@@ -45,28 +44,10 @@ _Part = tuple[str, str | None]
 """A tensor, and the pattern of the converter that joins it to others; None if none does."""
 
 
-class TensorSource(Protocol):
-    """An object that tensors are read from by name, such as a checkpoint."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the checkpoint."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """The tensors by name."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor."""
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the leading dimension."""
-
-
 class WeightSource:
     """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: TensorSource) -> None:
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self.model = model
         """The model, with or without weights."""
         self.source = checkpoint
@@ -151,8 +132,11 @@ class WeightSource:
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
-    def reading_from(self, source: TensorSource) -> WeightSource:
-        """Copy this object to read from `source`, which must have the same tensor names."""
+    def reading_from(self, source: Any) -> WeightSource:
+        """Copy this object to read from `source`, which has the tensor names of the checkpoint.
+
+        It has `folder`, `tensors`, `read` and `read_rows`, as a checkpoint.
+        """
         other = copy(self)
         other.source = source
         return other
@@ -249,7 +233,7 @@ class WeightSource:
 
 
 def _map_names(
-    model: PreTrainedModel, checkpoint: TensorSource, conversions: list[Any]
+    model: PreTrainedModel, checkpoint: Checkpoint, conversions: list[Any]
 ) -> dict[str, list[_Part]]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
