@@ -8,7 +8,6 @@ import hashlib
 import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,14 +77,17 @@ def build_plan(
         weights = [spec.weight for spec in parsed]
         rows = mix_rows(list(zip(read, weights, strict=True)), seed=seed)
     encoding = RowEncoder(tokenizer, vocab_size, encoder, strict=strict_rows)
-    packed = pack_rows(encoding.encode(rows), samples=samples, seq_len=seq_len, pack=pack)
+    used = encoding.counts
+    sequences, media = pack_rows(
+        encoding.encode(rows), used, samples=samples, seq_len=seq_len, pack=pack
+    )
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     encoding.refuse_many()
-    used = _summarize_rows(packed, encoding)
-    if not packed.sequences:
+    used.chat_template = encoding.hash_template(has_media=bool(media))
+    usable = used.read - used.rejected
+    if not sequences:
         raise DataError(
-            f"{', '.join(sources)}: no sequence of two tokens in "
-            f"{format_count(packed.num_rows, 'row')}",
+            f"{', '.join(sources)}: no sequence of two tokens in {format_count(usable, 'row')}",
             hint="use more text" if pack else "use longer rows, or omit --no-pack",
         )
     warnings = [
@@ -111,31 +113,32 @@ def build_plan(
         if isinstance(spec.source, FileSource) and spec.source.ignored
     ]
     if used.too_short:
+        warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")
+    if parsed and len(sequences) < samples:
         warnings.append(
-            f"{used.too_short} of {packed.num_rows} rows were too short and were skipped"
+            f"the text gives {format_count(len(sequences), 'sequence')} of at most {seq_len} "
+            f"tokens; {samples} would be read"
         )
-    if parsed and len(packed.sequences) < samples:
-        given = len(packed.sequences)
-        warnings.append(
-            f"the text gives {format_count(given, 'sequence')} of at most {seq_len} tokens; "
-            f"{samples} would be read"
-        )
-    warnings += warn_of_scales(sum(map(len, packed.sequences)))
-    warnings += _warn_of_media(packed, placeholders or {})
+    warnings += warn_of_scales(sum(map(len, sequences)))
+    warnings += _warn_of_media(sequences, media, placeholders or {})
     return DataPlan(
-        sequences=tuple(packed.sequences),
+        sequences=tuple(sequences),
         packed=pack,
         seq_len=seq_len,
         sources=sources,
         warnings=tuple(warnings),
         longest_padded=longest_padded,
         rows=used,
-        media=packed.media,
+        media=media,
     )
 
 
-def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> Iterator[str]:
-    if placeholders and not packed.media:
+def _warn_of_media(
+    sequences: Sequence[torch.Tensor],
+    media: Mapping[int, MediaRow],
+    placeholders: Mapping[int, Modality],
+) -> Iterator[str]:
+    if placeholders and not media:
         taken = " and ".join(kind for kind in MODALITIES if kind in placeholders.values())
         yield (
             f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "
@@ -144,37 +147,14 @@ def _warn_of_media(packed: PackedRows, placeholders: Mapping[int, Modality]) -> 
     tokens = torch.tensor(list(placeholders), dtype=torch.int64)
     count = sum(
         bool(torch.isin(ids, tokens).any())
-        for index, ids in enumerate(packed.sequences)
-        if index not in packed.media
+        for index, ids in enumerate(sequences)
+        if index not in media
     )
     if count:
         yield (
             f"{count} sequences of text hold tokens that stand for media, and no media: is their "
             "column named image, images, audio or audios?"
         )
-
-
-def _summarize_rows(packed: PackedRows, encoding: RowEncoder) -> RowsUsed:
-    template: Any = None
-    if packed.media and encoding.media is not None:
-        template = encoding.media().template
-    elif encoding.num_conversations:
-        template = encoding.tokenizer()
-    digest = None
-    if encoding.num_conversations and has_chat_template(template):
-        text = template.chat_template
-        if not isinstance(text, str):  # several, by their names
-            text = text["default"]
-        digest = hashlib.sha256(text.encode()).hexdigest()
-    return RowsUsed(
-        read=encoding.num_rows,
-        used=packed.num_used,
-        too_short=packed.num_short,
-        rejected=len(encoding.unusable),
-        cut=packed.num_cut,
-        conversations=encoding.num_conversations,
-        chat_template=digest,
-    )
 
 
 # --- tokens of rows ------------------------------------------------------------------------------
@@ -188,8 +168,7 @@ class RowEncoder:
     """Encodes rows; loads the tokenizer and the processor of media when a row first needs them.
 
     Attributes:
-        num_rows: how many rows were read.
-        num_conversations: how many of them were messages or instructions.
+        counts: of the rows that were read.
         unusable: errors of rows that cannot be read, or whose conversation the chat template
             rejects.
         shortened: conversations that the chat template leaves something out of.
@@ -206,7 +185,7 @@ class RowEncoder:
         """Without `media` the model takes text alone; `strict` raises the first row's error."""
         self.tokenizer = functools.cache(tokenizer)
         self.media = None if media is None else functools.cache(media)
-        self.num_rows = self.num_conversations = 0
+        self.counts = RowsUsed()
         self.unusable: list[DataError] = []
         self.shortened: list[str] = []
         self._vocab_size = vocab_size
@@ -224,11 +203,11 @@ class RowEncoder:
 
         """
         for row in rows:
-            self.num_rows += 1
+            self.counts.read += 1
             if isinstance(row, DataError):
                 self._skip(row)
                 continue
-            self.num_conversations += row.messages is not None
+            self.counts.conversations += row.messages is not None
             try:
                 encoded = self._encode(row)
             except RejectedRowError as error:
@@ -241,8 +220,21 @@ class RowEncoder:
         if self._is_strict:
             raise error
         self.unusable.append(error)
+        self.counts.rejected += 1
         if len(self.unusable) >= _TELLING:
             self.refuse_many()
+
+    def hash_template(self, *, has_media: bool) -> str | None:
+        """Hash the chat template, if one was applied."""
+        if not self.counts.conversations:
+            return None
+        holder: Any = self.media().template if has_media and self.media else self.tokenizer()
+        if not has_chat_template(holder):
+            return None
+        text = holder.chat_template
+        if not isinstance(text, str):  # several, by their names
+            text = text["default"]
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def refuse_many(self) -> None:
         """Refuse the text if too many of the rows that were read cannot be used.
@@ -250,16 +242,16 @@ class RowEncoder:
         One row alone says little where few are read.
         """
         count = len(self.unusable)
-        if 0 < count == self.num_rows or count > max(1, MOST_UNUSABLE * self.num_rows):
+        if 0 < count == self.counts.read or count > max(1, MOST_UNUSABLE * self.counts.read):
             raise DataError(self.describe_unusable(), hint=self.unusable[0].hint)
 
     def describe_unusable(self) -> str:
         """Name the first rows that cannot be used, and why."""
         count, shown = len(self.unusable), self.unusable[:_NUM_SHOWN]
-        if count == self.num_rows == 1:
+        if count == self.counts.read == 1:
             return self.unusable[0].message
         return (
-            f"{count} of {format_count(self.num_rows, 'row')} cannot be used: "
+            f"{count} of {format_count(self.counts.read, 'row')} cannot be used: "
             f"{'; '.join(each.message for each in shown)}{'; ...' * (count > len(shown))}"
         )
 
@@ -377,49 +369,36 @@ def _list_contents(messages: Sequence[Message]) -> Iterator[str]:
 # --- sequences of rows ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class PackedRows:
-    """Sequences and the rows they came from."""
-
-    sequences: list[torch.Tensor] = field(default_factory=list)
-    """1-D int64, each of at least two tokens."""
-    media: dict[int, MediaRow] = field(default_factory=dict)
-    """The sequences that are rows with media, by their index."""
-    num_rows: int = 0
-    num_used: int = 0
-    num_short: int = 0
-    num_cut: int = 0
-    """Used rows whose last tokens are in no sequence."""
-
-
 def pack_rows(
-    rows: Iterable[EncodedRow], *, samples: int, seq_len: int, pack: bool = True
-) -> PackedRows:
+    rows: Iterable[EncodedRow], counts: RowsUsed, *, samples: int, seq_len: int, pack: bool = True
+) -> tuple[list[torch.Tensor], dict[int, MediaRow]]:
     """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
 
     The last sequence may be shorter, but has at least two tokens. A row with media is a sequence of
     its own; without `pack`, so is every row of two or more tokens, cut to `seq_len`. Rows are read
-    only as needed.
+    only as needed, and those that are used, too short or cut are added to `counts`.
+
+    Returns:
+        The sequences, 1-D int64, and those that are rows with media, by their index.
 
     Raises:
         DataError: `seq_len` would cut a medium.
     """
-    packed = PackedRows()
-    sequences = packed.sequences
+    sequences: list[torch.Tensor] = []
+    media: dict[int, MediaRow] = {}
     read: list[EncodedRow] = []
     stream, start = array("q"), 0
     for row in rows:
-        packed.num_rows += 1
         if isinstance(row, MediaRow):
             whole = row.cut(seq_len)
-            packed.media[len(sequences)] = whole
+            media[len(sequences)] = whole
             sequences.append(whole.ids)
             read.append(whole)
         elif len(row) >= (1 if pack else MIN_TOKENS):
             read.append(array("q", row))
             stream.extend(row if pack else row[:seq_len])
         else:
-            packed.num_short += 1
+            counts.too_short += 1
         while len(sequences) < samples and len(stream) - start >= (seq_len if pack else MIN_TOKENS):
             sequences.append(torch.tensor(stream[start : start + seq_len], dtype=torch.int64))
             start += len(sequences[-1])
@@ -430,11 +409,11 @@ def pack_rows(
         start = len(stream)
     for row in read:
         if isinstance(row, MediaRow):
-            packed.num_used += 1
-            packed.num_cut += row.num_cut > 0
+            counts.used += 1
+            counts.cut += row.num_cut > 0
         else:  # `start` counts down to the tokens of later rows that are in a sequence
             num_kept = min(start if pack else seq_len, len(row))
             start -= num_kept
-            packed.num_used += num_kept > 0
-            packed.num_cut += 0 < num_kept < len(row)
-    return packed
+            counts.used += num_kept > 0
+            counts.cut += 0 < num_kept < len(row)
+    return sequences, media

@@ -22,22 +22,22 @@ _START_TOKENS = 128
 _FEW_FOR_SCALES = "scales may miss large values"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RowsUsed:
-    """The rows that a run read and used."""
+    """The rows that a run read and used; counted while they are read."""
 
-    read: int
+    read: int = 0
     """Rows after the last one that is needed are not read."""
-    used: int
-    too_short: int
+    used: int = 0
+    too_short: int = 0
     """Rows without the tokens of a sequence."""
-    rejected: int
+    rejected: int = 0
     """Rows that cannot be read, or whose conversation the chat template does not accept."""
-    cut: int
+    cut: int = 0
     """Used rows whose last tokens are in no sequence."""
-    conversations: int
+    conversations: int = 0
     """Rows read that are messages or instructions."""
-    chat_template: str | None
+    chat_template: str | None = None
     """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
 
     def to_json(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Rows become token ids with one BOS, and sequences of the requested length."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from fp8calib.data.plan import PackedRows, RowEncoder, pack_rows, render_messages
+from fp8calib.data.plan import RowEncoder, pack_rows, render_messages
 from fp8calib.data.rows import Row
+from fp8calib.data.sequences import RowsUsed
 from fp8calib.errors import DataError
 from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
 
@@ -29,8 +30,12 @@ def cut_into_fours(count: int) -> list[list[int]]:
     return [list(range(start, start + 4)) for start in range(0, count, 4)]
 
 
-def lists(packed: PackedRows) -> list[list[int]]:
-    return [sequence.tolist() for sequence in packed.sequences]
+def pack_into_fours(
+    rows: Iterable[Sequence[int]], samples: int, *, pack: bool = True
+) -> tuple[list[list[int]], RowsUsed]:
+    counts = RowsUsed()
+    sequences, _ = pack_rows(rows, counts, samples=samples, seq_len=4, pack=pack)
+    return [sequence.tolist() for sequence in sequences], counts
 
 
 def test_every_text_row_gets_the_tokenizers_own_special_tokens() -> None:
@@ -105,11 +110,9 @@ def test_a_token_outside_the_vocabulary_is_named(row: Row, vocab_size: int, mess
 def test_packed_rows_are_joined_and_cut(
     rows: list[list[int]], samples: int, expected: list[list[int]], used: int
 ) -> None:
-    packed = pack_rows(rows, samples=samples, seq_len=4)
-    assert lists(packed) == expected
-    assert packed.num_used == used
-    assert packed.num_rows == len(rows)
-    assert packed.num_short == rows.count([])
+    packed, counts = pack_into_fours(rows, samples)
+    assert packed == expected
+    assert (counts.used, counts.too_short) == (used, rows.count([]))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +128,9 @@ def test_packed_rows_are_joined_and_cut(
 def test_unpacked_rows_stay_whole_and_short_ones_are_counted(
     rows: list[list[int]], samples: int, expected: list[list[int]]
 ) -> None:
-    kept = pack_rows(rows, samples=samples, seq_len=4, pack=False)
-    assert lists(kept) == expected
-    assert kept.num_used == len(expected)
-    assert kept.num_short == len(rows) - len(expected)
+    kept, counts = pack_into_fours(rows, samples, pack=False)
+    assert kept == expected
+    assert (counts.used, counts.too_short) == (len(expected), len(rows) - len(expected))
 
 
 @pytest.mark.parametrize(("pack", "expected"), [(True, 4), (False, 2)])
@@ -140,13 +142,13 @@ def test_no_row_is_read_that_is_not_needed(pack: bool, expected: int) -> None:
             read.append(len(read))
             yield [1, 2]
 
-    assert len(pack_rows(endless(), samples=2, seq_len=4, pack=pack).sequences) == 2
+    assert len(pack_into_fours(endless(), 2, pack=pack)[0]) == 2
     assert len(read) == expected
 
 
 def test_sequences_share_no_memory_with_their_neighbours() -> None:
-    packed = pack_rows([list(range(8))], samples=2, seq_len=4)
-    assert [sequence.untyped_storage().nbytes() for sequence in packed.sequences] == [32, 32]
+    packed, _ = pack_rows([list(range(8))], RowsUsed(), samples=2, seq_len=4)
+    assert [sequence.untyped_storage().nbytes() for sequence in packed] == [32, 32]
 
 
 @pytest.mark.parametrize(
