@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.benchmarks.launches import HAS_KERNELS, Work, WorkCounter, count_all
+from scripts.benchmarks.launches import HAS_KERNELS, WorkCounter, count_all
 from tests import zoo
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
 from tests.kit.minutes import in_minutes
@@ -68,36 +68,3 @@ def test_a_run_with_kernels_writes_the_same_file(tmp_path: Path) -> None:
         ):
             written.append(as_bytes(subject.calibrate(batch_size=4), tmp_path))
     assert written[0] == written[1]
-
-
-def test_waiting_is_counted() -> None:
-    with gpu():
-        x = torch.arange(6.0).view(2, 3).to("cuda")
-        mask = x > 1
-        with WorkCounter(x.device) as counter:
-            x.to("cpu", non_blocking=True)
-            x[torch.tensor([0, 1]).to("cuda")]
-            (x + 1).sum(1)
-        assert counter.work.waits == 0
-        for wait in (
-            x.cpu,
-            lambda: x[mask],
-            x.nonzero,
-            x[0, 0].item,
-            lambda: bool(x.any()),
-        ):
-            with WorkCounter(x.device) as counter:
-                wait()
-            assert counter.work.waits == 1, wait
-
-
-def test_work_counts_kernels_not_views() -> None:
-    x = torch.ones(4, 6)
-    with WorkCounter(x.device) as counter:
-        x.t().reshape(6, 4)[:, :2].expand(2, 6, 2)  # one copy: 24 values in fp32
-        torch.empty(3)
-    assert counter.work == Work(launches=0, bytes_read=0, waits=0)
-    with WorkCounter(x.device) as counter:
-        (x.t() + 1).sum()
-        torch._foreach_add_([torch.zeros(1) for _ in range(65)], 1.0)
-    assert counter.work.launches == 2 + 65 + 2  # zeros are kernels too; 64 tensors share one

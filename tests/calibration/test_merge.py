@@ -12,7 +12,6 @@ import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
-    join_ranges,
     load_stats,
     save_stats,
 )
@@ -20,7 +19,7 @@ from fp8calib.calibration.header import StatsShard
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.errors import ModelError, UsageError
-from tests.calibration.test_calibration_stats import UP, WEIGHT, K, make_stats
+from tests.calibration.test_calibration_stats import WEIGHT, K, make_stats
 
 
 def seen(**changes: Any) -> SiteStats:
@@ -90,14 +89,6 @@ def test_counts_add_up_and_the_larger_magnitude_stays() -> None:
     assert merged.histogram.tolist() == [5, 1]
 
 
-def test_a_histogram_that_one_part_has_not_is_the_others() -> None:
-    merged = merge_sites([{K: seen()}, {K: seen(histogram=torch.tensor([2, 3]))}, {UP: seen()}])
-    assert merged[K].histogram is not None
-    assert merged[K].histogram.tolist() == [2, 3]
-    assert merged[K].count == 6
-    assert merged[UP].histogram is None
-
-
 def test_parts_make_the_whole_in_any_order() -> None:
     for parts in permutations(make_parts()):
         merged = merge_shards(parts)
@@ -114,13 +105,6 @@ def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_p
     with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
         load_stats(tmp_path / "part.safetensors")
     assert "fp8calib export" in refused.value.hint
-
-
-def test_data_are_the_same_whatever_their_files_are_called() -> None:
-    first, (name, second) = make_parts()
-    renamed = (name, with_header(second, data_sources=("copy.jsonl",)))
-    for parts in permutations([first, renamed]):
-        assert merge_shards(parts).header == first[1].header
 
 
 CHANGED_HEADERS = {
@@ -181,9 +165,3 @@ def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
 def test_the_whole_is_no_part() -> None:
     with pytest.raises(ModelError, match="stats is not a shard"):
         merge_shards([("stats", make_stats())])
-
-
-def test_ranges_are_joined_where_they_touch() -> None:
-    assert join_ranges([(4, 6), (0, 2), (2, 3)]) == ((0, 3), (4, 6))
-    with pytest.raises(ValueError, match="sequence 1 is in two shards"):
-        join_ranges([(0, 2), (1, 3)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +20,10 @@ from fp8calib.calibration.memory_plan import (
     batch_bytes,
     find_limits,
     loading_bytes,
-    peak_of_layers,
     plan_halved,
     plan_memory,
 )
 from fp8calib.calibration.passes import BatchObserver
-from fp8calib.calibration.streamed_weights import PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.processor import MediaRow
 from fp8calib.data.sequences import Batch, batches
@@ -35,7 +32,6 @@ from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.text import format_gib
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.allocations import peak_allocated
@@ -207,21 +203,6 @@ def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload)
         stream(work, limits(found.host_bytes - 2**26))
 
 
-def test_sizes_that_differ_by_little_are_told_apart(work: Workload) -> None:
-    bare = sum(stream(work, limits(2**30)).peak.values()) - STATES
-    room = limits(2**30 + bare - 2**10)._replace(process_bytes=1000 + 2**30)
-    with pytest.raises(UsageError) as caught:
-        stream(work, room)
-    needed, *_, given = re.findall(r"([0-9.]+) GiB", caught.value.message)
-    assert float(needed) > float(given)
-
-
-def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(work: Workload) -> None:
-    with pytest.raises(UsageError, match="are available") as caught:
-        stream(work, limits(50 * 2**20, is_given=False))
-    assert "--memory" not in caught.value.hint
-
-
 def test_a_gpu_holds_one_layer_and_the_host_the_tensors_read_ahead(work: Workload) -> None:
     plan = stream(work, limits(2**30, device=2**30))
     assert plan.device_peak["layers"] == LAYER
@@ -244,12 +225,6 @@ def test_a_full_disk_is_refused_before_the_run(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(UsageError, match="hidden states have to be stored"):
         stream(work, limits(bare))
-
-
-@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_memory_limit_that_is_not_positive_is_refused(memory: float) -> None:
-    with pytest.raises(UsageError, match="--memory"):
-        find_limits("cpu", memory)
 
 
 def test_the_smaller_of_the_given_and_the_available_memory_counts() -> None:
@@ -288,26 +263,6 @@ def test_joined_experts_exist_twice_while_they_are_loaded(
         weights = WeightSource(model, checkpoint)
         geometry, _ = find_geometry(model, weights.single_tensors, checkpoint_dtype="float32")
         assert loading_bytes(geometry, weights, 4) == expected
-
-
-def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
-    a = PartSize(stored=100, placed=200, step=10)
-    b = PartSize(stored=300, placed=600, step=50)
-    # a beside b being read: 200 + 300; b being made: 600 + 50; then alone: 600.
-    assert peak_of_layers([a, b], keep=False) == 650
-    # b, what was read of it, and the step: 300 + 600 + 50.
-    assert peak_of_layers([a, b], keep=True) == 950
-    # On a GPU: c as read, beside d as read.
-    c, d = PartSize(stored=300, placed=0, step=10), PartSize(stored=100, placed=0, step=50)
-    assert peak_of_layers([c, d], keep=True) == 400
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(12, "12 bytes"), (3 * 2**20, "3 MiB"), (2**29, "0.50 GiB"), (140 * 2**30, "140.00 GiB")],
-)
-def test_sizes_are_formatted(size_bytes: int, text: str) -> None:
-    assert format_gib(size_bytes) == text
 
 
 @contextmanager

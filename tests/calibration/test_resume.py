@@ -59,10 +59,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def silent(_text: str) -> None:
-    return None
-
-
 def fail(text: str) -> None:
     raise AssertionError(text)
 

@@ -57,17 +57,6 @@ def test_shards_are_read_tensor_by_tensor_as_safetensors_reads_them(tmp_path: Pa
                 assert checkpoint.read(name).equal(oracle.get_tensor(name))
 
 
-def test_linked_shards_are_read(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    snapshot.mkdir()
-    for path in _save_sharded(blobs).iterdir():
-        (snapshot / path.name).symlink_to(Path("..") / "blobs" / path.name)
-
-    with Checkpoint.open(snapshot) as checkpoint:
-        assert checkpoint.read("c").tolist() == [7, 7]
-
-
 def test_an_index_that_sends_a_tensor_to_the_wrong_shard_is_refused(tmp_path: Path) -> None:
     _save_sharded(tmp_path, {"a": "two.safetensors", "c": "two.safetensors"})
 
@@ -100,14 +89,6 @@ def test_a_tensor_that_is_not_there_is_a_model_error(tmp_path: Path, method: str
         pytest.raises(ModelError, match="no tensor 'lm_head'"),
     ):
         getattr(checkpoint, method)("lm_head")
-
-
-def test_the_config_is_asked_for_only_on_demand(tmp_path: Path) -> None:
-    _save_sharded(tmp_path)
-    Checkpoint.open(tmp_path).close()
-
-    with pytest.raises(ModelError, match=r"there is no config\.json"):
-        Checkpoint.open(tmp_path).load_config()
 
 
 def test_a_config_keeps_the_order_of_its_keys(tmp_path: Path) -> None:

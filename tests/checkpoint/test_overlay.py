@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import output_folder
-from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files, plan_overlay, write_overlay
+from fp8calib.checkpoint.overlay import CARD_NAME, plan_overlay, write_overlay
 from fp8calib.errors import ExportError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -110,23 +109,6 @@ def test_transformers_loads_weights_and_scales_of_the_overlay(
         assert state[name].equal(tensor), name
     for name, scale in SCALES.items():
         assert state[name].item() == scale.item(), name
-
-
-def test_transformers_finds_the_weights_without_a_quantization_config(
-    source_folder: Path, tmp_path: Path
-) -> None:
-    with Checkpoint.open(source_folder) as source:
-        write_overlay(source, tmp_path / "overlay", scales=SCALES, config_updates={})
-
-    plain = AutoModelForCausalLM.from_pretrained(source_folder)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "overlay", output_loading_info=True
-    )
-
-    assert not report["missing_keys"]
-    assert set(report["unexpected_keys"]) == set(SCALES)
-    for name, tensor in plain.state_dict().items():
-        assert model.state_dict()[name].equal(tensor), name
 
 
 def test_every_tensor_is_where_the_index_says_and_equal_to_the_source(
@@ -241,22 +223,6 @@ def test_what_is_left_out_is_told_with_the_reason(source_folder: Path, tmp_path:
     assert (tmp_path / "overlay" / "tokenizer.dat").stat().st_size == 100_000_001
 
 
-def test_links_of_the_hub_cache_are_followed_to_the_blob(
-    source_folder: Path, tmp_path: Path
-) -> None:
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for path in source_folder.iterdir():
-        (snapshot / path.name).symlink_to(Path("..") / "model" / path.name)
-    _write(snapshot, tmp_path / "overlay")
-
-    for path in (tmp_path / "overlay").iterdir():
-        assert not path.is_symlink()
-    with Checkpoint.open(source_folder) as source:
-        for name, file in plan_overlay(source).weights.items():
-            assert (tmp_path / "overlay" / name).samefile(file.path)
-
-
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
 def test_weights_are_copied_where_links_are_impossible(
     source_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -314,24 +280,6 @@ def test_a_scale_hidden_in_a_listed_shard_is_refused_too(
         write_overlay(source, tmp_path / "x", scales={name: SCALES[name]}, config_updates={})
 
 
-def test_a_failure_in_the_middle_leaves_nothing_and_harms_no_source(
-    source_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    before = {path: path.stat().st_size for path in source_folder.rglob("*")}
-    monkeypatch.setattr(shutil, "copyfile", fail)
-    with (
-        pytest.raises(ExportError, match="No space left"),
-        output_folder(tmp_path / "out", owned=frozenset({"kv-overlay"})) as folder,
-    ):
-        _write(source_folder, folder / "kv-overlay")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert {path: path.stat().st_size for path in source_folder.rglob("*")} == before
-
-
 def test_the_plan_names_what_an_output_folder_may_replace(
     source_folder: Path, tmp_path: Path
 ) -> None:
@@ -346,10 +294,3 @@ def test_the_plan_names_what_an_output_folder_may_replace(
 
     with pytest.raises(UsageError, match="would replace"):
         output_folder(source_folder, owned=names, force=True, inputs=[source_folder]).__enter__()
-
-
-def test_side_files_are_found_for_other_writers_too(source_folder: Path) -> None:
-    with Checkpoint.open(source_folder) as source:
-        sides, skipped = find_side_files(source)
-    assert set(sides) == {*SIDE_FILES, "generation_config.json"}
-    assert set(skipped) == {*LEFT_OUT, "onnx"}

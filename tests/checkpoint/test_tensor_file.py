@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
-from fp8calib.checkpoint import tensor_file
-from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
 from fp8calib.errors import ExportError, ModelError
 from tests.checkpoint.handmade import GOLDEN_FILE
@@ -33,10 +30,6 @@ def test_tensors_without_elements_or_dimensions_are_read(golden_path: Path) -> N
 
     assert (none.shape, none.dtype) == ((0, 7), torch.float16)
     assert (scalar.shape, scalar.item()) == ((), 0.125)
-
-
-def test_every_dtype_of_the_header_has_its_torch_dtype_of_the_same_size() -> None:
-    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == dict(ITEM_SIZE_BYTES)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
@@ -103,26 +96,6 @@ def test_a_slab_is_a_part_of_one_matrix(tmp_path: Path, rows: range, columns: ra
             assert (found.dtype, found.tolist()) == (torch.bfloat16, expected.tolist())
 
 
-@pytest.mark.parametrize(
-    ("index", "rows", "columns"),
-    [(3, range(1), range(1)), (0, range(5), range(1)), (0, range(1), range(6))],
-)
-def test_a_slab_that_a_tensor_does_not_have_is_an_index_error(
-    tmp_path: Path, index: int, rows: range, columns: range
-) -> None:
-    save_file({"x": torch.zeros(3, 4, 5)}, tmp_path / "x.safetensors")
-    with TensorFile(tmp_path / "x.safetensors") as file, pytest.raises(IndexError, match="has no"):
-        file.read_block("x", index, rows, columns)
-
-
-def test_a_tensor_larger_than_one_read_call_is_read_in_pieces(
-    golden_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_file, "_READ_CHUNK_BYTES", 5)
-    with TensorFile(golden_path) as file:
-        assert file.read("a").tolist() == [1.0, -2.5, 448.0]
-
-
 def test_an_unknown_tensor_is_a_model_error(golden_path: Path) -> None:
     with TensorFile(golden_path) as file, pytest.raises(ModelError, match="no tensor 'c'"):
         file.read("c")
@@ -134,52 +107,6 @@ def test_a_file_that_shrinks_while_open_is_a_model_error(golden_path: Path) -> N
         os.truncate(golden_path, len(GOLDEN_FILE) - 2)
         with pytest.raises(ModelError, match="was truncated"):
             file.read("bytes")
-
-
-def test_what_was_read_belongs_to_the_reader_alone(golden_path: Path) -> None:
-    with TensorFile(golden_path) as file:
-        file.read("a").zero_()
-        assert file.read("a").tolist() == [1.0, -2.5, 448.0]
-    assert golden_path.read_bytes() == GOLDEN_FILE
-
-
-def _count_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_descriptor_is_opened_once_and_given_back(golden_path: Path) -> None:
-    before = _count_descriptors()
-    file = TensorFile(golden_path)
-    assert _count_descriptors() == before
-    for name in file.tensors:
-        file.read(name)
-    assert _count_descriptors() == before + 1
-    file.close()
-    file.close()
-    assert _count_descriptors() == before
-
-
-def test_a_default_device_of_the_caller_changes_nothing(golden_path: Path) -> None:
-    with torch.device("meta"), TensorFile(golden_path) as file:
-        assert file.read("a").device.type == "cpu"
-
-
-def test_threads_share_a_file(tmp_path: Path) -> None:
-    tensors = {f"t{number}": torch.full((5000,), float(number)) for number in range(40)}
-    save_file(tensors, tmp_path / "x.safetensors")
-    wrong: list[str] = []
-    file = TensorFile(tmp_path / "x.safetensors")
-
-    def read_all() -> None:
-        wrong.extend(name for name in tensors if not file.read(name).equal(tensors[name]))
-
-    threads = [threading.Thread(target=read_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close()
-    assert wrong == []
 
 
 def test_reading_a_file_does_not_add_its_pages_to_the_process(tmp_path: Path) -> None:
@@ -238,25 +165,6 @@ def test_saving_gives_the_same_bytes_in_any_order_and_any_process(tmp_path: Path
     first = (tmp_path / "a").read_bytes()
     assert (tmp_path / "b").read_bytes() == first
     assert (tmp_path / "c").read_bytes() == first
-
-
-def test_several_metadata_keys_stand_in_their_order(tmp_path: Path) -> None:
-    metadata = {"zeta": '{"a": 1}', "format": "pt", "alpha": "schön"}
-    save_tensors(tmp_path / "x", SCALES, metadata=metadata)
-    save_tensors(tmp_path / "plain", SCALES, metadata={})
-
-    raw, plain = (tmp_path / "x").read_bytes(), (tmp_path / "plain").read_bytes()
-    header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
-    data = plain[8 + int.from_bytes(plain[:8], "little") :]
-    assert header.startswith(
-        '{"__metadata__":{"alpha":"schön","format":"pt","zeta":"{\\"a\\": 1}"},"'.encode()
-    )
-    assert len(header) % 8 == 0
-    assert raw.endswith(header + data)
-    with safe_open(tmp_path / "x", "pt") as file:
-        assert file.metadata() == metadata
-    assert load(raw).keys() == SCALES.keys()
-    assert all(torch.equal(load(raw)[name], SCALES[name]) for name in SCALES)
 
 
 def test_tensors_that_share_memory_are_saved_each_for_itself(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.weight_index import find_weights, read_index
 from fp8calib.errors import ModelError
 
@@ -140,17 +138,3 @@ def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
 
     shown = f"{names[0]}, {names[1]}, {names[3]} and 1 more"
     assert f"4 of 5 shards are missing: {shown}" in caught.value.message
-
-
-def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
-    _write_index(tmp_path, {"weight_map": {"x": "a.safetensors"}})
-
-    with pytest.raises(ModelError, match="1 of 1 shards are missing"):
-        find_weights(tmp_path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ModelError, match="a pipe, not a file"):
-        load_json_object(tmp_path / "config.json")

@@ -22,8 +22,6 @@ from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import DataError
 from tests.kit.multimodal import build_multimodal, draw_image
 
-LONG = "a line of text that is long enough for more than one window of thirty-two letters"
-
 
 @pytest.fixture(scope="module")
 def encoders() -> Callable[[str], tuple[MediaEncoder, Any]]:
@@ -114,12 +112,6 @@ def test_samples_count_sequences_and_rows_with_media(plan_of: Any) -> None:
     assert brief(plan) == ["first", long[:64], long[64:128]]
 
 
-def test_rows_are_kept_in_order_without_packing(plan_of: Any) -> None:
-    plan = plan_of(ids(5, 6), see("first"), ids(7), see("second"), ids(8, 9), pack=False)
-    assert brief(plan) == [[5, 6], "first", "second", [8, 9]]
-    assert (plan.rows.read, plan.rows.used, plan.rows.too_short) == (5, 4, 1)
-
-
 def test_the_fingerprint_sees_a_pixel_and_no_name(plan_of: Any, tmp_path: Path) -> None:
     first = plan_of(see("What?"))
     (tmp_path / "c.png").write_bytes((tmp_path / "a.png").read_bytes())
@@ -171,14 +163,6 @@ def test_features_as_many_as_tokens_are_not_cut(encoders: Any) -> None:
     full = encoder.encode(row)
     assert len(full.ids) == features[1]
     assert full.cut(features[1] - 5).load()["input_features"].shape == features
-
-
-def test_weighted_specs_are_mixed_row_by_row(plan_of: Any) -> None:
-    """As for text: random.Random(0) draws b b a a b a ... for equal weights."""
-    a = [see(f"a{index}") for index in range(3)]
-    b = [ids(*range(index, index + 64)) for index in range(3)]
-    plan = plan_of(a, b, seed=0)
-    assert [x if isinstance(x, str) else x[0] for x in brief(plan)] == [0, 1, "a0", "a1", 2, "a2"]
 
 
 def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:

@@ -16,7 +16,7 @@ from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError
 from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 
@@ -59,22 +59,6 @@ def test_text_messages_and_ids_are_packed_in_file_order(tmp_path: Path) -> None:
     assert lists(plan) == [[0, 7, 8, 0], [3, 6, 9, 11]]
     assert loads == [1]
     assert {sequence.dtype for sequence in plan.sequences} == {torch.int64}
-
-
-def test_specs_without_weights_are_read_in_command_line_order(tmp_path: Path) -> None:
-    b, a = write_ids(tmp_path / "b.jsonl", [1, 2]), write_ids(tmp_path / "a.jsonl", [3, 4])
-    plan = plan_of(b, a)
-    assert lists(plan) == [[1, 2, 3, 4]]
-    assert plan.sources == ("b.jsonl", "a.jsonl")
-
-
-def test_weighted_specs_are_mixed_by_the_seed(tmp_path: Path) -> None:
-    a = write_ids(tmp_path / "a.jsonl", *[[1, 1]] * 4)
-    b = write_ids(tmp_path / "b.jsonl", *[[2, 2]] * 4)
-    plan = plan_of(f"{a}@1", b, seq_len=2)
-    assert [ids[0] for ids in lists(plan)] == [2, 2, 1, 1, 2, 1, 2, 1]
-    assert plan.sources == ("a.jsonl@1", "b.jsonl")
-    assert lists(plan_of(f"{a}@1", b, seq_len=2, seed=3)) != lists(plan)
 
 
 def test_a_source_that_is_not_read_is_named(tmp_path: Path) -> None:
@@ -145,27 +129,12 @@ def test_few_sequences_and_few_tokens_are_warned_of(tmp_path: Path) -> None:
     )
 
 
-def test_enough_data_gives_no_warning(tmp_path: Path) -> None:
-    spec = write_ids(tmp_path / "x.jsonl", [1] * 4096)
-    assert plan_of(spec, samples=1, seq_len=4096).warnings == ()
-    few = plan_of(spec, samples=1, seq_len=4095).warnings
-    assert few == ("only 4095 tokens, fewer than 4096: scales may miss large values",)
-
-
 def test_files_of_a_folder_that_were_not_read_are_named(tmp_path: Path) -> None:
     write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4])
     (tmp_path / "notes.md").touch()
     assert plan_of(str(tmp_path)).warnings[0] == (
         f"{tmp_path.name}: ignored, not data files: notes.md"
     )
-
-
-def test_no_path_of_this_machine_enters_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "notes.md").touch()
-    spec = write_ids(tmp_path / "x.jsonl", [1, 2])
-    plan = plan_of(spec, f"{tmp_path}/@2")
-    assert plan.sources == ("x.jsonl", f"{tmp_path.name}@2")
-    assert str(tmp_path) not in " ".join(plan.sources + plan.warnings)
 
 
 def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
@@ -189,12 +158,6 @@ def test_data_without_any_sequence_is_an_error(tmp_path: Path, pack: bool, hint:
     with pytest.raises(DataError, match=r"x\.jsonl: no sequence of two tokens in 1 row$") as caught:
         plan_of(spec, pack=pack)
     assert hint in caught.value.hint
-
-
-def test_every_spec_is_checked_before_any_is_read(tmp_path: Path) -> None:
-    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "x"})
-    with pytest.raises(UsageError, match=r"x\.csv"):
-        plan_of(bad, "x.csv")
 
 
 def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
@@ -235,13 +198,6 @@ def test_padding_stands_on_the_right_as_zeros_outside_the_mask() -> None:
     assert padded.num_tokens == 5
     assert even.input_ids.tolist() == [[3, 3], [4, 4]]
     assert even.mask is None
-
-
-def test_packed_batches_are_never_padded(tmp_path: Path) -> None:
-    plan = plan_of(write_ids(tmp_path / "x.jsonl", range(1, 15)))
-    found = list(batches(plan, 8))
-    assert sum(batch.num_tokens for batch in found) == 14
-    assert [batch.mask for batch in found] == [None] * len(found)
 
 
 def describe(plan: DataPlan) -> list[str]:

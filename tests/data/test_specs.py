@@ -75,12 +75,6 @@ def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
     assert parse_spec("./builtin").source == FileSource((Path("builtin/x.txt"),))
 
 
-def test_a_folder_that_ends_like_a_weight_is_taken_whole(tmp_path: Path) -> None:
-    path = touch(tmp_path / "corpus@2" / "x.txt")
-    assert parse_spec(str(path.parent)) == DataSpec(FileSource((path,)), "corpus@2")
-    assert parse_spec(f"{path.parent}@3") == DataSpec(FileSource((path,)), "corpus@2@3", 3.0)
-
-
 def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl", "C.json", "README.md", ".hidden.txt", "deep/z.txt"):
         touch(tmp_path / name)
@@ -88,22 +82,6 @@ def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: 
         (tmp_path / "C.json", tmp_path / "a.jsonl", tmp_path / "b.txt"), ("README.md", "deep")
     )
     assert parse_spec(str(tmp_path)).source == expected
-
-
-def test_the_order_of_a_folder_is_by_name_whatever_the_file_system_says(tmp_path: Path) -> None:
-    for index in (5, 2, 9, 0, 7, 4, 1, 8, 3, 6):
-        touch(tmp_path / f"{index}.txt")
-    source = parse_spec(str(tmp_path)).source
-    assert isinstance(source, FileSource)
-    assert [path.name for path in source.paths] == [f"{index}.txt" for index in range(10)]
-
-
-def test_the_label_of_the_current_folder_is_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch(tmp_path / "corpus" / "x.txt")
-    monkeypatch.chdir(tmp_path / "corpus")
-    assert parse_spec(".").label == "corpus"
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,6 @@ def test_no_row_is_read_that_is_not_needed(pack: bool, expected: int) -> None:
     assert len(read) == expected
 
 
-def test_sequences_share_no_memory_with_their_neighbours() -> None:
-    packed, _ = pack_rows([list(range(8))], RowsUsed(), samples=2, seq_len=4)
-    assert [sequence.untyped_storage().nbytes() for sequence in packed] == [32, 32]
-
-
 @pytest.mark.parametrize(
     ("template", "adds_bos", "bos", "expected"),
     [
@@ -199,9 +194,3 @@ def test_a_template_that_refuses_a_row_is_a_data_error(template: str, reason: st
         render_messages(make_tokenizer(template=template), MESSAGES, "x.jsonl:3")
     assert caught.value.message.startswith("x.jsonl:3: the chat template rejects")
     assert reason in caught.value.message
-
-
-def test_half_a_surrogate_pair_that_a_template_lets_through_is_a_data_error() -> None:
-    tokenizer = make_tokenizer(template="{{ messages[0].extra }}")
-    with pytest.raises(DataError, match="x:1: the rendered chat: character 0 is half"):
-        render_messages(tokenizer, [{"role": "user", "content": "", "extra": "\ud800"}], "x:1")

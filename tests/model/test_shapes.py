@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.model.shapes import Linear, Part, Role
+from fp8calib.model.shapes import Linear, Part
 from fp8calib.model.topology.layouts import (
     contiguous_qkv,
     gate_up_parts,
     grouped_qkv,
-    heads_part,
-    rows_part,
 )
 from tests.formats.handmade import make_attention, make_geometry
 
@@ -42,13 +40,6 @@ def test_gate_and_up_are_stacked_or_interleaved() -> None:
     assert rows(gate_up_parts(8, interleaved=True)) == {
         "gate_proj": [0, 2, 4, 6],
         "up_proj": [1, 3, 5, 7],
-    }
-
-
-def test_plain_projections_are_all_their_rows() -> None:
-    assert rows((heads_part("q_proj", 2, 6), rows_part("fc1", 3, first=4))) == {
-        "q_proj": [0, 1, 2, 3, 4, 5],
-        "fc1": [4, 5, 6],
     }
 
 
@@ -113,7 +104,3 @@ def test_cached_numbers_are_counted_once_for_shared_caches() -> None:
     assert [layer.index for layer, _ in geometry.attentions()] == [0, 1]
     assert not geometry.has_latent_attention
     assert make_geometry([make_attention(0, kind="latent")]).has_latent_attention
-
-
-def test_an_attention_names_its_sites() -> None:
-    assert str(make_attention(2).site(Role.V)) == "model.layers.2.self_attn.v"
