@@ -107,32 +107,23 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
         differences.append("different geometry of the same model")
     own, others = _list_settings(header), _list_settings(other)
     for name in own | others:
-        (key, text), (other_key, other_text) = (
-            each.get(name, ("none", "none")) for each in (own, others)
-        )
-        if key != other_key:
-            differences.append(f"different {name} ({text}, and {other_text})")
+        texts = own.get(name, "none"), others.get(name, "none")
+        if texts[0] != texts[1]:
+            differences.append(f"different {name} ({', and '.join(texts)})")
     return "; ".join(differences)
 
 
-def _list_settings(header: StatsHeader) -> dict[str, tuple[object, str]]:
-    """List what two runs must have in common, with its text in messages."""
-    plain = {
+def _list_settings(header: StatsHeader) -> dict[str, str]:
+    """List what two runs must have in common."""
+    return {
+        "data": (
+            f"{header.num_tokens} tokens in {header.num_sequences} sequences, "
+            f"{header.data_fingerprint[:16]}"
+        ),
+        "recipe": f"{header.recipe_name} {header.recipe_hash[:16]}",
         "dtype": header.compute_dtype,
         "engine": header.engine or "transformers",
         **{f"version of {name}": header.versions[name] for name in sorted(header.versions)},
-        "histogram_sequences": header.histogram_sequences,
-        "input_histogram_tokens": header.input_histogram_tokens,
-    }
-    return {
-        "data": (
-            header.data_fingerprint,
-            f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
-            f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}",
-        ),
-        "recipe": (
-            (header.recipe_name, header.recipe_hash),
-            f"{header.recipe_name} {header.recipe_hash[:8]}",
-        ),
-        **{name: (value, str(value)) for name, value in plain.items()},
+        "histogram_sequences": str(header.histogram_sequences),
+        "input_histogram_tokens": str(header.input_histogram_tokens),
     }
