@@ -21,6 +21,7 @@ REMOVED: dict[str, str] = {
     "plan --rounding": "`fp8calib gptq --scheme RECIPE` rounds the weights of a plan by GPTQ",
     "quantize --no-shared-scales": "weights that engines load as one always share a scale",
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
+    "quantize --dequantize": "`fp8calib dequantize` writes 16 bits, which `quantize` reads",
     "quantize --data": "`fp8calib gptq` runs text",
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "every written checkpoint has a README.md, with figures of `verify --json` beside it",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,17 +16,12 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import BeforeAfter, Overview, Result, list_checkpoint
-from fp8calib.formats.registry import find_dialect
-from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
-    from fp8calib.formats.dialect import Dialect
-    from fp8calib.formats.read import FoundScales
+    pass
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-_WITHOUT_SCALES = "without-scales"
-"""The folder in the unfinished output whose files an overlay with KV scales links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +55,6 @@ class DequantizeRequest:
             "names none. Other tensors keep theirs.",
         ),
     ] = "auto"
-    keep_kv_scales: Annotated[
-        bool,
-        Option(
-            "--keep-kv-scales",
-            help="Keep the KV scales of MODEL: the output is a kv-overlay, or a kv-overlay-head.",
-        ),
-    ] = False
     revision: shared.RevisionOption = None
     force: shared.ForceOption = False
     progress: shared.ProgressArgument = None
@@ -87,7 +74,6 @@ class DequantizeResult(Result):
     bytes: BeforeAfter
     """Of all tensors."""
     duration_s: float
-    has_kv_scales: bool
     notes: tuple[str, ...]
 
     def describe_bytes(self) -> str:
@@ -108,8 +94,8 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
-        ModelError: the model cannot be read, is not quantized, has weights that cannot be
-            dequantized or do not fit the dtype; or its KV scales are missing or invalid.
+        ModelError: the model cannot be read, is not quantized, or has weights that cannot be
+            dequantized or do not fit the dtype.
         ExportError: the disk cannot hold the checkpoint.
     """
     with slow_imports():
@@ -125,27 +111,14 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     with open_quantized(folder, dtype=dtype) as checkpoint:
         files = plan_files(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in files.skipped.items()]
-        found, dialect, owned = None, find_dialect("kv-overlay"), files.names
-        if request.keep_kv_scales:
-            from fp8calib.formats.read import read_scales
-            from fp8calib.formats.write import list_owned
-            from fp8calib.model.geometry_from_config import read_geometry  # imports transformers
-
-            geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
-            found = read_scales(checkpoint.folder, geometry, drops_bad_query=True)
-            if found.table.per_head:
-                dialect = find_dialect("kv-overlay-head")
-            owned = list_owned(dialect.name, 1, geometry, checkpoint)
-        elif any(map(find_spelling, checkpoint.stored.tensors)):
-            notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
-        with output_folder(out, owned=owned, force=request.force, inputs=[folder]) as staging:
-            place = staging if found is None else staging / _WITHOUT_SCALES
-            place.mkdir(exist_ok=True)
+        if any(map(find_spelling, checkpoint.stored.tensors)):
+            notes.append(
+                "the KV scales of MODEL are left out; `fp8calib extract-kv-scales "
+                "--quantized-model MODEL --model OUT` adds them to a copy of the output"
+            )
+        with output_folder(out, owned=files.names, force=request.force, inputs=[folder]) as staging:
             reporter.stage("dequantizing", files.data_bytes, unit="bytes")
-            write_files(checkpoint, files, place, reporter.advance)
-            if found is not None:
-                notes += _write_overlay(found, dialect, place, staging, out)
-                shutil.rmtree(place)
+            write_files(checkpoint, files, staging, reporter.advance)
             write_card(
                 *(staging, out, checkpoint.dtype_name, request.model),
                 revision=request.revision,
@@ -160,35 +133,11 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             dequantized=tuple(checkpoint.weights),
             bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=files.data_bytes),
             duration_s=time.monotonic() - started,
-            has_kv_scales=found is not None,
             notes=tuple(notes),
         )
     for text in result.notes:
         reporter.warn(text)
     return result
-
-
-def _write_overlay(
-    found: FoundScales, dialect: Dialect, plain: Path, folder: Path, shown: Path
-) -> tuple[str, ...]:
-    """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
-    from fp8calib.calibration.fingerprint import fingerprint_model
-    from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.copy import convert_scales, write_tables
-
-    with Checkpoint.open(plain) as checkpoint:
-        model = fingerprint_model(checkpoint.load_config(), checkpoint)
-        # norms and embeddings are those of the source, and so are their hashes
-        origin = found.table.origin and replace(found.table.origin, model=model)
-        of_model = replace(found, table=replace(found.table, origin=origin))
-        return write_tables(
-            of_model,
-            convert_scales(of_model, dialect, E4M3FN, [1], model),
-            *(dialect, folder),
-            files=[path.name for path in found.files],
-            source=checkpoint,
-            shown=shown,
-        )
 
 
 def describe(

@@ -134,13 +134,6 @@ class QuantizeRequest:
             help="Write the checkpoint even if vLLM and SGLang cannot load it.",
         ),
     ] = False
-    dequantize: Annotated[
-        bool,
-        Option(
-            "--dequantize",
-            help="Accept a MODEL with FP8 weights: dequantize them first.",
-        ),
-    ] = False
     device: Annotated[
         str,
         Option(
@@ -248,9 +241,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.model.device import choose_device
         from fp8calib.quantization import quantize as writer
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
-        from fp8calib.quantization.requantized import describe_changes
         from fp8calib.quantization.settings import make_settings
-        from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
     out = Path(request.out)
     request, recipe = apply_recipe(request)
     settings = make_settings(
@@ -264,15 +255,10 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         stats = stats.without_kv()
     with saved_model(request.model, out, request.tokenizer) as model:
         folder = find_folder(model, request.revision)
-        opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
-        with opened as checkpoint:
+        with Checkpoint.open(folder) as checkpoint:
             plan, notes = plan_checkpoint(checkpoint, settings, stats, recipe.scales.choice)
             if not request.allow_unservable and (note := require_servable(plan, folder)):
                 reporter.warn(note)
-            kept = None
-            if isinstance(checkpoint, DecodedCheckpoint):
-                kept = checkpoint.keep_codes(settings.schemes)
-                notes = (*notes, *describe_changes(checkpoint, plan, kept))
             started = time.monotonic()
             written = writer.find_finished(out, plan) if request.resume else None
             if written is not None:
@@ -287,7 +273,6 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                     resume=request.resume,
                     force=request.force,
                     inputs=inputs,
-                    rounded=kept,
                 )
             plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
             result = make_quantize_result(

@@ -12,22 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.formats.fp8.registry import find_written
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
-from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
-from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.select import select
-from fp8calib.quantization.sources.decoded import open_dequantized
+from fp8calib.quantization.plan import CalibratedScales
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
 from tests.quantization.by_hand import (
     Run,
-    Silent,
     Tensors,
     codes_of,
     encode,
@@ -345,38 +337,3 @@ def test_nan_is_named_by_its_place_in_the_stack(tmp_path: Path, is_turned: bool)
     tensors[name][tuple(index)] = torch.nan
     save(tmp_path / "m", tensors, model_type="qwen3_vl_moe_text")
     assert refuse(tmp_path / "m") == f"{name} holds nan at {index}"
-
-
-def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> None:
-    """`--dequantize` reads transformers' own FP8 experts, a scale for each block of a stack."""
-    generator = torch.Generator().manual_seed(5)
-    codes = (torch.randn(EXPERTS, 300, HIDDEN, generator=generator) * 100).to(torch.float8_e4m3fn)
-    scales = torch.rand(EXPERTS, 3, 2, generator=generator) + 0.01
-    tensors = {f"{STACK}.gate_up_proj": codes, f"{STACK}.gate_up_proj_scale_inv": scales}
-    quantization = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    folder = save(
-        tmp_path / "m", tensors, model_type="qwen3_5_moe_text", quantization_config=quantization
-    )
-    found = find_scheme("fp8-dynamic")
-    settings = PlanSettings(
-        schemes=LayerSchemes(found), dialect=find_written("compressed-tensors", found)
-    )
-    with open_dequantized(folder) as checkpoint:
-        plan = make_plan(checkpoint, settings, select(checkpoint))
-        device = torch.device("cpu")
-        quantize(checkpoint, plan, tmp_path / "fp8", device=device, advance=Silent().advance)
-    written = load_file(tmp_path / "fp8" / "model.safetensors")
-    rows, columns = np.arange(300) // 128, np.arange(HIDDEN) // 128
-    for expert in range(EXPERTS):
-        values = to_numpy(codes[expert]) * scales[expert].numpy()[np.ix_(rows, columns)]
-        for name, part in zip(PROJECTIONS, np.split(values, 2), strict=False):
-            module = f"{STACK}.{expert}.{name}"
-            scale = scale_for(np.abs(part).max(axis=1, keepdims=True))
-            np.testing.assert_array_equal(written[f"{module}.weight_scale"].numpy(), scale)
-            np.testing.assert_array_equal(
-                codes_of(written[f"{module}.weight"]), encode(part, scale)
-            )

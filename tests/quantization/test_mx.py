@@ -21,8 +21,7 @@ from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
-from tests.kit.checkpoints import change_config
-from tests.quantization.by_hand import LAYER, quantize_head, random, run, save
+from tests.quantization.by_hand import LAYER, random, run, save
 from tests.quantization.stacked import STACKED
 
 FORMS = {
@@ -246,49 +245,6 @@ def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:
     assert not any(".experts." in name for name in list_linears(load(tmp_path / "out")))
 
 
-@pytest.mark.parametrize("source", FORMS)
-@pytest.mark.parametrize("target", FORMS)
-def test_another_dialect_stores_the_same_codes_and_exponents(
-    source: str, target: str, written: dict[str, Path], tmp_path: Path
-) -> None:
-    """Those of OCP's rule, too, which the program does not write itself."""
-    first = Path(shutil.copytree(written[source], tmp_path / "first"))
-    tensors = load(first)
-    for linear in list_linears(tensors):
-        tensors[f"{linear}.{FORMS[source]}"][::2] += 3
-    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
-    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", target)
-    succeed(*made, "--allow-unservable", "--out", tmp_path / "second")
-    second = load(tmp_path / "second")
-    for linear in list_linears(tensors):
-        assert torch.equal(
-            second[f"{linear}.weight"].view(torch.uint8),
-            tensors[f"{linear}.weight"].view(torch.uint8),
-        )
-        found, expected = second[f"{linear}.{FORMS[target]}"], tensors[f"{linear}.{FORMS[source]}"]
-        assert found.dtype is torch.uint8
-        assert torch.equal(found, expected)
-
-
-def test_what_another_checkpoint_does_not_have_as_its_source_is_named(tmp_path: Path) -> None:
-    """Linears of 16 bits, an output layer in FP8, KV scales."""
-    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", ignore=("*.o_proj",)).out
-    quantize_head(first)
-    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", "mxfp8", "--json")
-    notes = succeed(*made, "--allow-unservable", "--out", tmp_path / "second").json["notes"]
-    linears = ", ".join(f"model.layers.{index}.self_attn.o_proj" for index in range(2))
-    left = "--ignore 'model.layers.*.self_attn.o_proj'"
-    assert f"in 16 bits in MODEL, and quantized now: {linears}; to leave them: {left}" in notes
-    assert "in FP8 in MODEL, and not quantized now: lm_head" in notes
-    tensors = load(first)
-    tensors |= {f"{LAYER}.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
-    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
-    again = (*made, "--ignore", "*.o_proj", "--allow-unservable", "--out", tmp_path / "third")
-    notes = succeed(*again).json["notes"]
-    assert not any("in 16 bits in MODEL" in text for text in notes)
-    assert any("KV scales of MODEL are left out" in text for text in notes)
-
-
 def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:
     choice = {"*.down_proj": "mxfp8", "*.layers.1.self_attn": "mxfp8-a16"}
     out = run(FOLDER / "llama", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
@@ -366,26 +322,6 @@ def test_what_engines_quantize_of_the_inputs_is_emulated(tmp_path: Path) -> None
     assert measure("mxfp8-a16", "reference") < both
 
 
-def test_a_second_rounding_is_measured(tmp_path: Path) -> None:
-    first = run(FOLDER / "llama", tmp_path / "first", "fp8-dynamic").out
-    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8-a16", "--json")
-    report = succeed(*made, "--out", tmp_path / "second").json
-    (told,) = [text for text in report["notes"] if "a second time" in text]
-    with (
-        Fp8Checkpoint.open(first, fuse=False) as before,
-        Fp8Checkpoint.open(tmp_path / "second", fuse=False) as after,
-    ):
-        names = sorted(before.quantized)
-        ratios = [
-            float((after.read(n) - before.read(n)).norm() / before.read(n).norm()) for n in names
-        ]
-    shown = float(re.search(r"time: ([0-9.]+) %", told)[1])  # type: ignore[index]
-    assert 100 * min(ratios) - 0.1 <= shown <= 100 * max(ratios) + 0.1
-    again = ("quantize", tmp_path / "second", "--dequantize", "--scheme", "mxfp8", "--json")
-    kept = succeed(*again, "--format", "modelopt", "--out", tmp_path / "third").json
-    assert not any("a second time" in text for text in kept["notes"])
-
-
 def quantize_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the codes and exponents of a weight, as bytes."""
     blocks = weight.double().unflatten(-1, (-1, 32))
@@ -433,59 +369,3 @@ def make_stacked(family: str, folder: Path) -> Path:
     own = STACKED[family]
     made = replace(own, changes={**own.changes, "intermediate_size": 32, **_EXPERT_SIZE[family]})
     return made.save(made.build(family), folder)
-
-
-def rewrite(source: Path, tensors: Tensors, section: dict[str, object]) -> Path:
-    """Replace the weights of a model, and describe them in its config."""
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    change_config(source, quantization_config=section)
-    return source
-
-
-@EXPERTS
-def test_a_stack_in_mxfp8_gives_its_experts_the_same_codes_and_exponents(
-    family: str, form: str, tmp_path: Path
-) -> None:
-    source = make_stacked(family, tmp_path / "model")
-    tensors: Tensors = {}
-    known = set()
-    for name, values in load(source).items():
-        if values.ndim != 3:
-            tensors[name] = values
-            continue
-        codes, exponents = quantize_by_hand(values)
-        exponents += 3  # what the program itself would not choose
-        tensors[name] = codes.view(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = exponents
-        half = values.shape[1] // 2
-        for own, powers in zip(codes, exponents, strict=True):
-            for rows in (slice(None), slice(half), slice(half, None)):
-                known.add((own[rows].numpy().tobytes(), powers[rows].numpy().tobytes()))
-    rewrite(source, tensors, {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
-    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--format", form, "--json")
-    report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
-    assert not any("a second time" in text for text in report["notes"])
-    out = load(tmp_path / "out")
-    experts = [name for name in list_linears(out) if ".experts." in name]
-    assert len(experts) == 2 * 4 * 3
-    for name in experts:
-        codes, exponents = out[f"{name}.weight"], out[f"{name}.{FORMS[form]}"]
-        assert (codes.view(torch.uint8).numpy().tobytes(), exponents.numpy().tobytes()) in known
-
-
-def test_a_second_rounding_of_a_stack_is_measured(tmp_path: Path) -> None:
-    source = make_stacked("qwen3_moe", tmp_path / "model")
-    tensors = load(source)
-    for name, values in list(tensors.items()):
-        if values.ndim == 3:
-            tensors[name] = (values * 300).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = torch.full((4, 1, 1), 1 / 300)
-    rewrite(
-        source,
-        tensors,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    )
-    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--json")
-    report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
-    (told,) = [text for text in report["notes"] if "a second time" in text]
-    assert 0 < float(re.search(r"time: ([0-9.]+) %", told)[1]) < 5  # type: ignore[index]

@@ -132,13 +132,6 @@ class Fp8Checkpoint(Checkpoint):
         stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
-    def read_codes(self, name: str, rows: range, *, expert: int | None = None) -> torch.Tensor:
-        """Read rows of an FP8 weight as stored; `expert` is its index in a stack."""
-        shape = self._find(name).shape
-        if expert is None:
-            return self._checkpoint.read_rows(name, rows.start, rows.stop)
-        return self._checkpoint.read_block(name, expert, rows, range(shape[-1]))
-
     def dtype(self, name: str) -> torch.dtype:
         """Give the dtype of what `read` returns."""
         self._require(name)

@@ -10,7 +10,6 @@ from fp8calib.commands.quantized import apply_recipe, finish
 from fp8calib.commands.run_plan import RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
-from fp8calib.errors import UsageError
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.plugins.gptq.job import GptqTask, open_gptq, plan_gptq, run_gptq
 from fp8calib.plugins.gptq.request import GptqRequest
@@ -32,11 +31,6 @@ def run(
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
             cannot hold it.
     """
-    if request.dequantize:
-        raise UsageError(
-            "--dequantize: GPTQ needs an unquantized MODEL",
-            hint="use the model that this one was made from",
-        )
     request, recipe = apply_recipe(request)
     # Blocks have powers of two: vLLM's DeepGEMM would round the weights of other scales again, to
     # nearest, which undoes a part of what GPTQ gains.

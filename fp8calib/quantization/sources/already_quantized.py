@@ -37,9 +37,8 @@ def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     return ModelError(
         f"{checkpoint.folder}: the model is already quantized: {what}",
         hint="name the unquantized model it was made from, or what `fp8calib dequantize` writes; "
-        "`fp8calib quantize --dequantize` reads FP8 weights, and `fp8calib export --format rfc "
-        "--with-weights` reads symmetric int4 weights of compressed-tensors with one scale per "
-        "tensor; groups, channels, zero points and FP4 are not supported",
+        "`fp8calib export --format rfc --with-weights` reads symmetric int4 weights of "
+        "compressed-tensors with one scale per tensor",
     )
 
 

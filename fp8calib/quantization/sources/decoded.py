@@ -1,14 +1,12 @@
 """Decode a checkpoint that is quantized already: codes times scales.
 
 `calibrate` and `verify` run such a model if no unquantized one is published; `dequantize` writes
-its values; `quantize --dequantize` and the RFC's export quantize it in another way. Weights are
-decoded one at a time.
+its values; the RFC's export rounds int4 weights to FP8. Weights are decoded one at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,9 +22,6 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
-from fp8calib.numerics.formats import E4M3FN
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
 
@@ -97,31 +92,6 @@ def _describe(quantized: QuantizedModel) -> str:
     return f"(quant_method {quantized.method})" + (f", with {facts}" if facts else "")
 
 
-def open_dequantized(folder: Path) -> DecodedCheckpoint:
-    """Open an FP8 checkpoint to quantize it in another way: its weights are read in fp32.
-
-    Raises:
-        ModelError: it cannot be read, or its weights are not FP8.
-    """
-    checkpoint = Checkpoint.open(folder)
-    checkpoint.load_config()  # without it, that is the error, and not about the weights
-    if not any(entry.dtype.startswith("F8_") for entry in checkpoint.tensors.values()):
-        raise ModelError(
-            f"--dequantize: {folder} has no FP8 weights",
-            hint="an unquantized model needs no --dequantize; `fp8calib dequantize` writes other "
-            "formats in 16 bits",
-        )
-    only = "only FP8 weights are read here: `fp8calib dequantize` writes others in 16 bits"
-    try:
-        decoded = DecodedCheckpoint(checkpoint)
-    except ModelError as error:
-        raise ModelError(f"--dequantize: {error.message}", hint=error.hint or only) from error
-    if decoded.forms != {FP8}:
-        raise ModelError(f"--dequantize: {folder} has {decoded.form}", hint=only)
-    decoded.is_rounded = False
-    return decoded
-
-
 class DecodedCheckpoint(Checkpoint):
     """A quantized checkpoint whose weights are read as codes times scales.
 
@@ -131,11 +101,7 @@ class DecodedCheckpoint(Checkpoint):
     Attributes:
         weights: the quantized weights, by the names that they have unquantized.
         dtype_name: the dtype of decoded weights, as config.json spells it.
-        is_rounded: whether rows are rounded to the dtype of `tensors`. Otherwise they are fp32, so
-            that another quantization rounds only once.
     """
-
-    is_rounded = True
 
     def __init__(self, stored: Checkpoint, *, dtype: str = "") -> None:
         """Decode in `dtype`; empty for that of config.json, or bfloat16 if it names none."""
@@ -202,10 +168,6 @@ class DecodedCheckpoint(Checkpoint):
                 f"{self.folder}: {fault}", hint=f"{_READ}; or name the unquantized model"
             )
 
-    def keep_codes(self, schemes: LayerSchemes) -> StoredCodes | None:
-        """Give the codes that these schemes keep; None if no weight is FP8."""
-        return None if self._fp8 is None else StoredCodes(self._fp8, schemes)
-
     @property
     def stored(self) -> Checkpoint:
         """The checkpoint as it is on disk, with its codes and scales."""
@@ -252,17 +214,11 @@ class DecodedCheckpoint(Checkpoint):
         data = rows.contiguous().view(torch.uint8).reshape(-1)
         return data[start - first * row_bytes : stop - first * row_bytes]
 
-    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read bytes from the middle of a tensor: decoded, or as stored if it is not rounded."""
-        if not self.is_rounded:
-            return self._stored.sample_bytes(name, size_bytes)
-        return super().sample_bytes(name, size_bytes)
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
         if name not in self.weights:
             return super().dtype(name)
-        return TORCH_DTYPES[self._dtype] if self.is_rounded else torch.float32
+        return TORCH_DTYPES[self._dtype]
 
     def form_of(self, name: str) -> str:
         """Return the form of a decoded tensor on disk; empty for other tensors."""
@@ -277,36 +233,6 @@ class DecodedCheckpoint(Checkpoint):
         super().close()
         if self._fp8 is not None:
             self._fp8.close()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCodes:
-    """The codes of MXFP8 weights that stay MXFP8: another dialect stores them unchanged."""
-
-    fp8: Fp8Checkpoint
-    schemes: LayerSchemes
-
-    def __contains__(self, matrix: Matrix) -> bool:
-        name, position = matrix.source, matrix.position
-        is_kept = self.fp8.fmt is E4M3FN and self.schemes.of(matrix.module).is_mx
-        if not is_kept or (position is not None and position.is_transposed):
-            return False
-        return name in self.fp8.quantized and self.fp8.activation(name).is_mx
-
-    def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
-        """Read the codes of consecutive rows: float8_e4m3fn."""
-        position = matrix.position
-        if position is None:
-            return self.fp8.read_codes(matrix.source, rows)
-        outputs = range(position.first + rows.start, position.first + rows.stop)
-        return self.fp8.read_codes(matrix.source, outputs, expert=position.expert)
-
-    def read_scales(self, matrix: Matrix) -> torch.Tensor:
-        """Read the scales of a weight: fp32, one per block."""
-        scales, position = self.fp8.weight_scale(matrix.source), matrix.position
-        if position is None:
-            return scales
-        return scales[position.expert, position.first : position.first + matrix.shape[0]]
 
 
 def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint | None:

@@ -53,8 +53,7 @@ class Int4Source(DecodedCheckpoint):
                     raise self._refusal(f"its int4 weights have the format {fmt!a:.40}")
                 suffixes.add(_FORMATS[fmt])
                 self.quantizes_inputs |= group.get("input_activations") is not None
-        super().__init__(checkpoint)
-        self.is_rounded = False
+        super().__init__(checkpoint, dtype="float32")
         self._scales = {
             name: self._read_scale(weight, tuple(suffixes)) for name, weight in self.weights.items()
         }
