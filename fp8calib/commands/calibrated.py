@@ -51,8 +51,8 @@ from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.rules import Fallback
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import make_plan
-from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.select import select
+from fp8calib.quantization.write import write_checkpoint
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def _quantize(
         scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
         plan = make_plan(checkpoint, settings, selection, scales=scales)
         job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-        written = quantize(
+        written = write_checkpoint(
             *(checkpoint, plan, folder / asked.folder),
             device=torch.device("cpu"),
             advance=job.reporter.advance,

@@ -55,6 +55,10 @@ class DequantizeRequest:
             "names none. Other tensors keep theirs.",
         ),
     ] = "auto"
+    resume: Annotated[
+        bool,
+        Option("--resume", help="Continue an interrupted run after its last finished shard."),
+    ] = False
     revision: shared.RevisionOption = None
     force: shared.ForceOption = False
     progress: shared.ProgressArgument = None
@@ -74,6 +78,7 @@ class DequantizeResult(Result):
     bytes: BeforeAfter
     """Of all tensors."""
     duration_s: float
+    resumed: tuple[str, ...] = ()
     notes: tuple[str, ...]
 
     def describe_bytes(self) -> str:
@@ -99,40 +104,51 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         ExportError: the disk cannot hold the checkpoint.
     """
     with slow_imports():
+        import torch
+
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
         from fp8calib.formats.kv.parse_names import find_spelling
-        from fp8calib.quantization.dequantize import plan_files, write_files
-        from fp8calib.quantization.quantize import list_files
+        from fp8calib.quantization.dequantize import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
+        from fp8calib.quantization.write import find_finished, write_checkpoint
     started, out = time.monotonic(), Path(request.out)
     folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype
     with open_quantized(folder, dtype=dtype) as checkpoint:
-        files = plan_files(checkpoint)
-        notes = [f"{name}: not copied: {why}" for name, why in files.skipped.items()]
+        plan = plan_dequantized(checkpoint)
+        notes = [f"{name}: not copied: {why}" for name, why in plan.skipped.items()]
         if any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append(
                 "the KV scales of MODEL are left out; `fp8calib extract-kv-scales "
                 "--quantized-model MODEL --model OUT` adds them to a copy of the output"
             )
-        with output_folder(out, owned=files.names, force=request.force, inputs=[folder]) as staging:
-            reporter.stage("dequantizing", files.data_bytes, unit="bytes")
-            write_files(checkpoint, files, staging, reporter.advance)
-            write_card(
-                *(staging, out, checkpoint.dtype_name, request.model),
-                revision=request.revision,
-                is_quantized=False,
+        written = find_finished(out, plan) if request.resume else None
+        if written is not None:
+            reporter.say(f"{out} is finished already")
+        else:
+            reporter.stage("dequantizing", plan.data_bytes, unit="bytes")
+            written = write_checkpoint(
+                *(checkpoint, plan, out),
+                device=torch.device("cpu"),
+                advance=reporter.advance,
+                resume=request.resume,
+                force=request.force,
             )
-            written = list_files(staging)
+        card = write_card(
+            *(out, out, checkpoint.dtype_name, request.model),
+            revision=request.revision,
+            is_quantized=False,
+        )
         result = DequantizeResult(
             out=out,
-            files=written,
+            files=tuple(sorted({*written.files, card})),
             source=checkpoint.form,
             dtype=checkpoint.dtype_name,
             dequantized=tuple(checkpoint.weights),
-            bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=files.data_bytes),
+            bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=plan.data_bytes),
             duration_s=time.monotonic() - started,
+            resumed=written.resumed,
             notes=tuple(notes),
         )
     for text in result.notes:

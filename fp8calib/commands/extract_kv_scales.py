@@ -235,8 +235,8 @@ def _write(
     from fp8calib.formats.copy import write_tables
     from fp8calib.formats.write import list_owned
     from fp8calib.model.kv_bytes import kv_bytes_per_token
-    from fp8calib.quantization.quantize import list_files
     from fp8calib.quantization.related import describe_attachment
+    from fp8calib.quantization.write import list_files
 
     out, geometry = Path(request.save_path), tables[0].geometry
     taken_from = tuple(map(_name_file, found.files))

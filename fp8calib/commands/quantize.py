@@ -239,9 +239,9 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         from fp8calib.commands.stats import read_stats
         from fp8calib.commands.written import require_servable
         from fp8calib.model.device import choose_device
-        from fp8calib.quantization import quantize as writer
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
         from fp8calib.quantization.settings import make_settings
+        from fp8calib.quantization.write import find_finished, write_checkpoint
     out = Path(request.out)
     request, recipe = apply_recipe(request)
     settings = make_settings(
@@ -260,13 +260,13 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
             if not request.allow_unservable and (note := require_servable(plan, folder)):
                 reporter.warn(note)
             started = time.monotonic()
-            written = writer.find_finished(out, plan) if request.resume else None
+            written = find_finished(out, plan) if request.resume else None
             if written is not None:
                 reporter.say(f"{out} is finished already")
             else:
                 reporter.stage("quantizing", plan.data_bytes, unit="bytes")
                 device = "cpu" if request.device == "auto" else choose_device(request.device)
-                written = writer.quantize(
+                written = write_checkpoint(
                     *(checkpoint, plan, out),
                     device=torch.device(device),
                     advance=reporter.advance,

@@ -21,7 +21,7 @@ from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.quantize import Written
+from fp8calib.quantization.write import Written
 
 RequestT = TypeVar("RequestT", bound=QuantizeRequest)
 ResultT = TypeVar("ResultT", bound=QuantizeResult)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
-from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME, WeightIndex
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
@@ -31,12 +32,8 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, select
 from fp8calib.quantization.shard_layout import (
     Codes,
-    Constant,
-    CopiedTensor,
     OutputTensor,
     ShardLayout,
-    SlicedMatrix,
-    WeightScale,
     lay_out,
 )
 
@@ -78,21 +75,15 @@ NO_SCALES = CalibratedScales(inputs={}, kv={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizePlan:
-    """All decisions that are made before a weight is read."""
+class CheckpointPlan:
+    """The files of a checkpoint, planned before a weight is read."""
 
-    settings: PlanSettings
-    selection: Selection
     shards: tuple[ShardLayout, ...]
-    config: Mapping[str, object]
-    """The config.json to write."""
     json_files: Mapping[str, Mapping[str, object]]
-    """Other JSON files by name: the index and the dialect's own files."""
+    """JSON files by name: config.json, the index and the dialect's own files."""
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     """Files and tensors of the source that are not copied, with the reason."""
-    has_kv: bool
-    """Whether there are scales of K and V."""
     tag: str
     """Hash of the source and all options: equal tags mean equal bytes."""
 
@@ -105,8 +96,7 @@ class QuantizePlan:
     def size_bytes(self) -> int:
         """Sum the bytes of all files."""
         sides = sum(path.stat().st_size for path in self.side_files.values())
-        documents = (self.config, *self.json_files.values())
-        texts = sum(len(encode_json(document)) for document in documents)
+        texts = sum(len(encode_json(document)) for document in self.json_files.values())
         return sum(shard.size_bytes for shard in self.shards) + sides + texts
 
     @property
@@ -114,7 +104,27 @@ class QuantizePlan:
         """Name all entries of the output folder, with the card that is written last."""
         sides = (name.split("/")[0] for name in self.side_files)
         shards = (shard.name for shard in self.shards)
-        return frozenset({CONFIG_NAME, CARD_NAME, *self.json_files, *shards, *sides})
+        return frozenset({CARD_NAME, *self.json_files, *shards, *sides})
+
+    def list_matrices(self) -> list[Matrix]:
+        """List the weights that are quantized."""
+        tensors = (tensor for shard in self.shards for tensor in shard.tensors)
+        return [each.content.matrix for each in tensors if isinstance(each.content, Codes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizePlan(CheckpointPlan):
+    """An FP8 checkpoint, planned before a weight is read."""
+
+    settings: PlanSettings
+    selection: Selection
+    has_kv: bool
+    """Whether there are scales of K and V."""
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The config.json to write."""
+        return self.json_files[CONFIG_NAME]
 
 
 def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
@@ -213,43 +223,48 @@ def make_plan(
     )
     dialect = settings.dialect
     assert dialect.make_config is not None  # noqa: S101 -- find_written refused it
-    extras: dict[str, Mapping[str, object]] = {}
+    documents = {CONFIG_NAME: {**config, "quantization_config": dialect.make_config(job)}}
     if dialect.make_own_file is not None:
-        extras[dialect.own_file] = dialect.make_own_file(job)
-    if checkpoint.index is not None:
-        extras[INDEX_NAME] = make_index(checkpoint.index, shards)
-    sides, skipped = find_side_files(checkpoint)
-    # a source's own file of a dialect describes a quantization that no longer holds
-    replaced = {*extras, *(each.own_file for each in FP8_DIALECTS.values())}
+        documents[dialect.own_file] = dialect.make_own_file(job)
     return QuantizePlan(
         settings=settings,
         selection=selection,
-        shards=shards,
-        config={**config, "quantization_config": dialect.make_config(job)},
-        json_files=extras,
-        side_files={name: path for name, path in sides.items() if name not in replaced},
-        skipped={**skipped, **list_unlisted(checkpoint)},
         has_kv=bool(scales.kv),
+        **plan_files(checkpoint, shards, documents),
         tag=tag,
     )
 
 
-def make_index(source: WeightIndex, shards: Sequence[ShardLayout]) -> dict[str, object]:
-    """Make the index of shards, with the metadata of the source's."""
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-    total_size = sum(shard.data_bytes for shard in shards)
-    return {
-        "metadata": {**source.metadata, "total_size": total_size},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+def plan_files(
+    checkpoint: Checkpoint,
+    shards: tuple[ShardLayout, ...],
+    documents: Mapping[str, Mapping[str, object]],
+) -> dict[str, Any]:
+    """Plan the files beside the shards, as fields of a `CheckpointPlan`.
 
-
-def list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
-    """List tensors in the source's files that its index does not name; engines read whole files."""
+    Tensors in the source's files that its index does not name are left out, and listed as skipped:
+    engines read whole files.
+    """
+    sides, skipped = find_side_files(checkpoint)
     names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
     if len(names) > _SHOWN:
         names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
-    return dict.fromkeys(names, "the index does not list it")
+    index = {}
+    if checkpoint.index is not None:
+        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        total_size = sum(shard.data_bytes for shard in shards)
+        index[INDEX_NAME] = {
+            "metadata": {**checkpoint.index.metadata, "total_size": total_size},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+    # a source's own file of a dialect describes a quantization that no longer holds
+    replaced = {*documents, *index, *(each.own_file for each in FP8_DIALECTS.values())}
+    return {
+        "shards": shards,
+        "json_files": {**documents, **index},
+        "side_files": {name: path for name, path in sides.items() if name not in replaced},
+        "skipped": {**skipped, **dict.fromkeys(names, "the index does not list it")},
+    }
 
 
 def _lay_out_shards(
@@ -269,20 +284,13 @@ def _lay_out_shards(
                 by_file[file] += _quantized_tensors(matrix, settings, scales)
         elif name in unquantized_experts:
             by_file[file] += [
-                OutputTensor(
-                    name=matrix.tensor,
-                    dtype=matrix.dtype,
-                    shape=matrix.shape,
-                    content=SlicedMatrix(matrix),
-                )
-                for matrix in unquantized_experts[name]
+                OutputTensor(name=each.tensor, dtype=each.dtype, shape=each.shape, content=each)
+                for each in unquantized_experts[name]
             ]
         else:
             entry = checkpoint.tensors[name]
             by_file[file].append(
-                OutputTensor(
-                    name=name, dtype=entry.dtype, shape=entry.shape, content=CopiedTensor()
-                )
+                OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=name)
             )
     last = checkpoint.weight_files[-1].name
     by_file[last] += [
@@ -305,19 +313,18 @@ def _quantized_tensors(
     matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
     dialect, scheme = settings.dialect, settings.schemes.of(matrix.module)
-    yield OutputTensor(
-        name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=Codes(matrix)
-    )
-    yield OutputTensor(
+    scale = OutputTensor(
         name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
         dtype="U8" if scheme.is_mx else "F32",
         shape=dialect.shape_scale(matrix.shape, scheme),
-        content=WeightScale(matrix),
     )
+    codes = Codes(matrix, scheme, scale)
+    yield OutputTensor(name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=codes)
+    yield scale
     if scheme.has_static_inputs:
         name = f"{matrix.module}.{dialect.input_scale_name}"
         yield _constant(name, scales.inputs[matrix.module], dialect)
 
 
 def _constant(name: str, value: torch.Tensor, dialect: Fp8Dialect) -> OutputTensor:
-    return OutputTensor(name=name, dtype="F32", shape=dialect.scalar_shape, content=Constant(value))
+    return OutputTensor(name=name, dtype="F32", shape=dialect.scalar_shape, content=value)

@@ -10,38 +10,22 @@ from itertools import accumulate, pairwise
 import torch
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, encode_header
+from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.matrices import Matrix
 
 
-class CopiedTensor:
-    """A tensor that is copied from the source, under the same name."""
-
-
 @dataclass(frozen=True, slots=True)
-class _OfMatrix:
+class Codes:
+    """The FP8 codes of a weight, with whose scales another tensor is filled."""
+
     matrix: Matrix
+    scheme: Scheme
+    scale: OutputTensor
 
 
-class SlicedMatrix(_OfMatrix):
-    """An unquantized matrix [out, in] that is cut out of a stack."""
-
-
-class Codes(_OfMatrix):
-    """The FP8 codes of a quantized weight."""
-
-
-class WeightScale(_OfMatrix):
-    """The scale of a quantized weight, fp32, or uint8 exponents of MXFP8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A known number, fp32: a scale of an input, of K or of V."""
-
-    value: torch.Tensor
-
-
-Content = CopiedTensor | SlicedMatrix | Codes | WeightScale | Constant
+Content = str | Matrix | Codes | torch.Tensor
+"""A tensor of the source that is copied, by name; an unquantized matrix [out, in] that is cut out
+of a stack; the codes of a quantized one; or a number: a scale of an input, of K or of V."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +37,7 @@ class OutputTensor:
     """The dtype, as safetensors spells it."""
     shape: tuple[int, ...]
     content: Content | None = None
-    """The source of its data; None if the writer does not need it."""
+    """The source of its data; None for a scale of `Codes`, or if the writer does not need it."""
 
     @property
     def size_bytes(self) -> int:

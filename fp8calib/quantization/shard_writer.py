@@ -16,18 +16,10 @@ import torch
 from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.numerics.encode import encode_blocks, encode_exponents, encode_rows
-from fp8calib.numerics.schemes import Granularity, count_parts
+from fp8calib.numerics.schemes import Granularity, Scheme, count_parts
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.shard_layout import (
-    Codes,
-    Constant,
-    CopiedTensor,
-    OutputTensor,
-    ShardLayout,
-    SlicedMatrix,
-    WeightScale,
-)
+from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
     WeightReader,
@@ -46,7 +38,8 @@ class _Started:
 
     tasks: Sequence[Future[None]]
     size_bytes: int
-    finish: Callable[[], None]
+    finish: Callable[[], None] = lambda: None
+    """Called when all chunks are written."""
 
 
 class WeightCodes(Protocol):
@@ -65,25 +58,20 @@ class ShardWriter:
     """Writes one output file.
 
     Tensors are started in the order of the source's data, so that disks read and write forward.
-    Codes need `scales`; weights without `rounded` codes are rounded to nearest.
+    Weights without `rounded` codes are rounded to nearest.
     """
 
     def __init__(
         self,
         shard: ShardLayout,
         reader: WeightReader,
-        scales: WeightScales | None = None,
+        scales: WeightScales,
         rounded: WeightCodes | None = None,
     ) -> None:
         self._shard = shard
         self._reader = reader
         self._scales = scales
         self._rounded = rounded
-        self._places = {
-            tensor.content.matrix.module: tensor
-            for tensor in shard.tensors
-            if isinstance(tensor.content, WeightScale)
-        }
         self._all_zero: list[AllZeroWeight] = []
 
     def write(self, path: Path, advance: Callable[[int], None]) -> list[AllZeroWeight]:
@@ -96,13 +84,14 @@ class ShardWriter:
         try:
             os.truncate(self._file, self._shard.size_bytes)
             self._put(0, self._shard.head)
-            for item in self._start_all():
-                started.append(item)
+            for tensor in self._shard.tensors:
+                started.append(self._start(tensor))
                 while len(started) > 1 and sum(len(each.tasks) for each in started) > _TASKS_AHEAD:
                     _finish(started[0], advance)
                     started.popleft()
             for item in started:
                 _finish(item, advance)
+            os.fsync(self._file)  # a shard is recorded as finished when it is on the disk
         finally:  # cancel and wait for all chunks: the file is about to be closed
             tasks = [task for item in started for task in item.tasks]
             for task in tasks:
@@ -111,25 +100,28 @@ class ShardWriter:
             os.close(self._file)
         return self._all_zero
 
-    def _start_all(self) -> Iterable[_Started]:
-        for tensor in self._shard.tensors:
-            content = tensor.content
-            if isinstance(content, Constant):
-                self._put_scale(tensor, content.value)
-            elif isinstance(content, CopiedTensor):
-                yield self._start_copy(tensor)
-            elif isinstance(content, SlicedMatrix):
-                yield self._start_slice(tensor, content.matrix)
-            elif isinstance(content, Codes):
-                assert self._scales is not None  # noqa: S101 -- a plan with codes has them
-                is_whole = self._scales.scheme_of(content.matrix).weights is Granularity.TENSOR
-                start = self._start_per_tensor if is_whole else self._start_per_part
-                yield start(tensor, content.matrix, self._scales)
+    def _start(self, tensor: OutputTensor) -> _Started:
+        content = tensor.content
+        if isinstance(content, Codes):
+            return self._start_codes(tensor, content)
+        if isinstance(content, Matrix):
+            return self._start_rows(tensor, split_rows(content), content)
+        if isinstance(content, str) and self._reader.checkpoint.form_of(content):
+            # a part of a row costs the whole row
+            num_rows = tensor.shape[0]
+            step = max(1, CHUNK_BYTES * num_rows // tensor.size_bytes)
+            chunks = (range(row, min(row + step, num_rows)) for row in range(0, num_rows, step))
+            return self._start_rows(tensor, chunks)
+        if isinstance(content, str):
+            return self._start_copy(tensor)
+        if content is not None:
+            self._put_scale(tensor, content)
+        return _Started((), 0)
+
+    def _submit(self, write: Callable[[Any], None], parts: Iterable[Any]) -> list[Future[None]]:
+        return [self._reader.pool.submit(write, part) for part in parts]
 
     def _start_copy(self, tensor: OutputTensor) -> _Started:
-        if self._reader.checkpoint.form_of(tensor.name):
-            return self._start_decoded(tensor)
-
         def copy(offset: int) -> None:
             stop = min(offset + CHUNK_BYTES, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
@@ -137,93 +129,56 @@ class ShardWriter:
                 _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
-        return self._start(tensor, copy, range(0, tensor.size_bytes, CHUNK_BYTES))
+        tasks = self._submit(copy, range(0, tensor.size_bytes, CHUNK_BYTES))
+        return _Started(tasks, tensor.size_bytes)
 
-    def _start_decoded(self, tensor: OutputTensor) -> _Started:
-        """Start a weight that the source decodes, by rows: a part of a row costs the whole row."""
+    def _start_rows(
+        self, tensor: OutputTensor, chunks: Iterable[range], matrix: Matrix | None = None
+    ) -> _Started:
+        """Start a tensor that the source decodes, or a matrix of a stack."""
 
-        def decode(rows: range) -> None:
-            values = self._reader.checkpoint.read_rows(tensor.name, rows.start, rows.stop)
+        def copy(rows: range) -> None:
+            if matrix is None:
+                values = self._reader.checkpoint.read_rows(tensor.name, rows.start, rows.stop)
+            else:
+                values = self._reader.read(matrix, rows)
             self._put_rows(tensor, rows, values.to(TORCH_DTYPES[tensor.dtype]))
 
-        num_rows = tensor.shape[0]
-        step = max(1, CHUNK_BYTES * num_rows // tensor.size_bytes)
-        chunks = (range(row, min(row + step, num_rows)) for row in range(0, num_rows, step))
-        return self._start(tensor, decode, chunks)
+        return _Started(self._submit(copy, chunks), tensor.size_bytes)
 
-    def _start_slice(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        def copy(rows: range) -> None:
-            values = self._reader.read(matrix, rows).to(TORCH_DTYPES[tensor.dtype])
-            self._put_rows(tensor, rows, values)
-
-        return self._start(tensor, copy, split_rows(matrix))
-
-    def _start_per_tensor(
-        self, tensor: OutputTensor, matrix: Matrix, scales: WeightScales
-    ) -> _Started:
-        scale, all_zero = scales.of_group(matrix)
-
-        def quantize(rows: range) -> None:
-            codes = self._find_rounded(matrix, rows)
-            if codes is None:
-                values = self._reader.read(matrix, rows)
-                codes = encode_rows(values, scale.to(values.device))
-            self._put_rows(tensor, rows, codes)
-
-        self._all_zero += filter(None, [all_zero])
-        self._put_scale(self._places[matrix.module], scale)
-        return self._start(tensor, quantize, split_rows(matrix))
-
-    def _start_per_part(
-        self, tensor: OutputTensor, matrix: Matrix, scales: WeightScales
-    ) -> _Started:
-        """Start a weight with a scale per row or block, for which one reading is enough."""
-        scheme = scales.scheme_of(matrix)
-        has_blocks, block = scheme.weights is Granularity.BLOCK, scheme.block
-        step = block[0] if has_blocks else 1
+    def _start_codes(self, tensor: OutputTensor, content: Codes) -> _Started:
+        """Start a weight; one with a scale per row or block needs only one reading."""
+        matrix, scheme = content.matrix, content.scheme
+        rounded = self._rounded if self._rounded and matrix in self._rounded else None
+        is_whole = scheme.weights is Granularity.TENSOR
+        whole = self._scales.of_group(matrix, scheme) if is_whole else None
+        step = scheme.block[0] if scheme.weights is Granularity.BLOCK else 1
         # Results of threads would settle between their buffers, whose memory could not be used
         # again: 50 MB for a large weight.
         found = torch.empty(count_parts(matrix.shape, scheme), device="cpu")
 
         def quantize(rows: range) -> None:
             values = self._reader.read(matrix, rows)
-            amax = part_amax(values, scheme)
-            require_finite(amax, matrix, rows, values)
-            codes = self._find_rounded(matrix, rows)
-            if codes is None:
+            if whole is not None:
+                scale = whole[0].to(values.device)
+            else:
+                amax = part_amax(values, scheme)
+                require_finite(amax, matrix, rows, values)
+                first = rows.start // step
+                found[first : first + len(amax)] = amax
                 scale = scale_parts(amax, scheme)
-                codes = (
-                    encode_blocks(values, scale, block)
-                    if has_blocks
-                    else encode_rows(values, scale.unsqueeze(1))
-                )
-            self._put_rows(tensor, rows, codes)
-            first = rows.start // step
-            found[first : first + len(amax)] = amax
+            if rounded is not None:
+                self._put_rows(tensor, rows, rounded.read(matrix, rows))
+            else:
+                self._put_rows(tensor, rows, _encode(values, scale, scheme))
 
         def finish() -> None:
-            scale, all_zero = scales.of_parts(matrix, found)
-            if self._rounded is not None and matrix in self._rounded:
-                scale = self._rounded.read_scales(matrix)
+            scale, all_zero = whole or self._scales.of_parts(matrix, scheme, found)
             self._all_zero += filter(None, [all_zero])
-            self._put_scale(self._places[matrix.module], scale)
+            stored = scale if rounded is None else rounded.read_scales(matrix)
+            self._put_scale(content.scale, stored)
 
-        return self._start(tensor, quantize, split_rows(matrix, step), finish)
-
-    def _find_rounded(self, matrix: Matrix, rows: range) -> torch.Tensor | None:
-        if self._rounded is None or matrix not in self._rounded:
-            return None
-        return self._rounded.read(matrix, rows)
-
-    def _start(
-        self,
-        tensor: OutputTensor,
-        write: Callable[[Any], None],
-        parts: Iterable[Any],
-        finish: Callable[[], None] = lambda: None,
-    ) -> _Started:
-        """Start to write the parts of a tensor; `finish` is called when all are written."""
-        tasks = [self._reader.pool.submit(write, part) for part in parts]
+        tasks = self._submit(quantize, split_rows(matrix, step))
         return _Started(tasks, tensor.size_bytes, finish)
 
     def _put_rows(self, tensor: OutputTensor, rows: range, values: torch.Tensor) -> None:
@@ -240,6 +195,13 @@ class ShardWriter:
         while view:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
+
+
+def _encode(values: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Encode rows of a weight with its scale, or with those of these rows or their blocks."""
+    if scheme.weights is Granularity.BLOCK:
+        return encode_blocks(values, scale, scheme.block)
+    return encode_rows(values, scale.reshape(-1, 1))
 
 
 def encode_scale(tensor: OutputTensor, scale: torch.Tensor) -> bytes:

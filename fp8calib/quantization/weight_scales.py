@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -14,7 +14,6 @@ from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
 
 
@@ -26,59 +25,55 @@ class WeightScales:
     scale of its layer; else 1. In MXFP8, zeros have the smallest exponent, as ModelOpt writes them.
     """
 
-    def __init__(
-        self, quantized: Collection[Matrix], settings: PlanSettings, reader: WeightReader
-    ) -> None:
+    def __init__(self, quantized: Collection[Matrix], reader: WeightReader) -> None:
         self._reader = reader
-        self._settings = settings
-        self._groups: dict[str, list[Matrix]] = defaultdict(list)
-        self._siblings: dict[str, list[Matrix]] = defaultdict(list)
-        self._layers: dict[str, list[Matrix]] = defaultdict(list)
+        self._pools: dict[tuple[str, str], list[Matrix]] = defaultdict(list)
         for matrix in quantized:
-            self._groups[matrix.fused_group].append(matrix)
-            self._siblings[span_experts(matrix.module)].append(matrix)
-            self._layers[matrix.layer].append(matrix)
+            for pool in _name_pools(matrix):
+                self._pools[pool].append(matrix)
 
-    def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
+    def of_group(self, matrix: Matrix, scheme: Scheme) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scale that a weight shares with its group: fp32 []."""
-        amax = torch.tensor(self._reader.measure(self._groups[matrix.fused_group]))
-        own = torch.tensor(self._reader.measure([matrix]))
-        all_zero = _count_zeros(matrix, own)
-        if float(amax.max()) > 0:
-            return scale_of(amax.max(), E4M3FN), all_zero
-        return self._substitute(matrix), all_zero
+        scale = self._find_largest(_name_pools(matrix), scheme)
+        return scale, _count_zeros(matrix, torch.tensor(self._reader.measure([matrix])))
 
     def of_parts(
-        self, matrix: Matrix, amax: torch.Tensor
+        self, matrix: Matrix, scheme: Scheme, amax: torch.Tensor
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         all_zero = _count_zeros(matrix, amax)
-        scales = scale_parts(amax, self.scheme_of(matrix))
-        if all_zero is None or self.scheme_of(matrix).is_mx:
+        scales = scale_parts(amax, scheme)
+        if all_zero is None or scheme.is_mx:
             return scales, all_zero
-        is_whole = all_zero.count == all_zero.total
-        substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
+        if all_zero.count < all_zero.total:
+            substitute = scales[amax > 0].max()
+        else:
+            substitute = self._find_largest(_name_pools(matrix)[1:], scheme)
         return torch.where(amax > 0, scales, substitute), all_zero
 
-    def of_weight(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
+    def of_weight(self, matrix: Matrix, scheme: Scheme, values: torch.Tensor) -> torch.Tensor:
         """Compute the scales of a whole weight: fp32 [], or one per row or block, on its device."""
-        scheme = self.scheme_of(matrix)
         if scheme.weights is Granularity.TENSOR:
-            return self.of_group(matrix)[0].to(values.device)
+            return self.of_group(matrix, scheme)[0].to(values.device)
         amax = part_amax(values, scheme).cpu()
-        return self.of_parts(matrix, amax)[0].to(values.device)
+        return self.of_parts(matrix, scheme, amax)[0].to(values.device)
 
-    def _substitute(self, matrix: Matrix) -> torch.Tensor:
-        """Find a scale for a weight of zeros."""
-        for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
-            largest = max(self._reader.measure(pool))
+    def _find_largest(self, pools: Iterable[tuple[str, str]], scheme: Scheme) -> torch.Tensor:
+        """Find the largest scale of the first pool that is not all zeros; 1 if there is none."""
+        for pool in pools:
+            largest = max(self._reader.measure(self._pools[pool]))
             if largest > 0:
-                return scale_parts(torch.tensor(largest), self.scheme_of(matrix))
+                return scale_parts(torch.tensor(largest), scheme)
         return torch.tensor(1.0)
 
-    def scheme_of(self, matrix: Matrix) -> Scheme:
-        """Give the scheme of a weight."""
-        return self._settings.schemes.of(matrix.module)
+
+def _name_pools(matrix: Matrix) -> tuple[tuple[str, str], ...]:
+    """Name the sets of weights that a weight of zeros takes its scale from, the nearest first."""
+    return (
+        ("group", matrix.fused_group),
+        ("projection of all experts", span_experts(matrix.module)),
+        ("layer", matrix.layer),
+    )
 
 
 def scale_parts(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:

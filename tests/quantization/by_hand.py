@@ -33,7 +33,7 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.quantize import Written, quantize
+from fp8calib.quantization.write import Written, write_checkpoint
 from tests.kit.checkpoints import change_config, change_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -148,7 +148,7 @@ def run(
     with Checkpoint.open(source) as checkpoint:
         selection = select_linears(checkpoint, asked)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
-        written = quantize(
+        written = write_checkpoint(
             checkpoint,
             plan,
             out,

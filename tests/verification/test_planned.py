@@ -22,7 +22,7 @@ from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.plan import PlanSettings, make_plan
-from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.write import write_checkpoint
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import changed_weights
 from tests import zoo
@@ -224,7 +224,7 @@ def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
         with Checkpoint.open(tmp_path / "m") as checkpoint:
             scales = find_scales(stats, checkpoint, settings, subject.selection)
             plan = make_plan(checkpoint, settings, subject.selection, scales=scales)
-            quantize(
+            write_checkpoint(
                 checkpoint, plan, tmp_path / "q", device=torch.device("cpu"), advance=lambda _: None
             )
         planned = emulate_plan(subject, plan.settings, numerics, stats=stats)

@@ -60,9 +60,9 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.quantize import find_finished, quantize
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.write import find_finished, write_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ def run_gptq(opened: GptqJob, plain_caches: Sequence[int]) -> GptqResult | None:
             plan = _plan_checkpoint(job, task, opened.selection, stats)
             with open_codes(journal.folder) as codes:
                 job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-                written = quantize(
+                written = write_checkpoint(
                     *(checkpoint, plan, out),
                     device=torch.device("cpu"),
                     advance=job.reporter.advance,

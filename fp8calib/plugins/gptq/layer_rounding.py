@@ -123,15 +123,15 @@ class LayerRounding(HessianCollector):
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
         reader = WeightReader(self._checkpoint, pool, device=device)
         schemes = self._task.settings.schemes
-        scales = WeightScales(self._task.matrices, self._task.settings, reader)
+        scales = WeightScales(self._task.matrices, reader)
         with self._codes.written_layer(index, matrices, schemes) as put:
             for sums, group in self._group_by_input(matrices, hessians):
                 rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
-                    scale = scales.of_weight(matrix, weight)
                     key = self._inputs[matrix.module].key
                     scheme = schemes.of(matrix.module)
+                    scale = scales.of_weight(matrix, scheme, weight)
                     put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
 
     def _group_by_input(
