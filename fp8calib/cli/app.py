@@ -61,7 +61,7 @@ _GROUPS = {
         *("dry_run", "resume", "shard", "help"),
     ),
     "Machine": ("device", "dtype", "device_map", "memory", "batch_size"),
-    "Model": ("revision", "trust_remote_code", "base", "other_weights"),
+    "Model": ("revision", "trust_remote_code", "other_weights"),
 }
 """The options in each part of a command's help, by their names in Python; others come first."""
 

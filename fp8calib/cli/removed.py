@@ -10,6 +10,8 @@ _KV_TYPES = "`fp8calib kv-types MODEL` compares the types of a KV cache"
 
 _GPTQ = "it was an option of `quantize --rounding gptq`: `fp8calib gptq` has it"
 
+_BASE = "statistics and scales record the hashes of norms and embeddings of their model"
+
 REMOVED: dict[str, str] = {
     "--log": "log the object that `--json` prints by a script of your own",
     "calibrate --engine": "`fp8calib vllm calibrate` runs the text in vLLM",
@@ -43,6 +45,8 @@ REMOVED: dict[str, str] = {
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",
     "export --kv-cache-dtype": "the scales of a kv-overlay are those of an NVFP4 cache too",
+    "export --base": _BASE,
+    "extract-kv-scales --base": _BASE,
     "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
     "verify --decode": "it is an option of `fp8calib server`",
     "verify --gpu": "`plan --gpu` plans for a GPU; the table of `kv-types` names GPUs",

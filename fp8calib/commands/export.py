@@ -69,7 +69,6 @@ class ExportRequest:
             "keeps its quantization); needed for overlays and weights.",
         ),
     ] = None
-    base: shared.BaseOption = None
     other_weights: shared.OtherWeightsOption = False
     replace_scales: shared.ReplaceScalesOption = False
     rule: Annotated[str | None, RULE] = None
@@ -297,7 +296,6 @@ def _relate(
     stats = adopt_names(given, source)
     attachment = relate_to_quantized(
         *(name, stats.origin, source, stats.geometry),
-        base=None if request.base is None else str(request.base),
         other_weights=request.other_weights,
         replace_scales=request.replace_scales,
     )

@@ -78,7 +78,6 @@ class ExtractRequest:
     ]
     _: KW_ONLY
     formats: Annotated[str | Sequence[str] | None, FORMATS] = None
-    base: shared.BaseOption = None
     other_weights: shared.OtherWeightsOption = False
     replace_scales: shared.ReplaceScalesOption = False
     source_dtype: Annotated[
@@ -201,7 +200,6 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         else:
             attachment = relate_to_quantized(
                 *(str(path), found.table.origin, checkpoint, geometry),
-                base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
                 replace_scales=request.replace_scales,
             )

@@ -288,17 +288,6 @@ StatsOption = Annotated[
         help="Statistics of a calibration, for the scales of inputs, K and V.",
     ),
 ]
-BaseOption = Annotated[
-    str | Path | None,
-    Option(
-        "--base",
-        metavar="MODEL",
-        reads=str,
-        check=find_local_model,
-        help="The calibrated model, where MODEL is quantized and the scales record no hashes of "
-        "norms and embeddings.",
-    ),
-]
 OtherWeightsOption = Annotated[
     bool,
     Option(

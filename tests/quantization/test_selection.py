@@ -279,53 +279,6 @@ def test_what_is_quantized_already_is_refused_by_name(
     assert named in raised.value.message
 
 
-INT4 = {"num_bits": 4, "type": "int"}
-
-
-@pytest.mark.parametrize(
-    ("section", "told"),
-    [
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    "group_0": {"weights": {**INT4, "strategy": "group", "group_size": 128}}
-                },
-            },
-            "'compressed-tensors' (4-bit int weights, a scale per group of 128)",
-        ),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"a": {"weights": {**INT4, "strategy": "tensor"}}},
-            },
-            "'compressed-tensors' (4-bit int weights, a scale per tensor)",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 64},
-            "'gptq' (4-bit int weights, a scale per group of 64)",
-        ),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
-            "'awq' (4-bit int weights, a scale per channel, zero points)",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 8, "sym": False},
-            "'gptq' (8-bit int weights, zero points)",
-        ),
-        ({"quant_method": "fp8", "config_groups": {"a": 7, "b": {"weights": 3}}}, "'fp8'"),
-        ({"config_groups": []}, "'unknown'"),
-    ],
-)
-def test_how_a_source_is_quantized_is_told(
-    tmp_path: Path, section: dict[str, object], told: str
-) -> None:
-    save(tmp_path, {f"{LAYER}.fc.weight": MATRIX}, quantization_config=section)
-    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
-        check_unquantized(checkpoint)
-    assert raised.value.message.endswith(f": config.json has a quantization_config of {told}")
-
-
 @pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 8), ("F6_E2M3", 12), ("F6_E3M2", 12)])
 def test_numbers_smaller_than_a_byte_are_quantized_already(
     tmp_path: Path, dtype: str, size_bytes: int

@@ -21,8 +21,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
-from fp8calib.quantization.sources.already_quantized import describe_weights
+from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
 
 FP8 = "FP8"
@@ -53,7 +52,8 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     if decoded.form:
         return decoded
     raise ModelError(
-        f"{folder} is already quantized {_describe(quantized)}", hint=f"{if_quantized}; {_READ}"
+        f"{folder} is already quantized (quant_method {quantized.method})",
+        hint=f"{if_quantized}; {_READ}",
     )
 
 
@@ -77,19 +77,10 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
     decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
     if decoded.form:
         return decoded
-    if all(entry.dtype in FLOATS for entry in checkpoint.tensors.values()):
-        raise ModelError(
-            f"{folder}: none of its weights is quantized {_describe(quantized)}",
-            hint="its config is about the KV cache alone: use the model that it was made from",
-        )
     raise ModelError(
-        f"{folder}: its weights cannot be dequantized {_describe(quantized)}", hint=_READ
+        f"{folder}: its weights cannot be dequantized (quant_method {quantized.method})",
+        hint=_READ,
     )
-
-
-def _describe(quantized: QuantizedModel) -> str:
-    facts = describe_weights(quantized.config)
-    return f"(quant_method {quantized.method})" + (f", with {facts}" if facts else "")
 
 
 class DecodedCheckpoint(Checkpoint):

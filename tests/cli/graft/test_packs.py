@@ -69,12 +69,10 @@ def _rewrite(pack: Path, target: Path, **changes: str | None) -> Path:
     return target
 
 
-def test_a_pack_without_hashes_needs_the_base(
-    calibrated: Path, child: Path, tmp_path: Path
-) -> None:
+def test_a_pack_without_hashes_is_refused(calibrated: Path, child: Path, tmp_path: Path) -> None:
     pack = _rewrite(calibrated / "kv_scales.safetensors", tmp_path / "p.safetensors", fits=None)
-    assert "--base MODEL" in fail(2, *name_command(pack, child, tmp_path / "out"))
-    succeed(*name_command(pack, child, tmp_path / "out", "--base", BASE))
+    text = fail(4, *name_command(pack, child, tmp_path / "out"))
+    assert "no hashes of norms and embeddings" in text
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"attention": {}}', '{"unquantized": {}}'])
