@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fp8calib.errors import UsageError
 from fp8calib.model.module_paths import name_fused_group, split_expert
-from fp8calib.numerics.schemes import Scheme, choose_block_scales, find_scheme, name_mixed
+from fp8calib.numerics.schemes import Scheme, name_mixed
 from fp8calib.quantization.ignored import match_patterns, matches_module, span_layers
 from fp8calib.quantization.select import Selection
 
@@ -67,22 +67,6 @@ def _find_first(patterns: tuple[str, ...], module: str) -> str | None:
     return next((each for each in patterns if matches_module(each, module, option=OPTION)), None)
 
 
-def make_layer_schemes(
-    scheme: str, by_pattern: Mapping[str, str], *, power_of_two: bool = False
-) -> LayerSchemes:
-    """Find the schemes by their names; scales of blocks may be powers of two.
-
-    Raises:
-        UsageError: a name is unknown.
-    """
-
-    def choose(name: str, option: str) -> Scheme:
-        return choose_block_scales(find_scheme(name, option=option), power_of_two=power_of_two)
-
-    named = ((p, choose(name, f"{OPTION} {p}={name}")) for p, name in by_pattern.items())
-    return LayerSchemes(choose(scheme, f"--scheme {scheme}"), tuple(named))
-
-
 def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
     """Refuse patterns that give no linear its scheme, or that divide what engines load as one."""
     if not schemes.by_pattern:
@@ -92,22 +76,28 @@ def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
     used = {schemes.pattern_of(module) for module in quantized}
     for pattern in schemes.names:
         named = match_patterns([pattern], [*quantized, *reasons], option=OPTION)
-        if pattern in used:
-            continue
-        taken = next((module for module in named if module not in reasons), None)
-        if taken is not None:
-            raise UsageError(
-                f"{OPTION} {pattern}: an earlier pattern matches all of its linears, such as "
-                f"{taken} ({schemes.pattern_of(taken)})",
-                hint="the first pattern that matches counts: write the narrower one first",
+        if pattern not in used:
+            module = next((each for each in named if each not in reasons), next(iter(named)))
+            why = reasons.get(
+                module, f"the earlier pattern {schemes.pattern_of(module)} matches it"
             )
-        module = next(iter(named))
-        raise UsageError(
-            f"{OPTION} {pattern}: matches only linears that stay unquantized, such as {module} "
-            f"({reasons[module]})",
-            hint="leave it out",
-        )
-    _refuse_divided(schemes, quantized)
+            raise UsageError(
+                f"{OPTION} {pattern}: gives no linear its scheme, such as {module}: {why}",
+                hint="leave it out, or write the narrower pattern first: the first match counts",
+            )
+    for group, modules in join_linears(quantized).items():
+        names = {schemes.of(module).name: module for module in reversed(modules)}
+        if len(names) > 1:
+            pattern = next(filter(None, map(schemes.pattern_of, modules)))
+            found = ", ".join(f"{module} {name}" for name, module in names.items())
+            parent, _, last = group.rpartition(".")
+            whole = span_layers(parent if "+" in last else group)
+            raise UsageError(
+                f"{OPTION} {pattern}: engines load {group} as one weight, and it has several "
+                f"schemes ({found})",
+                hint="give all of it one scheme: "
+                f"{OPTION} {shlex.quote(f'{whole}={schemes.names[pattern]}')}",
+            )
 
 
 def join_linears(linears: Iterable[str]) -> dict[str, list[str]]:
@@ -120,26 +110,3 @@ def join_linears(linears: Iterable[str]) -> dict[str, list[str]]:
         expert = split_expert(module)
         members[name_fused_group(module) if expert is None else expert[0]].append(module)
     return members
-
-
-def _refuse_divided(schemes: LayerSchemes, quantized: list[str]) -> None:
-    """Refuse several schemes in one weight of an engine."""
-    for group, modules in join_linears(quantized).items():
-        names: dict[str, str] = {}
-        for module in modules:
-            names.setdefault(schemes.of(module).name, module)
-        if len(names) == 1:
-            continue
-        pattern = next(filter(None, map(schemes.pattern_of, modules)))
-        found = ", ".join(f"{module} {name}" for name, module in names.items())
-        # a pattern for the group in all layers
-        parent, _, last = group.rpartition(".")
-        whole = span_layers(group)
-        if "+" in last:
-            whole = f"re:.*{parent.rpartition('.')[2]}[.]({last.replace('+', '|')})"
-        raise UsageError(
-            f"{OPTION} {pattern}: engines load {group} as one weight, and it has several schemes "
-            f"({found})",
-            hint="give all of it one scheme: "
-            f"{OPTION} {shlex.quote(f'{whole}={schemes.names[pattern]}')}",
-        )

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written
-from fp8calib.numerics.schemes import list_without_calibration
-from fp8calib.quantization.layer_schemes import OPTION, make_layer_schemes
+from fp8calib.numerics.schemes import choose_block_scales, find_scheme, list_without_calibration
+from fp8calib.quantization.layer_schemes import OPTION, LayerSchemes
 from fp8calib.quantization.plan import PlanSettings
 
 
@@ -37,7 +37,14 @@ def make_settings(
         UsageError: a name is unknown, the dialect cannot express the schemes, or input scales are
             missing.
     """
-    schemes = make_layer_schemes(scheme, layer_schemes or {}, power_of_two=power_of_two)
+    chosen = {
+        pattern: choose_block_scales(
+            find_scheme(name, option=pattern and f"{OPTION} {pattern}={name}"),
+            power_of_two=power_of_two,
+        )
+        for pattern, name in {"": scheme, **(layer_schemes or {})}.items()
+    }
+    schemes = LayerSchemes(chosen.pop(""), tuple(chosen.items()))
     written = find_written(dialect, schemes.default)
     if schemes.by_pattern and not written.has_groups:
         others = (each.name for each in list_written() if each.has_groups)
@@ -45,12 +52,13 @@ def make_settings(
             f"{OPTION}: --format {written.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    options = {f"--scheme {schemes.default.name}": schemes.default}
-    options |= {f"{OPTION} {pattern}={each.name}": each for pattern, each in schemes.by_pattern}
-    static = next((option for option, each in options.items() if each.has_static_inputs), None)
-    if static is not None and not measures_inputs:
+    if schemes.has_static_inputs and not measures_inputs:
+        named = (
+            f"{OPTION} {p}={each.name}" for p, each in chosen.items() if each.has_static_inputs
+        )
+        option = f"--scheme {scheme}" if schemes.default.has_static_inputs else next(named)
         raise UsageError(
-            f"{static}: its input scales come from calibration",
+            f"{option}: its input scales come from calibration",
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
             f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )

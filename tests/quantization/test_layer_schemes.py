@@ -300,9 +300,8 @@ def test_long_lists_of_layers_are_cut() -> None:
         (
             {"*.k_proj": "w8a16"},
             "*.k_proj: engines load model.layers.0.self_attn.q_proj+k_proj+v_proj as one weight, "
-            "and it has several schemes (model.layers.0.self_attn.k_proj w8a16, "
-            "model.layers.0.self_attn.q_proj fp8-dynamic)",
-            "'re:.*self_attn[.](q_proj|k_proj|v_proj)=w8a16'",
+            "and it has several schemes (",
+            "'model.layers.*.self_attn=w8a16'",
         ),
         (
             {"*.experts.0": "fp8-static"},
@@ -318,15 +317,14 @@ def test_long_lists_of_layers_are_cut() -> None:
         ({"re:(": "w8a16"}, "re:(: not a regular expression", ""),
         (
             {"*.gate": "w8a16"},
-            "*.gate: matches only linears that stay unquantized, such as model.layers.0.mlp.gate "
-            "(a router)",
+            "*.gate: gives no linear its scheme, such as model.layers.0.mlp.gate: a router",
             "leave it out",
         ),
         (
             {"*.self_attn": "w8a16", "*.o_proj": "fp8-block"},
-            "*.o_proj: an earlier pattern matches all of its linears, such as "
-            "model.layers.0.self_attn.o_proj (*.self_attn)",
-            "write the narrower one first",
+            "*.o_proj: gives no linear its scheme, such as model.layers.0.self_attn.o_proj: "
+            "the earlier pattern *.self_attn matches it",
+            "write the narrower pattern first",
         ),
     ],
 )
