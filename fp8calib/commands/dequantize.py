@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.checkpoint.output import output_folder
+from fp8calib.checkpoint.output import check_output, output_folder
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.option import Option
 from fp8calib.commands.result import BeforeAfter, Overview, Result, list_checkpoint
+from fp8calib.formats.registry import find_dialect
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
 
 if TYPE_CHECKING:
-    pass
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.formats.dialect import Dialect
+    from fp8calib.formats.read import FoundScales
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -55,6 +60,13 @@ class DequantizeRequest:
             "names none. Other tensors keep theirs.",
         ),
     ] = "auto"
+    keep_kv_scales: Annotated[
+        bool,
+        Option(
+            "--keep-kv-scales",
+            help="Keep the KV scales of MODEL: the output is a kv-overlay, or a kv-overlay-head.",
+        ),
+    ] = False
     resume: Annotated[
         bool,
         Option("--resume", help="Continue an interrupted run after its last finished shard."),
@@ -79,6 +91,7 @@ class DequantizeResult(Result):
     """Of all tensors."""
     duration_s: float
     resumed: tuple[str, ...] = ()
+    has_kv_scales: bool
     notes: tuple[str, ...]
 
     def describe_bytes(self) -> str:
@@ -111,49 +124,97 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.quantization.dequantize import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
-        from fp8calib.quantization.write import find_finished, write_checkpoint
+        from fp8calib.quantization.write import find_finished, list_files, write_checkpoint
     started, out = time.monotonic(), Path(request.out)
     folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype
     with open_quantized(folder, dtype=dtype) as checkpoint:
         plan = plan_dequantized(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in plan.skipped.items()]
-        if any(map(find_spelling, checkpoint.stored.tensors)):
-            notes.append(
-                "the KV scales of MODEL are left out; `fp8calib extract-kv-scales "
-                "--quantized-model MODEL --model OUT` adds them to a copy of the output"
-            )
-        written = find_finished(out, plan) if request.resume else None
+        found, plain = None, out
+        if request.keep_kv_scales:
+            found = _read_kv_scales(checkpoint)
+            plain = out.with_name(f"{out.name}.without-scales")
+            owned = _list_owned(found, checkpoint)
+            check_output(out, owned, request.force, inputs=[folder])
+        elif any(map(find_spelling, checkpoint.stored.tensors)):
+            notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
+        written = find_finished(plain, plan) if request.resume else None
         if written is not None:
-            reporter.say(f"{out} is finished already")
+            reporter.say(f"{plain} is finished already")
         else:
             reporter.stage("dequantizing", plan.data_bytes, unit="bytes")
             written = write_checkpoint(
-                *(checkpoint, plan, out),
+                *(checkpoint, plan, plain),
                 device=torch.device("cpu"),
                 advance=reporter.advance,
                 resume=request.resume,
                 force=request.force,
             )
-        card = write_card(
+        if found is not None:
+            notes += _write_overlay(found, plain, out, force=request.force)
+            shutil.rmtree(plain)
+        write_card(
             *(out, out, checkpoint.dtype_name, request.model),
             revision=request.revision,
             is_quantized=False,
         )
         result = DequantizeResult(
             out=out,
-            files=tuple(sorted({*written.files, card})),
+            files=list_files(out),
             source=checkpoint.form,
             dtype=checkpoint.dtype_name,
             dequantized=tuple(checkpoint.weights),
             bytes=BeforeAfter(before=checkpoint.stored.total_size_bytes, after=plan.data_bytes),
             duration_s=time.monotonic() - started,
             resumed=written.resumed,
+            has_kv_scales=found is not None,
             notes=tuple(notes),
         )
     for text in result.notes:
         reporter.warn(text)
     return result
+
+
+def _read_kv_scales(checkpoint: Checkpoint) -> FoundScales:
+    from fp8calib.formats.read import read_scales
+    from fp8calib.model.geometry_from_config import read_geometry  # imports transformers
+
+    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
+    return read_scales(checkpoint.folder, geometry, drops_bad_query=True)
+
+
+def _choose_dialect(found: FoundScales) -> Dialect:
+    return find_dialect("kv-overlay-head" if found.table.per_head else "kv-overlay")
+
+
+def _list_owned(found: FoundScales, checkpoint: Checkpoint) -> frozenset[str]:
+    from fp8calib.formats.write import list_owned
+
+    return list_owned(_choose_dialect(found).name, 1, found.table.geometry, checkpoint)
+
+
+def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -> tuple[str, ...]:
+    """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
+    from fp8calib.calibration.fingerprint import fingerprint_model
+    from fp8calib.checkpoint.checkpoint import Checkpoint
+    from fp8calib.formats.write import convert_scales, write_tables
+
+    with Checkpoint.open(plain) as checkpoint:
+        model = fingerprint_model(checkpoint.load_config(), checkpoint)
+        # norms and embeddings are those of the source, and so are their hashes
+        origin = found.table.origin and replace(found.table.origin, model=model)
+        found = replace(found, table=replace(found.table, origin=origin))
+        owned = _list_owned(found, checkpoint)
+        with output_folder(out, owned=owned, force=force, inputs=[plain]) as folder:
+            return write_tables(
+                found,
+                convert_scales(found, _choose_dialect(found), E4M3FN, [1], model),
+                *(_choose_dialect(found), folder),
+                files=[path.name for path in found.files],
+                source=checkpoint,
+                shown=out,
+            )
 
 
 def describe(

@@ -167,11 +167,11 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.calibration.fingerprint import fingerprint_model
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder, open_by_range
-        from fp8calib.formats.copy import convert_scales
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
         from fp8calib.formats.ranks import fits_heads
         from fp8calib.formats.read import check_origin, read_scales
+        from fp8calib.formats.write import convert_scales
         from fp8calib.quantization.related import relate_to_quantized
     names = shared.split_names(request.formats) or ["kv-overlay"]
     if len(names) > 1:
@@ -230,8 +230,7 @@ def _write(
 ) -> ExtractResult:
     from fp8calib.checkpoint.output import output_folder
     from fp8calib.commands.written import finish_checkpoint, require_server
-    from fp8calib.formats.copy import write_tables
-    from fp8calib.formats.write import list_owned
+    from fp8calib.formats.write import list_owned, write_tables
     from fp8calib.model.kv_bytes import kv_bytes_per_token
     from fp8calib.quantization.related import describe_attachment
     from fp8calib.quantization.write import list_files

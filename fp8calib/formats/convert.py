@@ -15,7 +15,7 @@ import torch
 from fp8calib.errors import ExportError
 from fp8calib.formats.ranks import convert_ranks, fits_heads
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import Role
+from fp8calib.model.shapes import KV_ROLES, Role
 from fp8calib.model.tensor_parallel import check_heads
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 
@@ -63,52 +63,41 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
     )
 
 
-def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
-    """Explain what `convert_table` changed, and what was lost."""
-    return (*_explain_ranks(table, fitted), *_explain_format(table.fmt, fitted.fmt))
+def explain_conversion(
+    table: ScaleTable, converted: ScaleTable, *, joins_kv: bool = False, has_query: bool = True
+) -> Iterator[str]:
+    """Explain what `convert_table` changed, and what the dialect that holds the result loses.
 
-
-def explain_joint(table: ScaleTable) -> tuple[str, ...]:
-    """Explain what is lost in a dialect with one scale a layer for k and v, and none for q."""
-    attentions = [attention for _, attention in table.geometry.attentions()]
-    differing = 0
-    for attention in attentions:
-        k, v = (table.scales[attention.site(role)].values for role in (Role.K, Role.V))
-        pair = (k.amax(-1), v.amax(-1)) if table.per_head else (k, v)
-        differing += not torch.equal(*pair)
-    note = (
-        f"k and v of a layer share one scale here, the larger of the two: in {differing} of "
-        f"{len(attentions)} layers they differ"
-    )
-    return (*([note] if differing else []), *explain_no_query(table))
-
-
-def explain_no_query(table: ScaleTable) -> Iterator[str]:
-    """Explain what is lost in a dialect without q."""
-    if any(site.role is Role.Q for site in table.scales):
-        yield "q_scale is left out: this dialect cannot store it"
-
-
-def _explain_ranks(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
-    if table.tp not in (1, fitted.tp):
-        all_values = (scale.values for scale in table.scales.values())
-        is_equal = all(bool((values == values[0]).all()) for values in all_values)
-        source = f"the scales of {table.tp} ranks, which {'are equal' if is_equal else 'differ'}"
+    Args:
+        table: the scales as they were read.
+        converted: the same, as they are written.
+        joins_kv: the dialect has one scale a layer for k and v.
+        has_query: it has a place for the scale of q.
+    """
+    if table.tp not in (1, converted.tp):
+        source = f"the scales of {table.tp} ranks"
         if not fits_heads(table.geometry, table.tp):
-            yield f"{source}, do not fit the model's heads: the largest is used everywhere"
-        elif fitted.per_head:
-            yield f"{source}, became the scales of the heads on each rank"
-        elif fitted.tp == 1:
-            yield f"{source}, became one: the largest"
+            yield f"{source} do not fit the model's heads: the largest is used everywhere"
+        elif converted.per_head:
+            yield f"{source} became the scales of the heads on each rank"
         else:
-            yield f"{source}, became {fitted.tp}: each is the largest of the rank's heads"
-    elif table.per_head and not fitted.per_head:
-        whose = "a layer's heads" if fitted.tp == 1 else "the heads on its rank"
+            yield f"{source} became {converted.tp}: each is the largest of the rank's heads"
+    elif table.per_head and not converted.per_head:
+        whose = "a layer's heads" if converted.tp == 1 else "the heads on its rank"
         yield f"scales per head became one: the largest of {whose}"
-    elif fitted.per_head and not table.per_head and table.tp == 1:
-        yield "every head gets the one scale of its layer: scales per head gain nothing here"
-    elif table.tp == 1 and not table.per_head and fitted.tp > 1:
-        yield f"each of {fitted.tp} ranks gets the one scale of its layer"
+    yield from _explain_format(table.fmt, converted.fmt)
+    if joins_kv:
+        attentions = [attention for _, attention in converted.geometry.attentions()]
+        pairs = [
+            [converted.scales[each.site(role)].values for role in KV_ROLES] for each in attentions
+        ]
+        if differing := sum(not torch.equal(k, v) for k, v in pairs):
+            yield (
+                "k and v of a layer share one scale here, the larger of the two: in "
+                f"{differing} of {len(attentions)} layers they differ"
+            )
+    if not has_query and any(site.role is Role.Q for site in converted.scales):
+        yield "q_scale is left out: this dialect cannot store it"
 
 
 def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:

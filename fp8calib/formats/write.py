@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.formats.compute import NO_RULES, compute_kv_scales, compute_linear_scales
+from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.formats.metadata import Provenance
 from fp8calib.formats.quantized_model import check_attachable, find_quantized, list_kv_scales
+from fp8calib.formats.read import FoundScales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.module_paths import list_paths
@@ -226,6 +229,76 @@ def write_table(
     )
     job = WriteJob(table=table, provenance=provenance)
     return tuple(_write(dialect, job, source, attachment, target, shown=shown or target))
+
+
+def convert_scales(
+    found: FoundScales, dialect: Dialect, fmt: Fp8Format, tps: Iterable[int], model: str
+) -> list[ScaleTable]:
+    """Convert scales to what a dialect holds, a table for each number of ranks.
+
+    `model` is the fingerprint of the model where nothing is known of their calibration.
+
+    Raises:
+        ExportError: they cannot be converted.
+    """
+    table = replace(found.table, origin=found.table.origin or CalibrationOrigin(model=model))
+    return [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
+
+
+def write_tables(
+    found: FoundScales,
+    tables: Sequence[ScaleTable],
+    dialect: Dialect,
+    folder: Path,
+    *,
+    files: Sequence[str],
+    source: Checkpoint,
+    shown: Path,
+    attachment: Attachment = NO_ATTACHMENT,
+    attached: Iterable[str] = (),
+) -> tuple[str, ...]:
+    """Write what `convert_scales` made, and say what a user should know.
+
+    Args:
+        found: the scales as they were read.
+        tables: the same, converted.
+        dialect: how they are written.
+        folder: it becomes an overlay, or holds the files.
+        files: the names of the files that held them.
+        source: the model.
+        shown: the final path of the folder.
+        attachment: how they belong to a model that is quantized already.
+        attached: what a user should know about that.
+
+    Raises:
+        ExportError: they cannot be written.
+    """
+    provenance = None  # scales of a quantized source are biased, and are recorded as such
+    if found.table.origin is None or not found.table.origin.data:
+        provenance = Provenance(
+            dialect=found.dialect, files=tuple(files), has_fp8_weights=found.has_weights
+        )
+    told = [*([provenance.describe()] if provenance else []), *attached, *found.notes]
+    for table in tables:
+        told += explain_conversion(
+            found.table,
+            table,
+            joins_kv=dialect.joins_kv,
+            has_query=dialect.has_query,
+        )
+    for table in tables:
+        place = folder if dialect.needs_model else folder / dialect.path(table.tp)
+        notes = write_table(
+            table,
+            dialect.name,
+            place,
+            source=source,
+            shown=shown / place.relative_to(folder),
+            provenance=provenance,
+            attachment=attachment,
+        )
+        told += map(str, notes)
+    return tuple(dict.fromkeys(told))
 
 
 def _write(

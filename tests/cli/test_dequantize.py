@@ -31,7 +31,7 @@ from tests.cli.quantized_children import (
     save_int,
     set_method,
 )
-from tests.formats.foreign import FOLDER
+from tests.formats.foreign import FOLDER, KV_SCALES
 from tests.kit.checkpoints import Tensors, change_tensors
 from tests.kit.models import build_gemma3
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors
@@ -288,7 +288,7 @@ def test_a_file_of_scales_alone_leaves_no_shard(tmp_path: Path, model: Path, dat
     export = ("export", tmp_path / "stats", "--format", "kv-overlay", "--model", child)
     succeed(*export, "--out", served)
     outcome = run("dequantize", served / "kv-overlay", "--out", tmp_path / "out")
-    assert "the KV scales of MODEL are left out" in outcome.err
+    assert "the KV scales of MODEL are left out; --keep-kv-scales keeps them" in outcome.err
     shards = [path.name for path in sorted((tmp_path / "out").glob("*.safetensors"))]
     assert shards == ["model-00001-of-00002.safetensors"]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -319,9 +319,60 @@ def test_the_function_does_what_the_command_does(tmp_path: Path) -> None:
     assert steps[-1] == 0
     assert isinstance(result, fp8calib.DequantizeResult)
     found = json.loads(result.model_dump_json())
-    for key in ("source", "dtype", "dequantized", "files", "bytes", "notes"):
+    for key in ("source", "dtype", "dequantized", "files", "bytes", "has_kv_scales", "notes"):
         assert found[key] == printed[key]
     assert result.source == "NVFP4 weights (compressed-tensors)"
+
+
+# --- KV scales -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (model, *_) in KV_SCALES.items() if "-fp8-" in name or "auto" in name],
+)
+def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) -> None:
+    """The scales are those that extract-kv-scales writes beside the model without them."""
+    source, out, plain = FOLDER / name, tmp_path / "out", tmp_path / "plain"
+    report = dequantize(source, out, "--keep-kv-scales")
+    assert report["has_kv_scales"]
+    assert report["files"] == sorted(path.name for path in out.iterdir())
+    dequantize(source, plain)
+    extract = ("extract-kv-scales", "--quantized-model", source, "--model", plain)
+    succeed(*extract, "--out", tmp_path / "overlay")
+    require_equal(load_tensors(out), load_tensors(tmp_path / "overlay"))
+    configs = [out / "config.json", tmp_path / "overlay" / "config.json"]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
+    indices = [each.with_name("model.safetensors.index.json") for each in configs]
+    assert json.loads(indices[0].read_text()) == json.loads(indices[1].read_text())
+    first, second = (run("check", each.parent, "--json").json["engines"] for each in configs)
+    assert first == second
+    assert first["vllm"]["ok"] or "mixtral" in name  # the experts of a fixture have odd names
+
+
+def test_scales_per_head_and_their_text_are_kept(tmp_path: Path, model: Path, data: Path) -> None:
+    child = tmp_path / "child"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
+    command = ("calibrate", model, "--data", data, *QUICK, "--format", "kv-scales")
+    succeed(*command, "--out", tmp_path / "stats")
+    export = ("export", tmp_path / "stats", "--format", "kv-overlay-head", "--model", child)
+    succeed(*export, "--out", tmp_path / "served")
+    source, out = tmp_path / "served" / "kv-overlay-head", tmp_path / "out"
+    dequantize(source, out, "--keep-kv-scales")
+    expected = {name: x for name, x in load_tensors(source).items() if name.endswith("k_scale")}
+    found = load_tensors(out)
+    assert expected
+    require_equal({name: found[name] for name in expected}, expected)
+    dequantize(source, tmp_path / "plain")
+    outcome = succeed("verify", tmp_path / "plain", "--data", data, *QUICK, "--scales", out)
+    assert "used for calibration" in outcome.err
+
+
+def test_a_model_without_kv_scales_has_none_to_keep(tmp_path: Path) -> None:
+    child = save_child("llm-compressor, channels", tmp_path / "child")
+    text = fail(4, "dequantize", child, "--out", tmp_path / "out", "--keep-kv-scales")
+    assert "no KV scales" in text
+    assert not (tmp_path / "out").exists()
 
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -218,14 +218,6 @@ def test_several_numbers_of_ranks_are_written_at_once(extract: Extract, tmp_path
         assert shown.items() <= {rank: list(row.values()) for rank, row in factors.items()}.items()
 
 
-def test_scales_per_head_that_become_one_name_the_form_that_keeps_them(
-    extract: Extract, tmp_path: Path
-) -> None:
-    report = extract(sources.save_per_head(tmp_path / "q"))
-    assert _written(tmp_path / "out", "kv-overlay") == ([[0.5], [2.0]], [[0.75], [0.25]])
-    assert "--format kv-overlay-head or lightllm-head keeps" in " | ".join(report["notes"])
-
-
 def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:
     pairs = sources.name_pairs()
     queries = {f"{ATTENTION.format(i)}.q_scale": torch.tensor(4.0) for i in range(2)}

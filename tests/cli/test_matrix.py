@@ -37,7 +37,7 @@ from tests.formats.foreign import find_geometry
 ROOT = Path(__file__).parents[2]
 SAID = {
     "heads": "scales per head became one: the largest of a layer's heads",
-    "ranks": "the scales of 2 ranks, which differ, became one: the largest",
+    "ranks": "the scales of 2 ranks became 1: each is the largest of the rank's heads",
     "k=v": "k and v of a layer share one scale here, the larger of the two: ",
 }
 """The program's note about each loss."""

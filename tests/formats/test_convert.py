@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.formats.convert import convert_table, explain_fit, explain_joint
+from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.ranks import fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import Attention, ModelGeometry, Role
@@ -71,7 +71,8 @@ def test_a_rank_takes_the_largest_of_its_heads(tp: int, expected: list[float]) -
     assert _values(fitted) == expected
     assert _values(fitted, Role.V) == [2 * number for number in expected]
     whose = "a layer's heads" if tp == 1 else "the heads on its rank"
-    assert explain_fit(table, fitted) == (f"scales per head became one: the largest of {whose}",)
+    (note,) = explain_conversion(table, fitted)
+    assert note == f"scales per head became one: the largest of {whose}"
 
 
 def test_a_latent_is_whole_on_every_rank() -> None:
@@ -84,7 +85,7 @@ def test_ranks_that_the_heads_cannot_lie_on_become_their_largest() -> None:
     table = _table(_pair(1.0, 5.0, 2.0))
     fitted = convert_table(table, fmt=E4M3FN, tp=2, per_head=False)
     assert _values(fitted) == [5.0, 5.0]
-    (note,) = explain_fit(table, fitted)
+    (note,) = explain_conversion(table, fitted)
     assert note.endswith("do not fit the model's heads: the largest is used everywhere")
 
 
@@ -98,12 +99,13 @@ def test_degrees_that_fit_are_told_from_those_that_do_not(tp: int, fits: bool) -
 
 def test_what_a_change_of_format_costs_is_said() -> None:
     fnuz = _table(_pair(0.25), fmt=E4M3FNUZ)
-    assert explain_fit(fnuz, convert_table(fnuz, fmt=E4M3FN, per_head=False)) == (
+    halved = convert_table(fnuz, fmt=E4M3FN, per_head=False)
+    assert tuple(explain_conversion(fnuz, halved)) == (
         "the scales for e4m3fnuz are halved for e4m3fn, so that dequantized values stay the same",
         "values in the top 6.7 % of the range of e4m3fnuz clip",
     )
     plain = _table(_pair(0.25))
-    (note,) = explain_fit(plain, convert_table(plain, fmt=E4M3FNUZ, per_head=False))
+    (note,) = explain_conversion(plain, convert_table(plain, fmt=E4M3FNUZ, per_head=False))
     assert note.startswith("the scales for e4m3fn are doubled for e4m3fnuz")
 
 
@@ -120,33 +122,9 @@ def test_scales_at_the_ends_of_fp32_stay_scales() -> None:
 @pytest.mark.parametrize(
     ("found", "tp", "per_head", "note"),
     [
-        ((1.0, 2.0), 1, False, "the scales of 2 ranks, which differ, became one: the largest"),
-        ((2.0, 2.0), 1, False, "the scales of 2 ranks, which are equal, became one: the largest"),
-        (
-            (1.0, 2.0),
-            1,
-            True,
-            "the scales of 2 ranks, which differ, became the scales of the heads on each rank",
-        ),
-        (
-            (1.0, 2.0),
-            4,
-            False,
-            "the scales of 2 ranks, which differ, became 4: each is the largest of the rank's "
-            "heads",
-        ),
-        (
-            (1.0,),
-            1,
-            True,
-            "every head gets the one scale of its layer: scales per head gain nothing here",
-        ),
-        (
-            (1.0,),
-            2,
-            False,
-            "each of 2 ranks gets the one scale of its layer",
-        ),
+        ((1.0, 2.0), 1, False, "2 ranks became 1: each is the largest of the rank's heads"),
+        ((1.0, 2.0), 1, True, "2 ranks became the scales of the heads on each rank"),
+        ((1.0, 2.0), 4, False, "2 ranks became 4: each is the largest of the rank's heads"),
     ],
 )
 def test_what_became_of_ranks_and_heads_is_said(
@@ -154,7 +132,7 @@ def test_what_became_of_ranks_and_heads_is_said(
 ) -> None:
     table = _table(_pair(*found))
     fitted = convert_table(table, fmt=E4M3FN, tp=tp, per_head=per_head)
-    assert explain_fit(table, fitted) == (note,)
+    assert list(explain_conversion(table, fitted)) == [f"the scales of {note}"]
 
 
 def test_nothing_is_said_where_nothing_was_done() -> None:
@@ -164,7 +142,7 @@ def test_nothing_is_said_where_nothing_was_done() -> None:
         _table(_pair(1, 2, 3, 4), per_head=True),
     ):
         fitted = convert_table(table, fmt=E4M3FN, tp=table.tp, per_head=table.per_head)
-        assert explain_fit(table, fitted) == ()
+        assert not list(explain_conversion(table, fitted))
         assert fitted.scales == table.scales
 
 
@@ -174,10 +152,10 @@ def test_the_origin_of_a_scale_stays_with_it() -> None:
 
 
 def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
-    assert explain_joint(_table({Role.K: (1.0, 2.0), Role.V: (1.0, 2.0)})) == ()
-    per_head = _table({Role.K: (1, 2, 3, 4), Role.V: (4, 3, 2, 1)}, per_head=True)
-    assert explain_joint(per_head) == ()
-    unequal, query = explain_joint(_table({**_pair(1.0), Role.Q: (1.0,)}))
+    same = _table({Role.K: (1.0, 2.0), Role.V: (1.0, 2.0)})
+    assert not list(explain_conversion(same, same, joins_kv=True))
+    table = _table({**_pair(1.0), Role.Q: (1.0,)})
+    unequal, query = explain_conversion(table, table, joins_kv=True, has_query=False)
     assert unequal.endswith("in 1 of 1 layers they differ")
     assert query == "q_scale is left out: this dialect cannot store it"
 
