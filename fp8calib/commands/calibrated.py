@@ -99,7 +99,7 @@ def write_outputs(
     """Write all output, the report last."""
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
-    written = write_formats(
+    formats, notes = write_formats(
         *(stats, recipe.formats, folder),
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
@@ -116,7 +116,7 @@ def write_outputs(
         revision=request.revision,
         check=request.check,
     )
-    files, warnings, failure = {STATS_NAME, REPORT_NAME, *written.files, *cards}, [], ""
+    files, warnings, failure = {STATS_NAME, REPORT_NAME, *formats, *cards}, [], ""
     if isinstance(checkpoint, NotQuantized):
         failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {checkpoint.why}"
         warnings = [failure]
@@ -131,7 +131,7 @@ def write_outputs(
     result = make_calibrate_result(
         *(job, stats, cost),
         files=tuple(sorted(files)),
-        warnings=(*map(str, written.notes), *warnings),
+        warnings=(*notes, *warnings),
         checked=checked,
         quantize=checkpoint,
         failure=failure,

@@ -215,7 +215,7 @@ def _write(
             from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
 
             weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
-        written = write_formats(
+        formats, written = write_formats(
             *(stats, recipe.formats, folder),
             fmt=fmt,
             tps=recipe.tp,
@@ -234,7 +234,7 @@ def _write(
             recipe.formats, folder, out, request.model or "", check=request.check
         )
         more = (*cards, *(weights.write(folder) if weights else ()), *joined)
-        files = sorted([*written.files, *more])
+        files = sorted([*formats, *more])
     return ExportResult(
         out=out,
         files=tuple(files),
@@ -244,7 +244,7 @@ def _write(
             *notes,
             *(weights.notes if weights else ()),
             *(describe_attachment(attachment, source, stats.geometry) if source else ()),
-            *map(str, written.notes),
+            *written,
         ),
         compared=attachment.compared,
         checked=checked,

@@ -167,9 +167,9 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.calibration.fingerprint import fingerprint_model
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder, open_by_range
+        from fp8calib.formats.convert import fits_heads
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
-        from fp8calib.formats.ranks import fits_heads
         from fp8calib.formats.read import check_origin, read_scales
         from fp8calib.formats.write import convert_scales
         from fp8calib.quantization.related import relate_to_quantized
@@ -267,7 +267,7 @@ def _write(
     return ExtractResult(
         save_path=out,
         files=files,
-        dialect=found.dialect,
+        dialect=found.table.dialect,
         source_dtype=found.table.fmt.name,
         format=dialect.name,
         fp8_dtype=tables[0].fmt.name,

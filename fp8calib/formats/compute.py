@@ -16,7 +16,7 @@ import torch
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError, RecipeError
-from fp8calib.formats.ranks import max_per_rank
+from fp8calib.formats.convert import max_per_rank
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable, fill_missing
 from fp8calib.model.module_paths import matches_pattern
 from fp8calib.model.shapes import KV_ROLES, Linear, ModelGeometry, Part, Role, Site

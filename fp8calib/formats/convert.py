@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.errors import ExportError
-from fp8calib.formats.ranks import convert_ranks, fits_heads
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.table import ScaleTable
-from fp8calib.model.shapes import KV_ROLES, Role
-from fp8calib.model.tensor_parallel import check_heads
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
+from fp8calib.model.tensor_parallel import check_heads, rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
 
 
@@ -44,7 +43,7 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
     for site, scale in table.scales.items():
         attention = attentions[site]
         heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
-        values = convert_ranks(table, scale.values, heads, tp, per_head=per_head)
+        values = _convert_ranks(table, scale.values, heads, tp, per_head=per_head)
         if factor != 1:
             values = (values * factor).clamp(min=SMALLEST_SCALE)
         if not bool(values.isfinite().all()):
@@ -113,3 +112,42 @@ def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
     if covered < 1:
         percent = math.ceil((1 - covered) * 1000) / 10
         yield f"values in the top {percent:g} % of the range of {source.name} clip"
+
+
+def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:
+    """Take the maximum over the heads of each tensor-parallel rank: [heads] -> [tp]."""
+    ranges = (rank_range(len(values), tp, rank) for rank in range(tp))
+    return torch.stack([values[heads.start : heads.stop].max() for heads in ranges])
+
+
+def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
+    """Whether `tp` ranks can share the model's heads."""
+    try:
+        check_heads(geometry, tp)
+    except UsageError:
+        return False
+    return True
+
+
+def _convert_ranks(
+    table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
+) -> torch.Tensor:
+    """Convert [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
+    if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
+        return values
+    by_head = _spread_to_heads(table, values, heads)
+    return by_head.unsqueeze(0) if per_head else max_per_rank(by_head, tp)
+
+
+def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Give each head the scale of its rank; a head that ranks share gets their largest."""
+    if table.per_head:
+        return values[0]
+    if not fits_heads(table.geometry, table.tp):
+        return values.max().expand(heads)
+    by_head = torch.zeros(heads)
+    for rank in range(table.tp):
+        owned = rank_range(heads, table.tp, rank)
+        part = by_head[owned.start : owned.stop]
+        part.copy_(part.clamp(min=float(values[rank])))
+    return by_head

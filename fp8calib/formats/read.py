@@ -38,10 +38,9 @@ _RESULT_HINT = "name the checkpoint, the scales or the statistics that it is abo
 class FoundScales:
     """The KV scales of a file or checkpoint, and how they were stored."""
 
-    dialect: str
-    """The name of a dialect that is read; an overlay is read as `compressed-tensors`."""
     table: ScaleTable
-    """Scales of K and V, and of q if there are any; `tp` is the number of ranks found."""
+    """Scales of K and V, and of q if there are any; `tp` is the number of ranks found. `dialect` is
+    the name of one that is read: an overlay is read as `compressed-tensors`."""
     has_weights: bool
     """The checkpoint holds FP8 weights too."""
     files: tuple[Path, ...]
@@ -94,7 +93,6 @@ def read_scales(
         dialect=dialect.name,
     )
     return FoundScales(
-        dialect=dialect.name,
         table=table,
         has_weights=parsed.has_weights,
         files=parsed.files,

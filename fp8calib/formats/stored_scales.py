@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
-from fp8calib.checkpoint.json_files import is_result, load_json, parse_unique_keys
+from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.errors import ModelError, shorten
@@ -87,33 +87,24 @@ def _read_tensors(file: TensorFile | Checkpoint) -> Iterator[StoredScale]:
 
 def _read_json(path: Path) -> Iterator[StoredScale]:
     """Read all numbers of a document; without recursion, as it may be deeply nested."""
-    try:
-        document = load_json(path, parse=parse_unique_keys)
-    except (OSError, ValueError) as error:
-        fault = shorten(str(error))
-        raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
-    if not isinstance(document, dict):
-        return
+    document = load_json_object(path, parse=parse_unique_keys)
     if not any(keys[0] in document for keys in list_json_keys()):
         return
-    has_tables = "scales_shape" in document
-    waiting = list(_list_tables(document) if has_tables else document.items())
+    waiting: list[tuple[str, object]] = [("", document)]
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, dict) and "scales_shape" in value:
-            waiting += _list_tables(value, f"{name}.")
-        elif isinstance(value, dict):
-            waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
+        start = f"{name}." if name else ""
+        if isinstance(value, dict):
+            # of a file with `scales_shape`, only the tables hold scales
+            has_tables = "scales_shape" in value
+            waiting += (
+                (f"{start}{key}", inner)
+                for key, inner in value.items()
+                if not has_tables or key == "scales" or isinstance(inner, dict)
+            )
         elif isinstance(value, list):
-            waiting += ((f"{name}.{index}", inner) for index, inner in enumerate(value))
+            waiting += ((f"{start}{index}", inner) for index, inner in enumerate(value))
         elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
             yield name, [float(value)]
         elif type(value) is int:
             yield name, shorten(str(value))
-
-
-def _list_tables(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
-    """List the tables of a file with `scales_shape`, whose other numbers are no scales."""
-    for name, value in document.items():
-        if name == "scales" or isinstance(value, dict):
-            yield f"{before}{name}", value

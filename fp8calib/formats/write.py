@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -32,27 +32,6 @@ _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
     "activations"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something that a user should know about a written file."""
-
-    subject: str
-    """A site, a layer, or an entry of the model's folder."""
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.subject}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFormats:
-    """What `write_formats` wrote."""
-
-    files: tuple[str, ...]
-    """Relative to the output folder, sorted."""
-    notes: tuple[Note, ...]
 
 
 def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
@@ -156,13 +135,16 @@ def write_formats(
     rules: Mapping[str, Rule] = NO_RULES,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
-) -> WrittenFormats:
+) -> tuple[list[str], list[str]]:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
     weights' files. `attachment` records how the scales belong to a model that is quantized already.
+
+    Returns:
+        The files, relative to `out` and sorted, and what a user should know about them.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
@@ -177,7 +159,7 @@ def write_formats(
     )
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
     written: list[Path] = []
-    notes: list[Note] = []
+    notes: list[str] = []
     for dialect in map(find_dialect, dict.fromkeys(formats)):
         for tp in dialect.degrees(tps):
             has_query = query and dialect.has_query
@@ -194,12 +176,9 @@ def write_formats(
             notes += _write(dialect, job, source, attachment, out / place, shown=place)
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
-            notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
+            notes += (f"{item.site}: not in {dialect.name}: {item.why}" for item in weights)
     files = {file for target in written for file in (target, *target.rglob("*")) if file.is_file()}
-    return WrittenFormats(
-        files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
-        notes=tuple(dict.fromkeys(notes)),
-    )
+    return sorted(file.relative_to(out).as_posix() for file in files), list(dict.fromkeys(notes))
 
 
 def write_table(
@@ -211,7 +190,7 @@ def write_table(
     shown: Path | None = None,
     provenance: Provenance | None = None,
     attachment: Attachment = NO_ATTACHMENT,
-) -> tuple[Note, ...]:
+) -> tuple[str, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
     The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
@@ -276,7 +255,7 @@ def write_tables(
     provenance = None  # scales of a quantized source are biased, and are recorded as such
     if found.table.origin is None or not found.table.origin.data:
         provenance = Provenance(
-            dialect=found.dialect, files=tuple(files), has_fp8_weights=found.has_weights
+            dialect=found.table.dialect, files=tuple(files), has_fp8_weights=found.has_weights
         )
     told = [*([provenance.describe()] if provenance else []), *attached, *found.notes]
     for table in tables:
@@ -297,7 +276,7 @@ def write_tables(
             provenance=provenance,
             attachment=attachment,
         )
-        told += map(str, notes)
+        told += notes
     return tuple(dict.fromkeys(told))
 
 
@@ -309,7 +288,7 @@ def _write(
     target: Path,
     *,
     shown: Path,
-) -> Iterator[Note]:
+) -> Iterator[str]:
     """Write one file, or an overlay of the model; give what a user should know about it."""
     geometry = job.table.geometry
     if source is not None and dialect.needs_model:
@@ -324,18 +303,18 @@ def _write(
     dialect.write(job, target)
     for table in filter(None, (job.linears, job.table)):
         for site, scale in table.not_observed():
-            yield Note(str(site), scale.why_not_observed)
+            yield f"{site}: {scale.why_not_observed}"
         for why in dict.fromkeys(table.kept_amax.values()):
             first, *more = (str(site) for site, reason in table.kept_amax.items() if reason == why)
-            yield Note(f"{first} and {len(more)} more" if more else first, why)
+            yield f"{first} and {len(more)} more: {why}" if more else f"{first}: {why}"
     for name, why in job.skipped.items():
-        yield Note(name, f"left out of {dialect.name}: {why}")
+        yield f"{name}: left out of {dialect.name}: {why}"
     if job.replaced:
-        yield Note("KV scales of the model", f"replaced: {cut_list(sorted(job.replaced))}")
+        yield f"KV scales of the model: replaced: {cut_list(sorted(job.replaced))}"
     for name, why in job.copied.items():
-        yield Note(str(shown / name), why)
+        yield f"{shown / name}: {why}"
     if dialect.lists_all_layers:
         why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
-        yield from (Note(each.module, why) for each in geometry.layers if each.attention is None)
+        yield from (f"{each.module}: {why}" for each in geometry.layers if each.attention is None)
     if dialect.has_linears and job.linears is None:
-        yield Note(dialect.name, _KV_ALONE)
+        yield f"{dialect.name}: {_KV_ALONE}"

@@ -232,7 +232,7 @@ def build_opened(
     """Build a candidate from what was read: the KV cache by `table`, or else a whole checkpoint."""
     if table is None:
         return build_checkpoint(opened, model, target, numerics)
-    origin = opened.found.dialect if opened.found else "statistics, amax"
+    origin = opened.found.table.dialect if opened.found else "statistics, amax"
     return build_kv_candidate(opened.name, table, numerics, origin=origin)
 
 

@@ -64,7 +64,7 @@ def _refusal(path: Path, document: object, geometry: ModelGeometry = TWO_LAYERS)
 def test_integer_keys_are_the_form_of_vllm_and_a_rank_is_an_element(tmp_path: Path) -> None:
     found = _read(tmp_path, VLLM_TEXT)
 
-    assert found.dialect == "vllm-json"
+    assert found.table.dialect == "vllm-json"
     assert (found.table.tp, found.table.per_head, found.table.fmt) == (2, False, E4M3FN)
     fp32 = 0.015223912894725800
     first = torch.tensor(fp32, dtype=torch.float32).item()
@@ -82,7 +82,7 @@ def test_integer_keys_are_the_form_of_vllm_and_a_rank_is_an_element(tmp_path: Pa
 def test_rank_keys_are_the_form_of_the_rfc_in_any_order(tmp_path: Path) -> None:
     found = _read(tmp_path, RFC_TEXT)
 
-    assert (found.dialect, found.table.tp) == ("rfc", 2)
+    assert (found.table.dialect, found.table.tp) == ("rfc", 2)
     assert _values(found)["model.layers.0.self_attn.k"] == [1.0, 0.5]
     assert _values(found)["model.layers.1.self_attn.v"] == [0.25, 2.0]
 
@@ -140,7 +140,7 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
 
 def test_a_model_type_of_null_fits_every_model_and_the_rfc_needs_none(tmp_path: Path) -> None:
     assert _read(tmp_path, _document({"0": LAYERS}, model_type=None)).table.tp == 1
-    assert _read(tmp_path, _document({"rank0": LAYERS}, model_type="absent")).dialect == "rfc"
+    assert _read(tmp_path, _document({"rank0": LAYERS}, model_type="absent")).table.dialect == "rfc"
 
 
 LAYERS = {"0": 1.0, "1": 1.0}

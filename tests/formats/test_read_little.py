@@ -49,7 +49,7 @@ def _save(folder: Path, *, weight_bytes: int, weight: bytes = b"") -> Path:
 
 def _read(folder: Path) -> dict[str, float]:
     found = read_scales(folder, plain_geometry(), needs_dtype=True)
-    assert (found.dialect, found.has_weights) == ("autofp8", True)
+    assert (found.table.dialect, found.has_weights) == ("autofp8", True)
     return {
         f"{attention.module}.{role}_scale": float(found.table.scales[attention.site(role)].values)
         for _, attention in plain_geometry().attentions()

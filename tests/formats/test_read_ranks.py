@@ -59,7 +59,7 @@ def test_the_ranks_of_a_folder_become_the_elements_of_a_scale(
     found = read_scales(tmp_path, TWO_LAYERS)
 
     assert has_kv_scales(tmp_path)
-    assert found.dialect == "trtllm"
+    assert found.table.dialect == "trtllm"
     assert (found.table.tp, found.table.per_head, found.has_weights) == (2, False, False)
     assert _values(found) == [[0.5, 0.25], [0.5, 0.25], [2.0, 4.0], [2.0, 4.0]]
     assert found.notes == ("one scale per layer is used for both k and v",)

@@ -85,21 +85,21 @@ def test_names_go_before_the_config(
     tmp_path: Path, k: str, v: str, config: str, dialect: str
 ) -> None:
     folder = _save(tmp_path / "a", _pair(k, v), quantization_config=CONFIGS[config])
-    assert read_scales(folder, TWO_LAYERS).dialect == dialect
+    assert read_scales(folder, TWO_LAYERS).table.dialect == dialect
 
 
 def test_scales_without_a_config_are_only_scales(tmp_path: Path) -> None:
     save_file(_pair(), tmp_path / "kv_scales.safetensors")
     for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
         found = read_scales(path, TWO_LAYERS)
-        assert (found.dialect, found.has_weights) == ("kv-scales", False)
+        assert (found.table.dialect, found.has_weights) == ("kv-scales", False)
         assert _values(found) == EXPECTED
 
 
 def test_scales_beside_plain_weights_are_in_tgis_form(tmp_path: Path) -> None:
     weight = {"model.embed_tokens.weight": torch.ones(4, 8, dtype=torch.bfloat16)}
     found = read_scales(_save(tmp_path / "a", _pair() | weight, torch_dtype="x"), TWO_LAYERS)
-    assert (found.dialect, found.has_weights) == ("tgi", False)
+    assert (found.table.dialect, found.has_weights) == ("tgi", False)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_kv_scale_fills_k_and_v(
     }
     found = read_scales(_save(tmp_path / "a", tensors, **config), TWO_LAYERS)
 
-    assert found.dialect == dialect
+    assert found.table.dialect == dialect
     assert list(_values(found).values()) == [[0.5], [0.5], [2.0], [2.0]]
     assert found.notes == ("one scale per layer is used for both k and v",)
 
@@ -414,7 +414,7 @@ def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
 
     for path in (folder, folder / "model.safetensors"):
         found = read_scales(path, TWO_LAYERS)
-        assert (found.table.fmt, found.dialect) == (E4M3FNUZ, "tgi")
+        assert (found.table.fmt, found.table.dialect) == (E4M3FNUZ, "tgi")
         assert _values(found)["model.layers.0.self_attn.k"] == [0.5]
 
 

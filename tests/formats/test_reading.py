@@ -82,7 +82,7 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"kv_cache": {}}')
     (tmp_path / "tokenizer.json").write_text('{"broken')
     assert has_kv_scales(tmp_path)
-    assert read_scales(tmp_path, GEOMETRY).dialect == "vllm-json"
+    assert read_scales(tmp_path, GEOMETRY).table.dialect == "vllm-json"
 
     (tmp_path / "kv_cache_scales.tp2.json").write_text(JSON)
     with pytest.raises(ModelError, match=r"several files .*tp1\.json, .*tp2\.json"):
@@ -92,13 +92,13 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
 def test_scales_among_the_tensors_go_before_a_json_beside_them(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "kv_scales.safetensors")
     (tmp_path / "kv_cache_scales.json").write_text(JSON)
-    assert read_scales(tmp_path, GEOMETRY).dialect == "kv-scales"
+    assert read_scales(tmp_path, GEOMETRY).table.dialect == "kv-scales"
 
 
 def test_hidden_files_are_not_read(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "a.safetensors")
     (tmp_path / ".a.safetensors").write_text("torn")
-    assert read_scales(tmp_path, GEOMETRY).dialect == "kv-scales"
+    assert read_scales(tmp_path, GEOMETRY).table.dialect == "kv-scales"
 
 
 WEIGHTS = {"model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)}

@@ -15,8 +15,6 @@ from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.write import (
-    Note,
-    WrittenFormats,
     check_export,
     check_overlay_source,
     list_outputs,
@@ -59,7 +57,7 @@ def _write(
     query: bool = False,
     fallback: Fallback | None = None,
     rule: Rule = AMAX,
-) -> WrittenFormats:
+) -> tuple[list[str], list[str]]:
     needs_model = any(find_dialect(name).needs_model for name in formats)
     source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
     return write_formats(
@@ -84,33 +82,30 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> None:
-    written = _write(linear_stats(), out, ALL, tps=(1, 2))
+    written, notes = _write(linear_stats(), out, ALL, tps=(1, 2))
 
     overlays = [f"{name}/{file}" for name in ALL[:3] for file in OVERLAY_FILES]
     files = ["kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "kv_scales.safetensors"]
-    assert list(written.files) == sorted(
-        [*overlays, *files, *LIGHTLLM_FILES, "rfc.tp1.json", "rfc.tp2.json"]
-    )
+    assert written == sorted([*overlays, *files, *LIGHTLLM_FILES, "rfc.tp1.json", "rfc.tp2.json"])
     assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
-    assert set(written.notes) == {
-        Note("model.gguf", f"left out of {name}: belongs to weights in another format")
-        for name in ALL[:3]
+    assert set(notes) == {
+        f"model.gguf: left out of {name}: belongs to weights in another format" for name in ALL[:3]
     }
 
 
 def test_layers_that_share_or_lack_a_cache_are_named(out: Path) -> None:
-    shared = _write(shared_stats(), out, ("vllm-json",), tps=(1, 2)).notes
+    shared = _write(shared_stats(), out, ("vllm-json",), tps=(1, 2))[1]
     why = "reads another layer's K and V, so it carries that layer's scale"
-    assert list(shared) == [
-        Note(f"model.layers.{layer}.self_attn.{role}", why) for layer in (2, 3) for role in "kv"
+    assert shared == [
+        f"model.layers.{layer}.self_attn.{role}: {why}" for layer in (2, 3) for role in "kv"
     ]
 
     (out / "b").mkdir()
-    hybrid = _write(hybrid_stats(), out / "b", ("rfc", "vllm-json", "kv-scales")).notes
+    hybrid = _write(hybrid_stats(), out / "b", ("rfc", "vllm-json", "kv-scales"))[1]
     why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
-    assert list(hybrid) == [Note("model.layers.0", why)]
+    assert hybrid == [f"model.layers.0: {why}"]
     (out / "c").mkdir()
-    assert _write(hybrid_stats(), out / "c", ("kv-scales",)).notes == ()
+    assert _write(hybrid_stats(), out / "c", ("kv-scales",))[1] == []
 
 
 def _with_dead_v(stats: CalibrationStats, *, scales: tuple[float, float]) -> CalibrationStats:
@@ -127,12 +122,12 @@ def test_a_dead_head_takes_the_fallback_and_is_named(
     out: Path, fallback: Fallback | None, expected: float
 ) -> None:
     stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
-    written = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
+    _, notes = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
 
     scales = load_file(out / "kv-overlay-head" / "model-00002-of-00002.safetensors")
     assert scales["model.layers.0.self_attn.v_scale"].flatten().tolist() == [expected, 0.75]
-    note = Note("model.layers.0.self_attn.v", "only zeros were seen, so its scale is the fallback")
-    assert note in written.notes
+    why = "only zeros were seen, so its scale is the fallback"
+    assert f"model.layers.0.self_attn.v: {why}" in notes
 
 
 def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Path) -> None:
@@ -143,16 +138,16 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
 
     with pytest.raises(ExportError, match=r"no token reached model\.layers\.0\.self_attn\.k"):
         _write(stats, out, ("kv-scales",))
-    written = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
+    _, notes = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
     assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
     why = "no token reached it, so its scale is the fallback, 1"
-    assert written.notes == (Note(str(site), why),)
+    assert notes == [f"{site}: {why}"]
 
 
 def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
-    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2)).notes
+    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2))[1]
 
-    assert [note.subject for note in notes] == [
+    assert [note.partition(":")[0] for note in notes] == [
         f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")
     ]
 
@@ -175,7 +170,7 @@ def test_a_rule_reaches_kv_inputs_and_no_weights(out: Path) -> None:
     for text in ("amax", "headroom:2"):
         folder = out / text.partition(":")[0]
         folder.mkdir()
-        assert _write(stats, folder, ("rfc",), rule=parse_rule(text)).notes == ()
+        assert _write(stats, folder, ("rfc",), rule=parse_rule(text))[1] == []
         found.append(json.loads((folder / "rfc.tp1.json").read_text()))
     plain, roomy = found
     for section, factor in (("activation", 2), ("weight", 1)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
@@ -54,20 +53,13 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
 
 def list_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of weights."""
-    return _list_names(tuple(FP8_DIALECTS))[0]
+    pairs = ((each.scale_name, each.block_scale_name) for each in FP8_DIALECTS.values())
+    return tuple(dict.fromkeys(name for pair in pairs for name in pair))
 
 
 def list_input_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of inputs."""
-    return _list_names(tuple(FP8_DIALECTS))[1]
-
-
-@cache  # by names, because a dialect may be registered after the first call
-def _list_names(dialects: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    chosen = [FP8_DIALECTS[name] for name in dialects]
-    pairs = ((each.scale_name, each.block_scale_name) for each in chosen)
-    scales = dict.fromkeys(name for pair in pairs for name in pair)
-    return tuple(scales), tuple(dict.fromkeys(each.input_scale_name for each in chosen))
+    return tuple(dict.fromkeys(each.input_scale_name for each in FP8_DIALECTS.values()))
 
 
 def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:

@@ -9,7 +9,7 @@ import torch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.formats.ranks import fits_heads
+from fp8calib.formats.convert import fits_heads
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
