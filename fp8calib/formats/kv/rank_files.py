@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -21,10 +20,6 @@ from fp8calib.model.shapes import ModelGeometry
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
 _LAYER = re.compile(r"\d+", re.ASCII)
-_MAX_MEMBER_BYTES = 1 << 16
-"""An array of one number takes about 130 bytes, most of them header."""
-_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""The other decompressors have no limit: a few thousand bytes can become gigabytes."""
 
 
 def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
@@ -108,11 +103,6 @@ def read_npz_number(path: Path, name: str) -> torch.Tensor:
     """Read the one number of an array as fp32 0-dim."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            info = archive.zip.getinfo(f"{name}.npy")
-            if info.compress_type not in _COMPRESSIONS:
-                raise ValueError("compressed by a method that numpy does not use")
-            if info.file_size > _MAX_MEMBER_BYTES:
-                raise ValueError(f"{info.file_size} bytes are too many for one number")
             array = archive[name]
     except Exception as error:  # zipfile and numpy raise ten kinds for damaged data
         fault = f"{shorten(name)}: cannot be read: {_quote_error(error)}"

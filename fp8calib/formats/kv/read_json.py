@@ -10,14 +10,12 @@ import torch
 
 from fp8calib.errors import cut_list
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
-from fp8calib.formats.kv.validate import OTHER_MODEL, check_model_type, check_scales, join_ranks
+from fp8calib.formats.kv.validate import check_model_type, check_scales, join_ranks
 from fp8calib.formats.metadata import find_format, parse_origin
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import ModelGeometry
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
-_FEW_EXTRA = 1000
-"""Up to this many extra layers are named; with more, the file is refused before it is read."""
 _EXPECTED = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
 
 
@@ -45,7 +43,6 @@ def read_json(
     if requires_model_type and "model_type" not in document:
         raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
     check_model_type(path, document.get("model_type"), geometry)
-    _check_counts(path, factors, geometry)
     ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
     origin = parse_origin(path, document)
     return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
@@ -58,19 +55,6 @@ def _number_ranks(path: Path, factors: Mapping[str, object], prefix: str) -> dic
         hint = 'ranks are "0", "1", ... (vllm-json) or "rank0", "rank1", ... (rfc), never both'
         raise refusal(path, f"the keys of kv_cache.scaling_factor are not ranks: {keys}", hint=hint)
     return {key: int(number) for key, number in numbers.items()}
-
-
-def _check_counts(path: Path, factors: Mapping[str, object], geometry: ModelGeometry) -> None:
-    """Refuse a document that is far too large for the model before its numbers are read."""
-    heads = max((attention.num_heads for _, attention in geometry.attentions()), default=1)
-    if len(factors) > heads:
-        fault = f"there are {len(factors)} ranks, but the model has only {heads} attention heads"
-        raise refusal(path, fault, hint=OTHER_MODEL)
-    count = len(geometry.layers)
-    for rank, layers in factors.items():
-        if isinstance(layers, dict) and len(layers) > count + _FEW_EXTRA:
-            fault = f"kv_cache.scaling_factor.{rank} has {len(layers)} layers, the model {count}"
-            raise refusal(path, fault, hint=OTHER_MODEL)
 
 
 def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
