@@ -146,7 +146,7 @@ def find_input_scales(
     for matrix in quantized:
         found = named.find(matrix)
         if found is None:
-            hint = _explain_missing(matrix, stats, quantized, others, named)
+            hint = _explain_missing(stats, quantized, others, named)
             raise ExportError(f"the stats have no input of {matrix.module}", hint=hint)
         linear, expert = found
         group = span_experts(matrix.fused_group)
@@ -263,25 +263,23 @@ class _NamedInputs:
 
 
 def _explain_missing(
-    matrix: Matrix,
     stats: CalibrationStats,
     quantized: Collection[Matrix],
     others: Collection[Matrix],
     named: _NamedInputs,
 ) -> str:
     """Explain what to do instead, with the options that exclude all unmeasured linears."""
-    names = list_unmeasured(stats, quantized, others)
-    if any(name in names for name in list_paths(matrix.module)):
-        return (
-            "calibrate with --recipe w8a8-static, and exclude the linears outside the layers that "
-            f"it measures: {spell_options(names)}"
-        )
-    missing = (each.module for each in quantized if named.find(each) is None)
-    whole = ((split_expert(module) or (module,))[0] for module in missing)
+    outside = list_unmeasured(stats, quantized, others)
+    missing = [
+        (split_expert(each.module) or (each.module,))[0]
+        for each in quantized
+        if named.find(each) is None and not any(path in outside for path in list_paths(each.module))
+    ]
+    options = spell_options(dict.fromkeys([*outside, *map(span_layers, missing)]))
     return (
-        "calibrate cannot measure it in this kind of model: choose a --scheme that needs no "
-        f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
-        f"{spell_options(dict.fromkeys(map(span_layers, whole)))}"
+        "calibrate with --recipe w8a8-static, and exclude what it does not measure in this model: "
+        f"{options}; or choose a --scheme that needs no calibration "
+        f"({', '.join(list_without_calibration())})"
     )
 
 

@@ -24,11 +24,10 @@ from math import prod
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import FLOATS, TensorEntry
+from fp8calib.checkpoint.header import FLOATS
 from fp8calib.errors import ModelError, shorten
 
 _PACKED = ".weight_packed"
-_BITS = (4, 8)
 _BLOCKS = "_blocks"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
@@ -75,7 +74,8 @@ def find_integers(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
         module = stored.rpartition(".")[0]
         if stored.endswith(_PACKED) and entry.dtype == "I32":
             shape = _read_shape(checkpoint, f"{module}.weight_shape")
-            bits = next((each for each in _BITS if _is_packed(entry, shape, each)), 0)
+            sizes = {4: (shape[0], -(-shape[1] // 8)), 8: (shape[0], -(-shape[1] // 4))}
+            bits = next((each for each, packed in sizes.items() if packed == entry.shape), 0)
         elif stored.endswith(".weight") and entry.dtype == "I8" and len(entry.shape) == 2:
             shape, bits = (entry.shape[0], entry.shape[1]), 8
         else:
@@ -86,65 +86,51 @@ def find_integers(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
                 f"{shorten(stored)} is {entry.dtype} {list(entry.shape)}, and its weight "
                 f"{list(shape)}: not integers of 4 or 8 bits",
             )
-        scale, point = f"{module}.weight_scale", f"{module}.weight_zero_point"
-        _check_scale(checkpoint, scale, shape)
-        if point in checkpoint.tensors:
-            _check_zero_point(checkpoint, point, checkpoint.tensors[scale].shape, bits)
-        else:
-            point = ""
-        integers = _Integers(checkpoint, stored, shape, scale, point, bits)
-        weight = StoredWeight(
-            form=f"INT{bits}",
-            shape=shape,
-            parts=(stored, scale, f"{module}.weight_shape", *filter(None, [point])),
-            decode=integers.decode,
-            scale=scale,
-            zero_point=point,
-        )
-        yield f"{module}.weight", weight
+        yield f"{module}.weight", _find_integer_weight(checkpoint, module, stored, shape, bits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """The stored integers of a weight [out, in], their scales and zero points."""
+def _find_integer_weight(
+    checkpoint: Checkpoint, module: str, stored: str, shape: tuple[int, int], bits: int
+) -> StoredWeight:
+    scale, point = f"{module}.weight_scale", f"{module}.weight_zero_point"
+    grid = _check_scale(checkpoint, scale, shape)
+    has_point = point in checkpoint.tensors
+    if has_point:
+        _check_zero_point(checkpoint, point, grid, bits)
 
-    checkpoint: Checkpoint
-    stored: str
-    shape: tuple[int, int]
-    scale: str
-    zero_point: str
-    bits: int
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        """Read scales or zero points: fp32 [rows, groups], one row for a whole weight."""
+        if prod(grid) == 1:
+            start, stop = 0, 1
+        if len(grid) < 2:
+            return checkpoint.read(name).reshape(1, 1).to(torch.float32)
+        if checkpoint.dtype(name) is not torch.int32:
+            return checkpoint.read_rows(name, start, stop).to(torch.float32)
+        in_word = 32 // bits
+        first = start // in_word
+        words = checkpoint.read_rows(name, first, -(-stop // in_word))
+        points = unpack(words.T, len(words) * in_word, bits).T
+        return points[start - first * in_word : stop - first * in_word].to(torch.float32)
 
-    def decode(self, start: int, stop: int) -> torch.Tensor:
-        codes = self.checkpoint.read_rows(self.stored, start, stop)
-        if self.stored.endswith(_PACKED):
-            codes = unpack(codes, self.shape[1], self.bits)
-        if prod(self.checkpoint.tensors[self.scale].shape) == 1:
-            start, stop = 0, 1  # of its scale, and of its zero point
-            scale = self.checkpoint.read(self.scale).reshape(1, 1).to(torch.float32)
-        else:
-            scale = self.checkpoint.read_rows(self.scale, start, stop).to(torch.float32)
-        _check_values(self.checkpoint, self.scale, scale)
-        columns = self.shape[1] // scale.shape[1]
-        values = codes.to(torch.float32).reshape(len(codes), -1, columns)
-        if self.zero_point:
-            values -= self._read_points(start, stop).unsqueeze(2)
-        return values.mul_(scale.unsqueeze(2)).flatten(1)
+    def decode(start: int, stop: int) -> torch.Tensor:
+        codes = checkpoint.read_rows(stored, start, stop)
+        if stored.endswith(_PACKED):
+            codes = unpack(codes, shape[1], bits)
+        scales = read(scale, start, stop)
+        _check_values(checkpoint, scale, scales)
+        values = codes.to(torch.float32).reshape(len(codes), scales.shape[1], -1)
+        if has_point:
+            values -= read(point, start, stop).unsqueeze(2)
+        return values.mul_(scales.unsqueeze(2)).flatten(1)
 
-    def _read_points(self, start: int, stop: int) -> torch.Tensor:
-        """Read the zero points of rows: fp32 [rows, groups]."""
-        name = self.zero_point
-        if self.checkpoint.dtype(name) is torch.int32:
-            in_word = 32 // self.bits
-            first = start // in_word
-            words = self.checkpoint.read_rows(name, first, -(-stop // in_word))
-            points = unpack(words.T, len(words) * in_word, self.bits).T
-            points = points[start - first * in_word : stop - first * in_word]
-        elif self.checkpoint.tensors[name].shape:
-            points = self.checkpoint.read_rows(name, start, stop)
-        else:
-            points = self.checkpoint.read(name)
-        return points.reshape(stop - start, -1).to(torch.float32)
+    return StoredWeight(
+        form=f"INT{bits}",
+        shape=shape,
+        parts=(stored, scale, f"{module}.weight_shape", point),
+        decode=decode,
+        scale=scale,
+        zero_point=point if has_point else "",
+    )
 
 
 def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
@@ -273,11 +259,8 @@ def _read_number(checkpoint: Checkpoint, name: str) -> float:
     return value
 
 
-def _is_packed(entry: TensorEntry, shape: tuple[int, int], bits: int) -> bool:
-    return entry.shape == (shape[0], -(-shape[1] // (32 // bits)))
-
-
-def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
+def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[int, ...]:
+    """Check the scale of integers, and give its shape."""
     entry = checkpoint.tensors.get(name)
     if entry is None or entry.dtype not in FLOATS:
         raise _refusal(checkpoint, f"{shorten(name)} is missing, or is not a float")
@@ -288,6 +271,7 @@ def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> N
         raise _refusal(
             checkpoint, f"{shorten(name)} has shape {list(entry.shape)} for a weight {list(shape)}"
         )
+    return entry.shape
 
 
 def _check_zero_point(checkpoint: Checkpoint, name: str, scale: tuple[int, ...], bits: int) -> None:
