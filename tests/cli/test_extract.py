@@ -27,7 +27,6 @@ FILES = {
     "rfc": "rfc.tp1.json",
 }
 JSON_RANKS = {"vllm-json": "0", "rfc": "rank0"}
-JOINT_FORMS = {"tgi", "vllm-json", "rfc"}
 SHARD = "model-00002-of-00002.safetensors"
 CHECKPOINT = {
     "README.md",

@@ -255,32 +255,6 @@ def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) 
     assert "not empty" in fail(2, *other, "--resume")
 
 
-def test_dead_weights_are_told(tmp_path: Path) -> None:
-    model = zoo.build("llama")
-    model.model.layers[0].mlp.down_proj.weight.data[:] = 0
-    model.save_pretrained(tmp_path / "model")
-    command = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--out", tmp_path / "out")
-    assert "32 outputs, no multiple of 128" in fail(7, *command)
-    outcome = succeed(*command, "--allow-unservable", "--json")
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert outcome.json["dead"] == [{"tensor": name, "count": 1, "total": 1}]
-    assert f"warning: {name}: all zeros in 1 of 1" in outcome.err
-
-
-def test_models_that_cannot_be_quantized_are_named(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
-    zoo.save("gpt2", tmp_path / "gpt2")
-    zoo.save("gpt_oss", tmp_path / "gpt_oss")
-    scheme = ("--scheme", "fp8-dynamic")
-    assert "gpt2" in refused(4, *scheme, source=tmp_path / "gpt2")
-    text = refused(4, *scheme, source=tmp_path / "gpt_oss")
-    assert "mlp.experts.down_proj" in text
-    assert "--ignore '" not in text
-    assert "`fp8calib calibrate`" in text
-    assert "no model folder" in refused(4, *scheme, source=tmp_path / "nowhere")
-
-
 def test_statistics_of_another_model_are_refused(
     refused: Callable[..., str], stats: Path, tmp_path: Path
 ) -> None:

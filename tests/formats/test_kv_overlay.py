@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.calibration.statistic import SiteStats
@@ -20,7 +19,6 @@ from tests.formats.handmade import (
     MEASURED,
     make_attention,
     make_geometry,
-    make_kv_sites,
     make_stats,
     plain_stats,
     record_fit,
@@ -35,21 +33,6 @@ CONFIG = """{"quant_method":"compressed-tensors","format":"naive-quantized",
    "strategy":"tensor","symmetric":true,"dynamic":false}}},
  "kv_cache_scheme":{"num_bits":8,"type":"float","strategy":"STRATEGY","dynamic":false,
    "symmetric":true}}"""
-
-
-@pytest.mark.parametrize(("per_head", "strategy"), [(False, "tensor"), (True, "attn_head")])
-def test_the_config_says_that_nothing_but_the_kv_cache_is_quantized(
-    tmp_path: Path, per_head: bool, strategy: str
-) -> None:
-    stats = plain_stats()
-    table = compute_kv_scales(stats, E4M3FN, per_head=per_head)
-    write_scales(
-        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
-    )
-
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    expected = json.loads(CONFIG.replace("STRATEGY", strategy))
-    assert config == {"model_type": "llama", "quantization_config": expected}
 
 
 def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
@@ -79,53 +62,6 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
 
 def _describe(start: int) -> dict[str, object]:
     return {"dtype": "F32", "shape": [1], "data_offsets": [start, start + 4]}
-
-
-def test_per_head_scales_are_stored_one_for_each_kv_head(tmp_path: Path) -> None:
-    stats = plain_stats()
-    table = compute_kv_scales(stats, E4M3FN, per_head=True, query=True)
-    write_scales(
-        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
-    )
-
-    scales = load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")
-    assert {name: tensor.flatten().tolist() for name, tensor in scales.items()} == {
-        "model.layers.0.self_attn.k_scale": [0.25, 0.5],
-        "model.layers.0.self_attn.v_scale": [0.125, 0.75],
-        "model.layers.0.self_attn.q_scale": [0.5, 4.0, 1.0, 2.0],
-        "model.layers.1.self_attn.k_scale": [2.0, 0.0625],
-        "model.layers.1.self_attn.v_scale": [0.03125, 0.015625],
-        "model.layers.1.self_attn.q_scale": [8.0, 1.0, 1.0, 1.0],
-    }
-    assert {tensor.shape[1:] for tensor in scales.values()} == {(1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "unlisted"),
-    [("gpt2", {"h.0.attn.k_scale", "h.0.attn.v_scale"}), ("gptj", set())],
-)
-def test_names_that_vllm_refuses_in_gpt2_lie_in_a_file_that_the_index_does_not_list(
-    tmp_path: Path, model_type: str, unlisted: set[str]
-) -> None:
-    attention = make_attention(0, checkpoint_module="h.0.attn")
-    geometry = make_geometry([attention], model_type=model_type)
-    stats = make_stats(geometry, make_kv_sites(geometry))
-    table = compute_kv_scales(stats, E4M3FN)
-    folder = tmp_path / "out"
-    write_scales("kv-overlay", table, folder, source=save_source(stats, tmp_path / "model"))
-
-    listed = load_file(folder / "model-00002-of-00002.safetensors")
-    side = folder / "kv_scales.safetensors"
-    beside = load_file(side) if side.exists() else {}
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(beside) == unlisted
-    assert {name for name in index if name.endswith("_scale")} == set(listed)
-    assert {name: scale.tolist() for name, scale in (listed | beside).items()} == {
-        "h.0.attn.k_scale": [0.5],
-        "h.0.attn.v_scale": [0.75],
-        "h.0.attn.attn.k_scale": [0.5],
-        "h.0.attn.attn.v_scale": [0.75],
-    }
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import load_file
-
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.formats.metadata import find_origin
 from fp8calib.numerics.formats import E4M3FN
 from tests.formats.handmade import (
     MEASURED,
@@ -42,30 +37,3 @@ def test_the_file_is_these_bytes(tmp_path: Path) -> None:
     records = tuple(text.replace('"', '\\"').encode() for text in (record_fit(1), MEASURED))
     assert raw[8 : 8 + length].rstrip() == GOLDEN % records
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 0000003f 0000403f")
-
-
-def test_a_hundred_layers_are_under_a_hundred_kilobytes(tmp_path: Path) -> None:
-    """With four norms in every layer, hashes of the text, and long names."""
-    path = "model.language_model.layers.{}.self_attn"
-    attentions = [
-        make_attention(index, module=path.format(index), checkpoint_module=path.format(index))
-        for index in range(100)
-    ]
-    geometry = make_geometry(attentions)
-    stats = make_stats(geometry, make_kv_sites(geometry))
-    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-    hashes = {
-        f"model.language_model.layers.{index}.{norm}.weight": f"{index:016x}"
-        for index in range(100)
-        for norm in norms
-    }
-    header = stats.header.model_copy(update={"unquantized": hashes})
-    stats = replace(stats, header=header)
-    out = tmp_path / "kv_scales.safetensors"
-    write_scales("kv-scales", compute_kv_scales(stats, E4M3FN), out)
-
-    assert out.stat().st_size < 100_000
-    assert len(load_file(out)) == 200
-    origin = find_origin(out, [TensorFile(out)])
-    assert origin is not None
-    assert origin.unquantized == hashes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,28 +52,6 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(JSON)
     with pytest.raises(ModelError, match="not a scales file"):
         read_scales(tmp_path / name, GEOMETRY)
-
-
-def test_what_is_no_file_at_all_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(ModelError, match="not a scales file"):
-        read_scales(tmp_path / "a.json", GEOMETRY)
-    with pytest.raises(ModelError, match="there are no KV scales"):
-        read_scales(tmp_path, GEOMETRY)
-
-
-def test_a_name_too_long_for_a_file_is_refused() -> None:
-    with pytest.raises((UsageError, ModelError)):
-        read_scales(Path("x" * 5000), GEOMETRY)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir(mode=0o000)
-    with pytest.raises(ModelError, match="cannot be read"):
-        read_scales(tmp_path / "a", GEOMETRY)
-    with pytest.raises(ModelError, match="cannot be read"):
-        read_scales(tmp_path / "a" / "b.json", GEOMETRY)
 
 
 def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:

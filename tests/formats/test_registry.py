@@ -17,7 +17,6 @@ from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.write import (
     check_export,
     check_overlay_source,
-    list_outputs,
     write_formats,
 )
 from fp8calib.model.shapes import Role
@@ -37,14 +36,6 @@ from tests.formats.handmade import (
 ALL = (
     *("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc"),
     *("lightllm", "lightllm-head"),
-)
-LIGHTLLM_FILES = ("kv_cache_calib.json", "kv_cache_calib_per_head.json")
-OVERLAY_FILES = (
-    "config.json",
-    "model-00001-of-00002.safetensors",
-    "model-00002-of-00002.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
 )
 
 
@@ -79,18 +70,6 @@ def out(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()
     return folder
-
-
-def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> None:
-    written, notes = _write(linear_stats(), out, ALL, tps=(1, 2))
-
-    overlays = [f"{name}/{file}" for name in ALL[:3] for file in OVERLAY_FILES]
-    files = ["kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "kv_scales.safetensors"]
-    assert written == sorted([*overlays, *files, *LIGHTLLM_FILES, "rfc.tp1.json", "rfc.tp2.json"])
-    assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
-    assert set(notes) == {
-        f"model.gguf: left out of {name}: belongs to weights in another format" for name in ALL[:3]
-    }
 
 
 def test_layers_that_share_or_lack_a_cache_are_named(out: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.errors import ExportError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.rules import Fallback
@@ -135,27 +134,6 @@ def test_every_rank_has_the_scales_of_its_rows_columns_and_heads(
     }
 
 
-def test_sections_stand_in_the_order_of_the_rfc(tmp_path: Path) -> None:
-    document = _write(linear_stats(), tmp_path / "rfc.json")
-
-    assert list(document) == ["model_type", "kv_cache", "mlp", "attention", "_fp8calib"]
-    assert list(document["mlp"]) == ["activation", "weight"]
-    assert list(document["mlp"]["activation"]) == ["dtype", "target_dtype", "scaling_factor"]
-
-
-@pytest.mark.parametrize(
-    ("checkpoint_dtype", "served"),
-    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
-)
-def test_activations_are_named_in_the_dtype_a_server_runs(
-    tmp_path: Path, checkpoint_dtype: str, served: str
-) -> None:
-    document = _write(linear_stats(checkpoint_dtype=checkpoint_dtype), tmp_path / "rfc.json")
-
-    assert document["mlp"]["activation"]["dtype"] == served
-    assert document["attention"]["activation"]["dtype"] == served
-
-
 def test_fnuz_scales_name_their_format_everywhere(tmp_path: Path) -> None:
     text = json.dumps(_write(linear_stats(), tmp_path / "rfc.json", fmt=E4M3FNUZ))
 
@@ -191,34 +169,6 @@ def test_experts_have_scales_of_their_own(
         }
         for rank, of_rank in enumerate(weights)
     }
-
-
-@pytest.mark.parametrize(
-    ("fallback", "gate", "down"),
-    [(None, 2.0, 4.0), (Fallback.LAYER_MAX, 2.0, 4.0), (Fallback.ONE, 1.0, 1.0)],
-)
-def test_an_expert_no_token_reached_takes_the_fallback(
-    tmp_path: Path, fallback: Fallback | None, gate: float, down: float
-) -> None:
-    document = _write(expert_stats(), tmp_path / "rfc.json", tp=2, fallback=fallback)
-
-    of_rank = document["mlp"]["activation"]["scaling_factor"]
-    assert of_rank["rank0"]["0"] == {
-        "experts.0.gate_proj": 2.0,
-        "experts.1.gate_proj": gate,
-        "experts.0.up_proj": 2.0,
-        "experts.1.up_proj": gate,
-        "experts.0.down_proj": 2.0,
-        "experts.1.down_proj": down,
-    }
-    assert of_rank["rank1"]["0"]["experts.0.down_proj"] == 4.0
-
-
-def test_an_expert_no_token_reached_can_be_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ExportError, match=r"3 sites \(model\.layers\.0\.mlp\.experts\.1\.gate_proj"
-    ):
-        _write(expert_stats(), tmp_path / "rfc.json", fallback=Fallback.REFUSE)
 
 
 def test_layers_without_projections_have_no_entry_but_every_layer_a_kv_scale(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,19 +174,3 @@ def test_a_latent_cache_has_one_scale_under_both_names_and_on_every_rank(name: s
         0.5
     }
     assert {scale.values.numel() for scale in back.values()} == {2 if name in RANKED else 1}
-
-
-def test_a_second_conversion_loses_nothing_more() -> None:
-    values = {Role.K: (1.0, 2.0, 3.0, 4.0), Role.V: (0.5, 8.0, 0.25, 1.0)}
-    found = {
-        attention.site(role): Scale(values=torch.tensor([numbers]), source=ScaleSource.OBSERVED)
-        for _, attention in PLAIN.attentions()
-        for role, numbers in values.items()
-    }
-    table = ScaleTable(geometry=PLAIN, fmt=E4M3FN, tp=1, per_head=True, scales=found)
-    for first, second in itertools.product(list_format_names(), repeat=2):
-        once = _round_trip(convert_table(table, fmt=E4M3FN, per_head=first in PER_HEAD), first)
-        twice = _round_trip(convert_table(once, fmt=E4M3FN, per_head=second in PER_HEAD), second)
-        again = _round_trip(convert_table(twice, fmt=E4M3FN, per_head=second in PER_HEAD), second)
-        same = {site: scale.values.tolist() for site, scale in twice.scales.items()}
-        assert {site: scale.values.tolist() for site, scale in again.scales.items()} == same

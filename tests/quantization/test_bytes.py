@@ -20,7 +20,6 @@ from tests.quantization.by_hand import (
     encode,
     make_tensors,
     random,
-    read,
     run,
     save,
     scale_for,
@@ -157,23 +156,6 @@ def test_all_else_is_copied_byte_for_byte(tmp_path: Path) -> None:
     assert stored.keys() == tensors.keys() | scales
 
 
-def test_the_index_names_every_tensor_where_it_is(tmp_path: Path) -> None:
-    found = run(save(tmp_path / "source", make_tensors(), shards=3), tmp_path / "out", "w8a16")
-    index = json.loads((found.out / "model.safetensors.index.json").read_text())
-    stored = {
-        name: path.name for path in found.out.glob("*.safetensors") for name in _names_in(path)
-    }
-    assert index["weight_map"] == stored
-    sizes = (t.numel() * t.element_size() for t in found.tensors().values())
-    assert index["metadata"]["total_size"] == sum(sizes)
-
-
-def _names_in(path: Path) -> list[str]:
-    raw = path.read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    return [name for name in header if name != "__metadata__"]
-
-
 def test_data_begin_at_multiples_of_their_width(tmp_path: Path) -> None:
     """An odd number of codes must not push what follows to an odd place."""
     tensors = make_tensors() | {f"{LAYER}.mlp.fc.weight": random(3, 7, seed=1)}
@@ -282,13 +264,3 @@ def test_the_plan_knows_the_size_to_the_byte(tmp_path: Path) -> None:
     found = run(source, tmp_path / "out", "fp8-block")
     total = sum(path.stat().st_size for path in found.out.iterdir())
     assert found.plan.size_bytes == total
-
-
-def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
-    tensors = make_tensors()
-    del tensors["lm_head.weight"]
-    source = save(tmp_path / "source", tensors, tie_word_embeddings=True)
-    found = run(source, tmp_path / "out", "fp8-dynamic")
-    assert not any(name.startswith("lm_head") for name in read(found.out))
-    assert json.loads((found.out / "config.json").read_text())["tie_word_embeddings"] is True
-    assert "lm_head" in found.config()["ignore"]

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
@@ -106,53 +104,6 @@ def test_compressed_tensors_parses_the_config(tmp_path: Path, scheme: str, kv: b
         )
 
 
-def test_the_configs_of_autofp8(tmp_path: Path) -> None:
-    names = ["lm_head", "model.embed_tokens"]
-    assert write(tmp_path / "a", "autofp8", "fp8-static", kv=True).config() == {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "ignored_layers": names,
-        "kv_cache_scheme": "static",
-    }
-    assert write(tmp_path / "b", "autofp8", "fp8-block").config() == {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "ignored_layers": names,
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": names,
-    }
-
-
-def test_the_configs_of_modelopt(tmp_path: Path) -> None:
-    number = {"dynamic": False, "num_bits": 8, "type": "float"}
-    names = ["lm_head", "model.embed_tokens"]
-    static = write(tmp_path / "a", "modelopt", "fp8-static", kv=True)
-    config = static.config()
-    producer = config.pop("producer")
-    assert producer["name"] == "fp8calib"
-    assert config == {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "ignore": names,
-        "config_groups": {
-            "group_0": {"input_activations": number, "weights": number, "targets": ["Linear"]}
-        },
-        "kv_cache_scheme": number,
-    }
-    assert json.loads((static.out / "hf_quant_config.json").read_text()) == {
-        "producer": producer,
-        "quantization": {
-            "quant_algo": "FP8",
-            "kv_cache_quant_algo": "FP8",
-            "exclude_modules": names,
-        },
-    }
-    dynamic = write(tmp_path / "b", "modelopt", "fp8-dynamic")
-    assert dynamic.config()["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
-    file = json.loads((dynamic.out / "hf_quant_config.json").read_text())
-    assert file["quantization"]["kv_cache_quant_algo"] is None
-
-
 def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:
     tower = "vision_tower.encoder.layers.0.fc1"
     tensors = make_tensors() | {f"{tower}.weight": random(16, 16, seed=0)}
@@ -222,11 +173,6 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         run(source, tmp_path / "out", "w8a16")
 
 
-def test_licences_come_along_from_the_hub_too() -> None:
-    names = ["LICENSE", "LICENCE.txt", "NOTICE", "USE_POLICY.md", "pytorch_model.bin", "x.gguf"]
-    assert list(filter_repo_objects(names, allow_patterns=HUB_FILES)) == names[:4]
-
-
 def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
     """Without them vLLM pools as the architecture's default does, and skips the last layer."""
     source = save(tmp_path / "source", make_tensors())
@@ -240,14 +186,3 @@ def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
     found = run(source, tmp_path / "out", "w8a16")
     assert set(found.written.files) == {"config.json", "model.safetensors", "modules.json", *kept}
     assert found.plan.skipped.keys() == {"openvino"}
-
-
-def test_an_adapter_beside_the_model_stays_behind(tmp_path: Path) -> None:
-    """Of its config alone, transformers makes an error."""
-    source = save(tmp_path / "source", make_tensors())
-    (source / "adapter_config.json").write_text("{}")
-    (source / "adapter_model.safetensors").write_text("")
-    found = run(source, tmp_path / "out", "w8a16")
-    assert found.plan.skipped == dict.fromkeys(
-        ("adapter_config.json", "adapter_model.safetensors"), "belongs to an adapter"
-    )

@@ -10,7 +10,6 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.module_paths import name_fused_group
 from fp8calib.quantization.select import Selection, select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from tests.quantization.by_hand import LAYER, Tensors, make_tensors, random, save
@@ -291,23 +290,6 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
         check_unquantized(checkpoint)
     assert f"already quantized: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
-
-
-def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
-    found = pick(tmp_path / "a", make_tensors(), "*.k_proj", "*.o_proj")
-    taken = [matrix.module for matrix in found.quantized]
-    others = (name_fused_group(item.module) for item in found.unquantized)
-    split = set(map(name_fused_group, taken)).intersection(others)
-    assert split == {f"{LAYER}.self_attn.q_proj+k_proj+v_proj"}
-
-
-@pytest.mark.parametrize("kind", [["llama"], {"a": "b"}, None, 3])
-def test_a_model_type_that_is_no_name_hinders_nothing(tmp_path: Path, kind: object) -> None:
-    tensors = {f"{LAYER}.mlp.up_proj.weight": random(16, 16, seed=0)}
-    save(tmp_path, tensors, model_type=kind)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        found = select(checkpoint)
-    assert [matrix.module for matrix in found.quantized] == [f"{LAYER}.mlp.up_proj"]
 
 
 def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path) -> None:
