@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
@@ -53,13 +54,18 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
 
 def list_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of weights."""
-    pairs = ((each.scale_name, each.block_scale_name) for each in FP8_DIALECTS.values())
-    return tuple(dict.fromkeys(name for pair in pairs for name in pair))
+    return _list_names(tuple(FP8_DIALECTS), "scale_name", "block_scale_name")
 
 
 def list_input_scale_names() -> tuple[str, ...]:
     """List the names that dialects give the scales of inputs."""
-    return tuple(dict.fromkeys(each.input_scale_name for each in FP8_DIALECTS.values()))
+    return _list_names(tuple(FP8_DIALECTS), "input_scale_name")
+
+
+@cache  # by names, because a dialect may be registered after the first call
+def _list_names(dialects: tuple[str, ...], *fields: str) -> tuple[str, ...]:
+    chosen = (getattr(FP8_DIALECTS[name], field) for name in dialects for field in fields)
+    return tuple(dict.fromkeys(chosen))
 
 
 def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
