@@ -49,7 +49,7 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.settings import make_settings
-from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.decoded import check_unquantized
 
 
 class LayerJob(Protocol):

@@ -27,8 +27,8 @@ from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.quantization.calibrated_scales import plan_checkpoint
-from fp8calib.quantization.outline import write_outline
 from fp8calib.quantization.plan import PlanSettings, QuantizePlan
+from fp8calib.quantization.write import write_outline
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""

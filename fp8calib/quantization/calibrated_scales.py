@@ -41,7 +41,7 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.select import Selection
-from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.decoded import check_unquantized
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""

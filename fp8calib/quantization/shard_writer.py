@@ -20,13 +20,15 @@ from fp8calib.numerics.schemes import Granularity, Scheme, count_parts
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout
-from fp8calib.quantization.weight_reader import (
+from fp8calib.quantization.weights import (
     CHUNK_BYTES,
     WeightReader,
+    WeightScales,
+    part_amax,
     require_finite,
+    scale_parts,
     split_rows,
 )
-from fp8calib.quantization.weight_scales import WeightScales, part_amax, scale_parts
 
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""

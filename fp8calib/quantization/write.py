@@ -29,11 +29,10 @@ from fp8calib.checkpoint.output import (
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.model.device import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
-from fp8calib.quantization.plan import CheckpointPlan
-from fp8calib.quantization.shard_layout import ShardLayout
-from fp8calib.quantization.shard_writer import ShardWriter, WeightCodes
-from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.quantization.weight_scales import WeightScales
+from fp8calib.quantization.plan import CheckpointPlan, QuantizePlan
+from fp8calib.quantization.shard_layout import Codes, ShardLayout
+from fp8calib.quantization.shard_writer import ShardWriter, WeightCodes, encode_scale
+from fp8calib.quantization.weights import WeightReader, WeightScales
 
 _MAX_THREADS = 16
 
@@ -149,3 +148,24 @@ def _open_threads() -> Iterator[ThreadPoolExecutor]:
     count = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     with one_thread(), ThreadPoolExecutor(count) as pool:
         yield pool
+
+
+def write_outline(plan: QuantizePlan, folder: Path) -> None:
+    """Write what `check` reads of a checkpoint: configs, headers, and scales of 1.0.
+
+    Files have holes for the rest.
+    """
+    for name, document in plan.json_files.items():
+        (folder / name).write_bytes(encode_json(document))
+    for shard in plan.shards:
+        with (folder / shard.name).open("wb") as file:
+            file.write(shard.head)
+            for tensor in shard.tensors:
+                place, values = tensor, tensor.content
+                if isinstance(values, Codes):
+                    place = values.scale
+                    values = torch.ones(place.shape)
+                if isinstance(values, torch.Tensor):
+                    file.seek(shard.starts[place.name])
+                    file.write(encode_scale(place, values))
+            file.truncate(shard.size_bytes)

@@ -16,10 +16,10 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.numerics.schemes import Scheme, find_scheme
-from fp8calib.quantization.outline import write_outline
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import make_settings
+from fp8calib.quantization.write import write_outline
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     find_candidate,

@@ -16,7 +16,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.model.shapes import Role, Site
-from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.decoded import check_unquantized
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.test_vision_language import MODELS

@@ -11,7 +11,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantization.select import Selection, select
-from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.decoded import check_unquantized
 from tests.quantization.by_hand import LAYER, Tensors, make_tensors, random, save
 
 MATRIX = random(32, 48, seed=0)

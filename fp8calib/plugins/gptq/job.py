@@ -61,7 +61,7 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.select import Selection
-from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.decoded import check_unquantized
 from fp8calib.quantization.write import find_finished, write_checkpoint
 
 

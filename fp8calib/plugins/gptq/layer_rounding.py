@@ -29,8 +29,7 @@ from fp8calib.plugins.gptq.input_map import InputMap
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.quantization.weight_scales import WeightScales, spread_scales
+from fp8calib.quantization.weights import WeightReader, WeightScales, spread_scales
 
 MIN_TOKENS = 256
 """A weight with fewer tokens in its Hessian is rounded to nearest."""
