@@ -209,26 +209,18 @@ def _check_complete(
 ) -> None:
     """Check that layers with a cache have k and v, others both or none, and q is in all or none."""
     owners, attentions = geometry.owners(), list(geometry.attentions())
-    lacking = {
-        role: [index for index, owner in owners.items() if owner.site(role) not in values]
-        for role in KV_ROLES
+    have = {
+        role: {layer.index for layer, each in attentions if each.site(role) in values}
+        for role in (*KV_ROLES, Role.Q)
     }
-    neither = sorted(set(lacking[Role.K]).intersection(lacking[Role.V]))
-    if neither:
+    if neither := sorted(owners.keys() - have[Role.K] - have[Role.V]):
         raise missing_layers(place, neither, of=len(owners))
     for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
-        if lacking[role]:
-            fault = f"{name_ranges(lacking[role])}: {other}_scale without {role}_scale"
+        if alone := sorted(have[other] - have[role]):
+            fault = f"{name_ranges(alone)}: {other}_scale without {role}_scale"
             raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
-    halves = [
-        layer.index
-        for layer, attention in attentions
-        if len([role for role in KV_ROLES if attention.site(role) in values]) == 1
-    ]
-    if halves:
-        raise refusal(place, f"{name_ranges(halves)}: only one of k_scale and v_scale")
-    without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
-    if 0 < len(without) < len(attentions):
+    without = [layer.index for layer, _ in attentions if layer.index not in have[Role.Q]]
+    if have[Role.Q] and without:
         fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
         hint = "engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all"
         raise refusal(place, fault, hint=hint)
