@@ -83,7 +83,7 @@ def _compare_page(page: str, name: str, text: str) -> None:
 
 def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:
     sources = [path for name, path in places.items() if name != STATS]
-    read = {read_scales(path, find_geometry("llama")).dialect for path in sources}
+    read = {read_scales(path, find_geometry("llama")).table.dialect for path in sources}
     assert read == {dialect.name for dialect in list_read()}
 
 
