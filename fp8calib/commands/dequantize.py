@@ -131,29 +131,30 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
     with open_quantized(folder, dtype=dtype) as checkpoint:
         plan = plan_dequantized(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in plan.skipped.items()]
-        found, plain = None, out
+        found, plain, owned = None, out, plan.names
         if request.keep_kv_scales:
             found = _read_kv_scales(checkpoint)
             plain = out.with_name(f"{out.name}.without-scales")
             owned = _list_owned(found, checkpoint)
-            check_output(out, owned, request.force, inputs=[folder])
         elif any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
-        written = find_finished(plain, plan) if request.resume else None
+        written = find_finished(out, plan, owned) if request.resume else None
         if written is not None:
-            reporter.say(f"{plain} is finished already")
+            reporter.say(f"{out} is finished already")
         else:
+            check_output(out, owned, request.force, inputs=[folder])
             reporter.stage("dequantizing", plan.data_bytes, unit="bytes")
-            written = write_checkpoint(
+            written = find_finished(plain, plan) if request.resume else None
+            written = written or write_checkpoint(
                 *(checkpoint, plan, plain),
                 device=torch.device("cpu"),
                 advance=reporter.advance,
                 resume=request.resume,
                 force=request.force,
             )
-        if found is not None:
-            notes += _write_overlay(found, plain, out, force=request.force)
-            shutil.rmtree(plain)
+            if found is not None:
+                notes += _write_overlay(found, plain, out, force=request.force)
+                shutil.rmtree(plain)
         write_card(
             *(out, out, checkpoint.dtype_name, request.model),
             revision=request.revision,
@@ -189,9 +190,13 @@ def _choose_dialect(found: FoundScales) -> Dialect:
 
 
 def _list_owned(found: FoundScales, checkpoint: Checkpoint) -> frozenset[str]:
+    from fp8calib.formats.fp8.registry import FP8_DIALECTS
     from fp8calib.formats.write import list_owned
 
-    return list_owned(_choose_dialect(found).name, 1, found.table.geometry, checkpoint)
+    # the config of a quantization that no longer holds is not copied
+    quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
+    name = _choose_dialect(found).name
+    return list_owned(name, 1, found.table.geometry, checkpoint) - quantizations
 
 
 def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -> tuple[str, ...]:

@@ -125,10 +125,18 @@ def list_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.relative_to(folder).as_posix() for path in files))
 
 
-def find_finished(out: Path, plan: CheckpointPlan) -> Written | None:
-    """Look for the checkpoint of this plan that an earlier run finished, but for the card."""
-    is_whole = all((out / name).exists() for name in plan.names - {CARD_NAME})
-    if not (is_whole and all(_is_shard(out / shard.name, shard) for shard in plan.shards)):
+def find_finished(
+    out: Path, plan: CheckpointPlan, names: frozenset[str] | None = None
+) -> Written | None:
+    """Look for the checkpoint of this plan that an earlier run finished, but for the card.
+
+    `names` are those of its entries, if it is an overlay of the plan's checkpoint.
+    """
+    entries = (plan.names if names is None else names) - {CARD_NAME}
+    if not all((out / name).exists() for name in entries):
+        return None
+    files = [out / name for name in entries if name.endswith(".safetensors")]
+    if not all(any(_is_shard(path, shard) for path in files) for shard in plan.shards):
         return None
     remove_progress_file(out)
     return Written(files=list_files(out))

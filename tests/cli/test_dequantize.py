@@ -336,6 +336,7 @@ def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) ->
     source, out, plain = FOLDER / name, tmp_path / "out", tmp_path / "plain"
     report = dequantize(source, out, "--keep-kv-scales")
     assert report["has_kv_scales"]
+    assert dequantize(source, out, "--keep-kv-scales", "--resume")["files"] == report["files"]
     assert report["files"] == sorted(path.name for path in out.iterdir())
     dequantize(source, plain)
     extract = ("extract-kv-scales", "--quantized-model", source, "--model", plain)
