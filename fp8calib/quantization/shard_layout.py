@@ -16,7 +16,7 @@ from fp8calib.quantization.matrices import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The FP8 codes of a weight, with whose scales another tensor is filled."""
+    """The FP8 codes of a weight, and the tensor that holds its scale."""
 
     matrix: Matrix
     scheme: Scheme
