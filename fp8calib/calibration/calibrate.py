@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-import torch
-from torch.distributed import ReduceOp
-
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.header import BackOff, Skipped, StatsHeader, StatsShard
@@ -19,13 +16,7 @@ from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import LayerWork, Recorder
 from fp8calib.calibration.reductions import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
-from fp8calib.calibration.statistic import (
-    COUNTS,
-    SiteStats,
-    group_tensors,
-    merge_sites,
-    name_tensors,
-)
+from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import check_other_weights, settle_weights
@@ -132,9 +123,7 @@ def calibrate(
             settle_weights(passes.weights, prepared)
             raise
         sites |= settle_weights(passes.weights, prepared)
-    sites = _join_processes(group, sites)
-    if journal is not None:
-        sites = merge_sites([sites, journal.sites])
+    sites = merge_sites([*group.gather(sites), *([] if journal is None else [journal.sites])])
     if plan is not None and observe.kv and group.is_first:
         _require_kv(prepared, sites)
     skipped = list_skipped(prepared, sites, unseen, query=observe.query, inputs=observe.inputs)
@@ -192,25 +181,6 @@ def make_header(
         text_start=plan.start if plan else "",
         modality_tokens=plan.tokens_by_modality if plan else {},
     )
-
-
-def _join_processes(group: ProcessGroup, sites: dict[Site, SiteStats]) -> dict[Site, SiteStats]:
-    """Join the statistics of all processes; only the first one gets them."""
-    if group.size == 1:
-        return sites
-    maxima: dict[str, torch.Tensor] = {}
-    counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
-    for key, tensor in name_tensors(sites):
-        (counts if key.rpartition("/")[2] in COUNTS else maxima)[key] = tensor
-    joined = group.all_reduce(maxima, ReduceOp.MAX)
-    joined |= group.all_reduce(counts, ReduceOp.SUM, torch.int64)
-    if not group.is_first:
-        return {}
-    by_site = group_tensors({key: joined[key].clone() for key in joined})  # they are views
-    return {
-        Site.parse(site): SiteStats(count=int(tensors.pop("count")), **tensors)
-        for site, tensors in by_site.items()
-    }
 
 
 def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:

@@ -6,13 +6,12 @@ Anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT starts them, as
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -33,7 +32,6 @@ STUCK_S = 30.0
 _BEAT_S = 1.0
 _PRINT_S = 5.0
 """How long the first process may take to print the error that ends the run."""
-_LARGE = 2**20
 _INTERRUPTED = "interrupted"
 
 
@@ -70,36 +68,23 @@ class ProcessGroup:
             distributed.all_gather_object(gathered, own, self._group)
         return gathered
 
-    def all_reduce(
-        self,
-        own: Mapping[str, torch.Tensor],
-        operation: distributed.ReduceOp.RedOpType,
-        dtype: torch.dtype = torch.float32,
-    ) -> dict[str, torch.Tensor]:
-        """Join named tensors of all processes by maxima (not of negative values) or sums.
-
-        Each process may lack some. Sums of fp32 round: their last bits depend on the number of
-        processes.
-        """
+    def gather(self, own: Any) -> list[Any]:
+        """Give the first process the values of all, by rank, and none to the others."""
         if self._watch is None:
-            return dict(own)
-        shapes: dict[str, list[int]] = {}
-        for gathered in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
-            shapes |= gathered
-        # Thousands of small tensors travel as one; large ones, Hessians, are not copied together.
-        small = [name for name in sorted(shapes) if math.prod(shapes[name]) < _LARGE]
-        large = [[name] for name in sorted(shapes) if math.prod(shapes[name]) >= _LARGE]
-        joined: dict[str, torch.Tensor] = {}
-        for names in filter(None, (small, *large)):
-            # Where a process saw nothing, zeros leave the maximum and the sum as they are.
-            tensors = [own[n] if n in own else torch.zeros(shapes[n], dtype=dtype) for n in names]
-            flat = torch.cat([tensor.cpu().flatten() for tensor in tensors])
-            with self.peer_failures():
-                distributed.all_reduce(flat, operation, self._group)
-            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for name, tensor, part in zip(names, tensors, parts, strict=True):
-                joined[name] = part.view_as(tensor).to(tensor.device)
-        return joined
+            return [own]
+        gathered: list[Any] | None = [None] * self.size if self.is_first else None
+        with self.peer_failures():
+            distributed.gather_object(own, gathered, group=self._group)
+        return gathered or []
+
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor of all processes. fp32 rounds: the last bits depend on their number."""
+        if self._watch is None:
+            return own
+        total = own.cpu().clone()
+        with self.peer_failures():
+            distributed.all_reduce(total, group=self._group)
+        return total.to(own.device)
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:

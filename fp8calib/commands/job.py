@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -268,7 +268,7 @@ class CalibrationJob:
                 work=layer_work,
                 engine=self.engine,
             )
-            back_offs = group.all_gather([asdict(each) for each in own_back_offs])
+            back_offs = group.gather(own_back_offs)
         duration_s = time.monotonic() - started
         resumed = () if journal is None else journal.sequences
         sequences = () if self.plan is None else self.plan.sequences
@@ -278,7 +278,7 @@ class CalibrationJob:
             # without those that an interrupted run had finished
             "tokens_per_s": (self.count()["tokens"] - sum(tokens)) / duration_s,
             "memory": {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
-            "batch_back_off": tuple(BackOff(**each) for ranks in back_offs for each in ranks),
+            "batch_back_off": tuple(each for ranks in back_offs for each in ranks),
             "resumed_sequences": len(tokens),
             "ranks": group.size,
         }

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed import ReduceOp
 
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -223,18 +222,26 @@ def _sum_ranks(own: LayerHessians, group: ProcessGroup) -> LayerHessians:
     changing: set[str] = set()
     counts: Mapping[str, list[int]] = {k: [s.num_used, s.num_held] for k, s in own.sums.items()}
     joined: dict[str, list[int]] = {}
-    gathered = group.all_gather([own.owners, sorted(own.changing), counts])
-    for other_owners, other_changing, other_counts in gathered:
+    named = {
+        f"{k}/{part}": getattr(s, part) for k, s in own.sums.items() for part in ("used", "held")
+    }
+    shapes: dict[str, torch.Size] = {}
+    gathered = group.all_gather(
+        (own.owners, own.changing, counts, {name: x.shape for name, x in named.items()})
+    )
+    for other_owners, other_changing, other_counts, other_shapes in gathered:
         for module, owner in other_owners.items():
             if owners.setdefault(module, owner) != owner:
                 changing.add(module)
         changing.update(other_changing)
         for key, pair in other_counts.items():
             joined[key] = [a + b for a, b in zip(joined.get(key, [0, 0]), pair, strict=True)]
-    named = {
-        f"{k}/{part}": getattr(s, part) for k, s in own.sums.items() for part in ("used", "held")
+        shapes |= other_shapes
+    # zeros where this process saw nothing
+    summed = {
+        name: group.sum(named[name] if name in named else torch.zeros(shapes[name]))
+        for name in sorted(shapes)
     }
-    summed = group.all_reduce(named, ReduceOp.SUM)
     sums = {
         key: HessianSums(summed[f"{key}/used"], summed[f"{key}/held"], *pair)
         for key, pair in joined.items()
