@@ -251,27 +251,19 @@ def changed_input(
         handle.remove()
 
 
-_OPEN_HOOKS: dict[Any, tuple[Any, list[Callable[..., Any]]]] = {}
-"""By interface: its own look-up, and the open hooks, which may be closed in any order."""
-
-
 @contextmanager
 def wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
     """Call `hook` instead of the functions of an interface; it receives the function first."""
-    original, hooks = _OPEN_HOOKS.setdefault(interface, (interface.get_interface, []))
+    original, is_open = interface.get_interface, True
 
     def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function: Callable[..., Any] = original(self, name, default)
-        for each in hooks:
-            function = partial(each, function)
-        return function
+        return partial(hook, function) if is_open else function
 
     interface.get_interface = get_interface
-    hooks.append(hook)
     try:
         yield
     finally:
-        hooks.remove(hook)
-        if not hooks:
+        is_open = False
+        if interface.get_interface is get_interface:  # else one that was opened later has it
             interface.get_interface = original
-            del _OPEN_HOOKS[interface]

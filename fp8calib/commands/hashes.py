@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import HUB_FILES
 from fp8calib.commands.result import FileHash, RunHashes
-from fp8calib.data.specs import FileSource, parse_spec
+from fp8calib.data.specs import parse_spec
 
 _TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
 """Files of a model that no figure depends on."""
@@ -66,8 +66,7 @@ def hash_run(
     def hash_place(place: Path) -> tuple[FileHash, ...]:
         return hash_files(_list_files(place), known)
 
-    sources = [parse_spec(spec).source for spec in specs]
-    texts = [path for each in sources if isinstance(each, FileSource) for path in each.paths]
+    texts = [path for spec in specs for path in parse_spec(spec).files]
     return RunHashes(
         model=() if model is None else hash_place(model),
         data=hash_files(texts, known),

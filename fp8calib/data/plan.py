@@ -23,7 +23,7 @@ from fp8calib.data.rows import (
 )
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
-from fp8calib.data.specs import FileSource, parse_spec
+from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, format_count, shorten
 
 MOST_UNUSABLE = 0.1
@@ -108,9 +108,9 @@ def build_plan(
     if parsed and not specs:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
-        f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
+        f"{spec.label}: ignored, not data files: {', '.join(spec.ignored)}"
         for spec in parsed
-        if isinstance(spec.source, FileSource) and spec.source.ignored
+        if spec.ignored
     ]
     if used.too_short:
         warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")

@@ -16,7 +16,6 @@ import torch
 from fp8calib.data.rows import COLUMNS, MASK, ReadRow, Row, parse_row
 from fp8calib.data.specs import (
     DataSpec,
-    FileSource,
     HubSource,
     Specs,
     looks_like_spec,
@@ -131,9 +130,9 @@ def iter_rows(
 
     """
     source = spec.source
-    if isinstance(source, FileSource):
-        for path in source.paths:
-            yield from iter_file_rows(path, text_column=text_column)
+    for path in spec.files:
+        yield from iter_file_rows(path, text_column=text_column)
+    if spec.files:
         return
     if source is None:
         yield from iter_builtin_rows(part)

@@ -30,15 +30,6 @@ class Specs(tuple[str, ...]):
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """One file, or the files of one folder sorted by name."""
-
-    paths: tuple[Path, ...]
-    ignored: tuple[str, ...] = ()
-    """Other entries of the folder, by name; hidden ones are not listed."""
-
-
-@dataclass(frozen=True)
 class HubSource:
     """One split of a dataset on the Hugging Face hub."""
 
@@ -51,13 +42,17 @@ class HubSource:
 class DataSpec:
     """One resolved `--data` option."""
 
-    source: FileSource | HubSource | Path | None
+    source: HubSource | Path | None
     """A path is a folder that `datasets.Dataset.save_to_disk` wrote (of a `DatasetDict`, that of a
-    split). None is the text of `help()`, which is part of CPython."""
+    split). None are `files`, or without these the text of `help()`, which is part of CPython."""
     label: str
     """The spec as given, but only the last component of a path; it is stored in artifacts."""
     weight: float | None = None
     """Share of the rows when specs are mixed; None when the spec has no weight."""
+    files: tuple[Path, ...] = ()
+    """One file, or the files of one folder sorted by name."""
+    ignored: tuple[str, ...] = ()
+    """Other entries of the folder, by name; hidden ones are not listed."""
 
 
 def parse_spec(text: str) -> DataSpec:
@@ -82,7 +77,7 @@ def parse_spec(text: str) -> DataSpec:
     label = (path.absolute().name or body) + text[len(body) :]
     if all(_is_file(path / name) for name in _SAVED_FILES):
         return DataSpec(path, label, weight)
-    return DataSpec(_find_files(path), label, weight)
+    return DataSpec(None, label, weight, *_find_files(path))
 
 
 def looks_like_spec(text: str) -> bool:
@@ -119,7 +114,8 @@ def _parse_hub(body: str) -> HubSource:
     return HubSource(name, config or None, split or "train")
 
 
-def _find_files(path: Path) -> FileSource:
+def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Find the files of a spec, and the names of what else its folder has."""
     accepted = ", ".join(ACCEPTED_SUFFIXES)
     if _is_file(path / _SPLITS_FILE):
         raise UsageError(
@@ -138,7 +134,7 @@ def _find_files(path: Path) -> FileSource:
                 f"--data {path}: the folder holds no {accepted} file",
                 hint="name the folder that holds the files; its subfolders are not searched",
             )
-        return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
+        return paths, tuple(entry.name for entry in entries if entry not in paths)
     if not _has_suffix(path) and (path.suffix or _is_file(path)):
         ending = f"the suffix {path.suffix.lower()!r}" if path.suffix else "a file without suffix"
         raise UsageError(
@@ -152,7 +148,7 @@ def _find_files(path: Path) -> FileSource:
             hint="check the path; a split of a saved dataset is FOLDER/SPLIT, and a dataset on the "
             f"hub is hub:{path}",
         )
-    return FileSource((path,))
+    return (path,), ()
 
 
 def _has_suffix(path: Path) -> bool:

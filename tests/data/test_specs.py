@@ -6,7 +6,6 @@ import pytest
 
 from fp8calib.data.specs import (
     DataSpec,
-    FileSource,
     HubSource,
     parse_spec,
 )
@@ -54,7 +53,7 @@ def test_a_file_may_hold_at_and_colon_in_its_path(
     tmp_path: Path, name: str, suffix: str, weight: float | None
 ) -> None:
     path = touch(tmp_path / name)
-    expected = DataSpec(FileSource((path,)), f"{path.name}{suffix}", weight)
+    expected = DataSpec(None, f"{path.name}{suffix}", weight, files=(path,))
     assert parse_spec(f"{path}{suffix}") == expected
 
 
@@ -63,7 +62,7 @@ def test_a_relative_path_that_looks_like_a_hub_name_is_a_file_when_it_exists(
 ) -> None:
     touch(tmp_path / "hub:x.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert parse_spec("hub:x.jsonl").source == FileSource((Path("hub:x.jsonl"),))
+    assert parse_spec("hub:x.jsonl").files == (Path("hub:x.jsonl"),)
 
 
 def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
@@ -71,17 +70,16 @@ def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
 ) -> None:
     touch(tmp_path / "builtin" / "x.txt")
     monkeypatch.chdir(tmp_path)
-    assert parse_spec("builtin").source is None
-    assert parse_spec("./builtin").source == FileSource((Path("builtin/x.txt"),))
+    assert parse_spec("builtin").files == ()
+    assert parse_spec("./builtin").files == (Path("builtin/x.txt"),)
 
 
 def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl", "C.json", "README.md", ".hidden.txt", "deep/z.txt"):
         touch(tmp_path / name)
-    expected = FileSource(
-        (tmp_path / "C.json", tmp_path / "a.jsonl", tmp_path / "b.txt"), ("README.md", "deep")
-    )
-    assert parse_spec(str(tmp_path)).source == expected
+    found = parse_spec(str(tmp_path))
+    assert [path.name for path in found.files] == ["C.json", "a.jsonl", "b.txt"]
+    assert found.ignored == ("README.md", "deep")
 
 
 @pytest.mark.parametrize(
