@@ -98,12 +98,3 @@ def name_tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.T
     for site, stats in sites.items():
         for name, tensor in stats.tensors.items():
             yield f"{site}/{name}", tensor
-
-
-def group_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Group the tensors of `name_tensors` by their site."""
-    by_site: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in named.items():
-        site, _, name = key.rpartition("/")
-        by_site.setdefault(site, {})[name] = tensor
-    return by_site

@@ -14,7 +14,6 @@ import torch
 
 from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaRow
-from fp8calib.errors import DataError
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
@@ -166,22 +165,6 @@ class Batch:
         if all(length == width for length in self.lengths):
             return None
         return torch.arange(width)[None, :] < torch.tensor(self.lengths)[:, None]
-
-
-def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
-    """Split a plan into two texts; the second has the share `held_out` of the last sequences.
-
-    Raises:
-        DataError: there are fewer than two sequences.
-    """
-    total = len(plan.sequences)
-    if total < 2:
-        raise DataError(
-            f"{', '.join(plan.sources)}: one sequence cannot be split",
-            hint="use more text, or a shorter --seq-len",
-        )
-    count = total - max(1, round(total * held_out))
-    return take_sequences(plan, 0, count), take_sequences(plan, count, total)
 
 
 def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:

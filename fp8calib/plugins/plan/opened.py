@@ -14,7 +14,6 @@ from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.data.sequences import (
     DataPlan,
     list_other_warnings,
-    split_plan,
     take_sequences,
     warn_of_scales,
 )
@@ -23,7 +22,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import DataError, ModelError, UsageError
 from fp8calib.model.load import ModelSource
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.plugins.plan.request import NO_SCHEME, PlanRequest, read_size
@@ -199,7 +198,16 @@ def plan_texts(request: PlanRequest, source: ModelSource) -> tuple[DataPlan, Dat
         return plan_text(source, data.model_copy(update={"samples": samples}), part=part)
 
     if data.sources:
-        calibration, held_out = split_plan(plan("calibrate", data.samples), _HELD_OUT)
+        whole = plan("calibrate", data.samples)
+        total = len(whole.sequences)
+        if total < 2:
+            raise DataError(
+                f"{', '.join(whole.sources)}: one sequence cannot be split",
+                hint="use more text, or a shorter --seq-len",
+            )
+        count = total - max(1, round(total * _HELD_OUT))
+        calibration = take_sequences(whole, 0, count)
+        held_out = take_sequences(whole, count, total)
     else:
         number = max(1, round(data.samples * _HELD_OUT))
         calibration = plan("calibrate", data.samples - number)

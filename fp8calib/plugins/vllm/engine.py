@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -28,7 +28,7 @@ from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
-from fp8calib.calibration.statistic import SiteStats, group_tensors
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
 from fp8calib.data.sequences import Batch, cut_into
@@ -370,10 +370,13 @@ def _read_answer(
         raise CalibrationError(
             f"vLLM ran sequences {_show(ran)} of {_show(expected)} ({rank.describe()})"
         )
+    by_site = defaultdict[str, dict[str, Any]](dict)
+    for key, tensor in load(answer).items():
+        site, _, name = key.rpartition("/")
+        by_site[site][name] = tensor
     counts = json.loads(metadata["counts"])
     return {
-        Site.parse(site): SiteStats(count=counts[site], **found)
-        for site, found in group_tensors(load(answer)).items()
+        Site.parse(site): SiteStats(count=counts[site], **found) for site, found in by_site.items()
     }
 
 
