@@ -213,7 +213,6 @@ class LayerPass:
         self._progress = progress
         self._journal = journal
         self._work = work
-        self._counted = 0
 
     def observe_weights(self) -> None:
         """Read and observe the weights alone."""
@@ -236,9 +235,9 @@ class LayerPass:
                 one sequence does not fit into memory.
         """
         steps = sum(batch.num_tokens for batch in batches) * self._num_layers
-        self._progress.stage("layer by layer", steps, unit="tokens", layers=self._num_layers)
         size = max(len(batch.lengths) for batch in batches)
         while True:
+            self._progress.stage("layer by layer", steps, unit="tokens", layers=self._num_layers)
             try:
                 return self._walk(observer, batches)
             except OutOfMemoryInForward:
@@ -246,7 +245,6 @@ class LayerPass:
                 if not size:
                     raise
             return_memory_of(self.device)
-            self._count(-self._counted)
             observer.recorder.forget()
             if self._work is not None:
                 self._work.forget()
@@ -262,7 +260,7 @@ class LayerPass:
             if journal is not None:
                 first = journal.load_layer(batches, store)
             steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
-            self._count(first * sum(batch.num_tokens for batch in batches))
+            self._progress.advance(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(streamed.layers()):
                 index = layer.layer.index
                 left = self._observe_weights(layer, will_be_placed=index >= first)
@@ -277,7 +275,7 @@ class LayerPass:
                             after = steps.run_layer(index, batch, cache, before, checks=checks)
                         if index < last:
                             store.put(number, after)
-                        self._count(batch.num_tokens)
+                        self._progress.advance(batch.num_tokens)
                         observer.check(at_end=number == len(batches) - 1)
                     if self._work is not None:
                         self._work.finish_layer(layer.layer)
@@ -285,10 +283,6 @@ class LayerPass:
                     journal.save_layer(index, batches, store, observer.recorder.stats)
         earlier = {} if journal is None else journal.layer_sites
         return merge_sites([earlier, observer.recorder.stats()])
-
-    def _count(self, steps: int) -> None:
-        self._counted += steps
-        self._progress.advance(steps)
 
     def _observe_weights(self, layer: StreamedLayer, *, will_be_placed: bool) -> Sequence[Linear]:
         """Observe weights on the CPU, and give those that are left for the GPU."""
