@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from scripts.benchmarks import gpu
 from tests.kit.minutes import takes_minutes
 
@@ -47,19 +45,3 @@ def test_every_row_is_measured_or_says_why_not(tmp_path: Path) -> None:
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in table] == ["figure", *gpu.TARGETS]
     assert table[-1] == f"| {gpu.STREAMED} | open | 1.5 |"
-
-
-def test_rows_that_time_does_not_suffice_for_are_open(tmp_path: Path) -> None:
-    """A worker that takes longer than what is left is ended."""
-    model = gpu.Run(options=None, model=tmp_path, deadline=gpu.time.monotonic() + 0.5)
-    with pytest.raises(gpu.NotMeasuredError, match="no time was left"):
-        model.call([sys.executable, "-c", "import time; time.sleep(60)"])
-    with pytest.raises(gpu.NotMeasuredError, match="no time was left"):
-        model.call([sys.executable, "-c", ""])
-
-
-def test_a_program_that_fails_is_named_by_its_last_line(tmp_path: Path) -> None:
-    model = gpu.Run(options=None, model=tmp_path, deadline=gpu.time.monotonic() + 60)
-    with pytest.raises(gpu.NotMeasuredError, match="does not run: no card"):
-        model.call([sys.executable, "-c", "import sys; sys.exit('no card')"])
-    assert model.call([sys.executable, "-c", "print(3)"]) == "3\n"

@@ -1,4 +1,4 @@
-"""What is released works: source archive, wheel, and the steps of the container image.
+"""What is released works: source archive and wheel.
 
 The wheel is built from the source archive and installed in an empty environment. Dependencies are
 those of the environment that runs the tests, through a .pth file: nothing is downloaded.
@@ -6,11 +6,8 @@ those of the environment that runs the tests, through a .pth file: nothing is do
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +19,6 @@ from pathlib import Path
 import pytest
 
 import fp8calib
-from tests.kit.minutes import takes_minutes
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt")
@@ -148,73 +144,3 @@ def test_the_changelog_begins_with_this_version() -> None:
     newest = text.split("\n## ")[1]
     # A minute is some 250 words; a release that renames functions of Python has to list each.
     assert len(newest.split()) < 1250
-
-
-class _Image:
-    """Carry out the steps of a Dockerfile in a plain folder, with an environment for Python."""
-
-    def __init__(self, context: Path, folder: Path) -> None:
-        self.context, self.root, self.workdir = context, folder / "root", folder
-        python = make_environment(folder / "venv")
-        add_dependencies(python)
-        pip = python.parent / "pip"
-        pip.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {python} "$@"\n')
-        pip.chmod(0o755)
-        self.environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-        self.command: dict[str, list[str]] = {}
-
-    def do(self, instruction: str, rest: str) -> None:
-        """Carry out one step; an instruction that is not known is an error."""
-        match instruction:
-            case "FROM":
-                assert re.fullmatch(r"python:3\.\d+-slim", rest)
-            case "USER":
-                assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", rest), "not root"
-            case "ARG" | "ENV":
-                (assignment,) = shlex.split(rest)
-                name, _, value = assignment.partition("=")
-                self.environment[name] = value
-            case "WORKDIR":
-                self.workdir = self.root / rest.lstrip("/")
-                self.workdir.mkdir(parents=True, exist_ok=True)
-            case "COPY":
-                *names, target = rest.split()
-                for name in names:
-                    self._copy(self.context / name, self.workdir / target)
-            case "RUN":
-                run("sh", "-ec", rest, cwd=self.workdir, **self.environment)
-            case "ENTRYPOINT" | "CMD":
-                self.command[instruction] = json.loads(rest)
-            case _:
-                raise AssertionError(instruction)
-
-    def _copy(self, path: Path, target: Path) -> None:
-        if path.is_dir():
-            shutil.copytree(path, target)
-        else:
-            shutil.copy(path, target)
-
-    def start(self) -> str:
-        """Run the program as a container without arguments would."""
-        words = self.command["ENTRYPOINT"] + self.command["CMD"]
-        return run("/usr/bin/env", *words, cwd=self.workdir, **self.environment)
-
-
-@takes_minutes
-def test_the_steps_of_the_container_image_work_in_a_plain_folder(
-    source: Path, tmp_path: Path
-) -> None:
-    pin = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pin is not None
-    present = importlib.metadata.version("torch").partition("+")[0]
-    if present != pin[1]:
-        pytest.skip(f"the image installs torch {pin[1]}, and torch {present} is here")
-    image = _Image(source, tmp_path)
-    for line in (ROOT / "scripts" / "cpu.Dockerfile").read_text().splitlines():
-        if line and not line.startswith("#"):
-            image.do(*line.split(" ", 1))
-    assert "Usage: fp8calib" in image.start()
-    installed = list(
-        (tmp_path / "venv").glob("lib/python*/site-packages/fp8calib/recipes/mine.yaml")
-    )
-    assert len(installed) == 1

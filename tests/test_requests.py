@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +21,6 @@ from scripts.reference import list_requests, make_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_sources import SOURCES
-from tests.docs.pages import ROOT
 
 MADE_UP = '''
 from dataclasses import KW_ONLY, dataclass
@@ -66,76 +62,6 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     yield "count_sheep"
     sys.modules.pop("fp8calib.commands.count_sheep", None)
-
-
-MADE_UP_OPTION = """
-MADE_UP = Option("--made-up", "N", least=2, most=9, key="data.made_up", default=3, help="Count.")
-"""
-MADE_UP_FIELD = "    made_up: Annotated[int | None, MADE_UP] = None\n"
-MADE_UP_KEY = "    made_up: int = _key(keys.MADE_UP, strict=True)\n"
-SHOW_MADE_UP = """
-import inspect, json, sys
-import fp8calib, scripts.json_schemas, scripts.reference
-from fp8calib.cli import main
-from fp8calib.commands.recipe import load_recipe
-from fp8calib.commands.recipe_options import apply_request
-from fp8calib.commands.option import list_options
-from fp8calib.commands import find_request
-
-request = find_request("calibrate")
-shown = {
-    "option table": scripts.reference.make_commands({"calibrate": request}),
-    "keyword": str(inspect.signature(fp8calib.calibrate).parameters["made_up"]),
-    "documentation": inspect.getdoc(fp8calib.calibrate),
-    "schema": scripts.json_schemas.make_schemas()["recipe"]["$defs"]["Data"]["properties"],
-    "key": [
-        apply_request(load_recipe("kv"), request("x", made_up=n)).data.made_up for n in (None, 5)
-    ],
-}
-json.dump(shown, sys.stderr)
-main(["calibrate", "--help"])
-"""
-
-
-def insert(path: Path, text: str, *, after: str) -> None:
-    content = path.read_text()
-    assert content.count(after) == 1
-    path.write_text(content.replace(after, after + text))
-
-
-def test_an_option_of_a_recipe_is_declared_in_two_files(tmp_path: Path) -> None:
-    for name in ("fp8calib", "scripts", "recipes"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    options, recipe = (
-        tmp_path / "fp8calib/commands" / name for name in ("options.py", "recipe.py")
-    )
-    insert(options, MADE_UP_OPTION, after="DEFAULT_SEQ_LEN = 2048\n")
-    last = "    query_scale: Annotated[str | None, QUERY_SCALE] = None\n"
-    insert(options, MADE_UP_FIELD, after=last)
-    insert(recipe, MADE_UP_KEY, after="    seed: int = _key(keys.SEED, strict=True)\n")
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW_MADE_UP],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stderr)
-    assert "--made-up N Count. [2<=x<=9]" in " ".join(done.stdout.split())
-    assert "| `--made-up` | `N`, 2 to 9 | Count. |" in shown["option table"]
-    assert shown["keyword"] == "made_up: 'int | None' = None"
-    assert "\n    made_up: Count.\n" in shown["documentation"]
-    assert shown["key"] == [3, 5]
-    assert shown["schema"]["made_up"] == {
-        "title": "Made Up",
-        "description": "Count.",
-        "type": "integer",
-        "default": 3,
-        "minimum": 2,
-        "maximum": 9,
-    }
 
 
 @pytest.mark.usefixtures("made_up")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,36 +70,6 @@ def test_every_path_that_the_documentation_names_exists() -> None:
     named = {name for page in pages for name in REPOSITORY_PATH.findall(page.read_text())}
     assert "fp8calib/engines/registry.py" in named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-PIP = """#!/bin/bash
-case "$*" in
-    "-m pip install"*) echo "$*" >>pip.log ;;
-    *direct_url*) exit "$IS_EDITABLE" ;;
-    *) exec "$PYTHON" "$@" ;;
-esac
-"""
-"""A Python that logs what pip would install, and says how fp8calib is installed."""
-
-
-@pytest.mark.parametrize(("extra", "is_editable"), [("demo", 0), ("demo", 1), ("test", 0)])
-def test_the_demo_leaves_a_plain_install_as_it_is(
-    tmp_path: Path, extra: str, is_editable: int
-) -> None:
-    for name in ("scripts/setup-venv.sh", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    program = tmp_path / ".venv" / "bin" / "python"
-    program.parent.mkdir(parents=True)
-    program.write_text(PIP)
-    program.chmod(0o755)
-    environment = {**os.environ, "PYTHON": sys.executable, "IS_EDITABLE": str(is_editable)}
-    script = tmp_path / "scripts" / "setup-venv.sh"
-    subprocess.run([script, extra], env=environment, check=True, capture_output=True)
-    installed = (tmp_path / "pip.log").read_text()
-    stays = extra == "demo" and not is_editable
-    assert (f"-e .[{extra}]" in installed) is not stays
-    assert ("gguf" in installed) is stays
 
 
 def test_the_ci_runs_what_a_user_runs() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,8 +19,7 @@ from fp8calib.commands.options import describe_recipes
 from fp8calib.commands.recipe import Recipe, find_section, parse_recipe
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
-from tests.cli.program import succeed
-from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
+from tests.docs.pages import DOCS, compare_generated, make_table
 
 PAGE = DOCS / "reference.md"
 MAKER = "tests/docs/test_reference.py"
@@ -70,30 +67,10 @@ def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
     assert "| `--out` | `DIR` | Required. Output folder. |" in text
 
 
-def test_an_option_that_two_commands_have_is_described_once() -> None:
-    text = make_commands({"one": ExportRequest, "two": ExportRequest})
-    assert text.count("Overwrite earlier output,") == 1
-    assert text.count("Also `--out`, `--recipe`, `--format`, `--tp`") == 2
-
-
-def test_the_page_is_made_without_the_parser_and_torch() -> None:
-    code = "import sys, scripts.reference as r; r.make_commands(r.list_requests()); "
-    code += "print(*(name for name in ('typer', 'torch') if name in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == []
-
-
 def test_the_page_lists_every_recipe() -> None:
     rows = [[f"`{name}`", purpose] for name, purpose in describe_recipes()]
     table = make_table(["recipe", "purpose"], rows)
     compare_generated(PAGE, table, maker=MAKER, name="recipes")
-
-
-def test_the_help_lists_every_recipe() -> None:
-    told = " ".join(succeed("calibrate", "--help").out.split())
-    assert all(f"{name}: {purpose}" in told for name, purpose in describe_recipes())
 
 
 def test_the_page_explains_every_key() -> None:
