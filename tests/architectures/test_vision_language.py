@@ -48,6 +48,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
         "language_model.model.layers",
         {"model.vision_tower", "model.multi_modal_projector"},
     ),
+    "gemma3": (
+        {**SIZES, "head_dim": 16},
+        VISION,
+        "language_model.model.layers",
+        {"model.vision_tower"},
+    ),
     "mistral3": (
         {**SIZES, "model_type": "mistral", "head_dim": 8},
         PIXTRAL,
