@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from fp8calib.plugins.gptq.layer_rounding import LayerRounding
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.kit.forks import start_fork
 from tests.kit.minutes import in_minutes, takes_minutes
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
@@ -378,18 +376,6 @@ def test_a_resumed_run_writes_the_same_bytes(
     assert succeed(*made, "--resume").code == 0  # finished already
 
 
-def test_a_killed_run_can_be_resumed(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    succeed(*command(tmp_path / "model", tmp_path, out="whole"))
-    made = command(tmp_path / "model", tmp_path, out="cut")
-    killed = start_fork("tests.plugins.gptq.program_killed", *made)
-    killed.communicate(timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert not (tmp_path / "cut").exists()
-    succeed(*made, "--resume")
-    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
-
-
 def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     round_layer = LayerRounding._round_layer
     found: list[int] = []
@@ -439,32 +425,6 @@ def test_the_plan_tells_memory_and_disk_and_runs_nothing(tmp_path: Path) -> None
     assert plan["work_disk_bytes"] == 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("out*"))
-
-
-def test_linears_that_few_tokens_reach_are_rounded_to_nearest_and_listed(tmp_path: Path) -> None:
-    """Experts first; those that enough tokens reach are not."""
-    zoo.save("mixtral", tmp_path / "model")
-    made = command(tmp_path / "model", tmp_path)
-    report = succeed(*(each if each != NUM_SEQUENCES else 16 for each in made), "--json").json
-    succeed(
-        "quantize",
-        tmp_path / "model",
-        "--scheme",
-        "w8a16",
-        "--allow-unservable",
-        "--out",
-        tmp_path / "nearest",
-    )
-    own, nearest = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
-    few = [item for item in report["rounded"] if item["tokens"] < 256]
-    assert len(few) > 3
-    for item in few:
-        assert (item["rounding"], item["gptq_db"]) == ("nearest", None)
-        assert item["why"] == "fewer than 256 tokens reached it"
-        name = f"{item['module']}.weight"
-        assert torch.equal(own[name].float(), nearest[name].float())
-    assert {item["tokens"] for item in report["rounded"] if "attn" in item["module"]} == {14 * 32}
-    assert any(item["rounding"] == "gptq" for item in report["rounded"])
 
 
 def test_a_run_with_another_scheme_does_not_take_the_codes(

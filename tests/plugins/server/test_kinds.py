@@ -70,13 +70,6 @@ def test_sglang_gives_no_likely_tokens_where_none_are_asked_for() -> None:
     assert KINDS["sglang"].read_scores(answer, IDS, 0).top_ids.shape == (2, 0)
 
 
-def test_sglang_without_any_token_is_an_answer_of_another_length() -> None:
-    answer = json.loads(json.dumps(SGLANG))
-    answer["meta_info"]["input_token_logprobs"] = []
-    with pytest.raises(AnswerError, match="of 0 tokens, not of 2"):
-        KINDS["sglang"].read_scores(answer, IDS, 0)
-
-
 def test_sglang_writes_null_for_nan() -> None:
     answer = json.loads(json.dumps(SGLANG))
     answer["meta_info"]["input_token_logprobs"][1][0] = None
@@ -133,6 +126,7 @@ def test_ids_are_sent_as_they_are() -> None:
     ("name", "path", "value", "says"),
     [
         ("sglang", ("meta_info", "input_token_logprobs"), [[-1.5, 3, None]], "of 1 tokens, not"),
+        ("sglang", ("meta_info", "input_token_logprobs"), [], "of 0 tokens, not of 2"),
         ("sglang", ("meta_info", "input_token_logprobs"), None, "has no list meta_info.input"),
         ("sglang", ("meta_info", "input_top_logprobs"), [None], "of 0 positions, not of 2"),
         ("vllm", ("choices",), [], "has no choices.0"),
