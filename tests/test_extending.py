@@ -179,33 +179,48 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+RUN = """
+import json, sys
+from fp8calib.cli import main
+for command in json.loads(sys.argv[1]):
+    try:
+        main(list(map(str, command)))
+    except SystemExit as end:
+        assert not end.code, command
+    print(end="\\0")
+"""
+"""Commands, one after another in a process."""
+
+
 def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
     installed: Path, tmp_path: Path
 ) -> None:
-    def run_program(*arguments: object) -> str:
+    def run_programs(*commands: tuple[object, ...]) -> list[str]:
         shown = subprocess.run(
-            [sys.executable, "-c", "from fp8calib.cli import main\nmain()", *map(str, arguments)],
+            [sys.executable, "-c", RUN, json.dumps(commands, default=str)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])},
             capture_output=True,
             text=True,
             check=False,
         )
         assert shown.returncode == 0, shown.stderr
-        return shown.stdout
-
-    helps = {name: "".join(run_program(name, "--help").split()) for name in ("export", "check")}
-    assert "|lightllm-head|acme" in helps["export"]
-    assert "transformers,lightllm,quill;defaultvllm,sglang." in helps["check"]
+        return shown.stdout.split("\0")
 
     model, out = FOLDER / "llama", tmp_path / "out"
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}])
     calibrate = ("calibrate", model, "--data", rows, "--dtype", "float32", "--out", out)
-    run_program(*calibrate, "--format", "kv-scales", "acme")
-    extract = ("extract-kv-scales", "--model", model, "--quantized-model")
-    saved = ("--save-path", tmp_path / "back", "--format", "kv-overlay", "--json")
-    written = json.loads(run_program(*extract, out / "acme.safetensors", *saved))
-    assert written["dialect"] == "acme"
-    checked = json.loads(run_program("check", tmp_path / "back", "--engine", "quill", "--json"))
+    extract = ("extract-kv-scales", "--model", model, "--quantized-model", out / "acme.safetensors")
+    export, check, _, extracted, judged, _ = run_programs(
+        ("export", "--help"),
+        ("check", "--help"),
+        (*calibrate, "--format", "kv-scales", "acme"),
+        (*extract, "--save-path", tmp_path / "back", "--format", "kv-overlay", "--json"),
+        ("check", tmp_path / "back", "--engine", "quill", "--json"),
+    )
+    assert "|lightllm-head|acme" in "".join(export.split())
+    assert "transformers,lightllm,quill;defaultvllm,sglang." in "".join(check.split())
+    assert json.loads(extracted)["dialect"] == "acme"
+    checked = json.loads(judged)
     expected = {float(scale) for scale in load_file(out / "acme.safetensors").values()}
     layers = checked["engines"]["quill"]["layers"]
     assert {row[role]["value"] for row in layers for role in "kv"} == expected

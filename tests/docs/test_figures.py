@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from scripts import demonstrate
-from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT, list_outputs
 from tests.kit.minutes import takes_minutes
 
@@ -71,12 +70,6 @@ def check_shown(shown: str, printed: str, *, before: str = "", after: str = "") 
 def check_output(lines: Iterable[str], printed: str) -> None:
     for line in lines:
         check_shown(line, printed, before="^", after="$")
-
-
-@pytest.mark.usefixtures("place")
-def test_the_first_command_of_the_readme_prints_its_figures() -> None:
-    command, lines = next(list_outputs(README))
-    check_output(lines, succeed(*command.split()[1:]).out)
 
 
 def test_the_readme_shows_commands_of_the_demo_in_their_order(

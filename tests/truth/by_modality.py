@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from transformers import (
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
+    ProcessorMixin,
     cache_utils,
 )
 
@@ -78,13 +80,19 @@ class Seen:
 
 def run(folder: Path, row: list[dict[str, Any]]) -> Seen:
     """Run a row through the model of a folder, in fp32, on the inputs of its own processor."""
-    processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, processor = _open(folder)
     template = processor.chat_template or processor.tokenizer.chat_template
     inputs = processor.apply_chat_template(
         row, chat_template=template, tokenize=True, return_dict=True, return_tensors="pt"
     )
     return watch(model, dict(inputs.to(torch.float32)))
+
+
+@lru_cache(maxsize=1)
+def _open(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Open a folder, from which several rows are run one after another."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoProcessor.from_pretrained(folder)
 
 
 def watch(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Seen:

@@ -96,11 +96,11 @@ def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> N
 def test_streamed_and_in_batches_it_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     save_multimodal(name, tmp_path / "model")
     plan = plan_of(name, tmp_path / "model")
-    one, *others = (
+    one, other = (
         as_bytes(calibrate(tmp_path / "model", plan, streamed=streamed, size=size), tmp_path)
-        for streamed, size in ((False, 1), (False, 4), (True, 1), (True, 4))
+        for streamed, size in ((False, 1), (True, 4))
     )
-    assert all(other == one for other in others)
+    assert other == one
 
 
 def test_what_towers_give_shares_the_memory_of_hidden_states(tmp_path: Path) -> None:
