@@ -163,12 +163,6 @@ def test_a_cpu_stores_fp8_alone(model: PreTrainedModel) -> None:
     assert not any(row.backends for row in result.types)
 
 
-def test_cache_of_transformers_is_the_plain_rules(model: PreTrainedModel) -> None:
-    name = "fp8_quantized_cache"
-    result = kv_types(model, engine="reference", kv_cache_dtype=[name], **ASKED)
-    assert {row.name for row in result.types} == {SCALE_ONE, name}
-
-
 def test_named_type_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ModelError, match="no multiple of 16"):
         kv_types(zoo.build("llama", head_dim=12), kv_cache_dtype=["nvfp4"], **ASKED)
@@ -178,18 +172,6 @@ def test_named_type_that_does_not_fit_is_refused() -> None:
 def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match="--kv-memory: must be a number above 0"):
         kv_types(model, kv_memory=memory, **ASKED)
-
-
-def test_next_serves_the_type_that_is_recommended(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained("model")
-    asked = {**ASKED, "kv_cache_dtype": ["int8_per_token_head"]}
-    result = kv_types("model", **asked)
-    assert result.recommended == "int8_per_token_head"
-    assert result.next == "vllm serve model --kv-cache-dtype int8_per_token_head"
-    assert kv_types("model", engine="reference", **asked).next == ""
 
 
 def test_next_serves_the_overlay_whose_scales_are_recommended(

@@ -50,23 +50,19 @@ def hold_rank(k: list[str], v: list[str]) -> dict[str, object]:
 
 
 def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -> None:
-    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=["a"])
-
-    report = vllm.check(overlay, python=python)
-
-    assert report.ok
-    assert "vLLM 9.9 loaded it, from a" in report.engines["vllm"].problems
-    assert not [each for each in report.engines["vllm"].problems if "defect" in each]
-
-
-def test_a_few_of_the_files_are_named(overlay: Path, tmp_path: Path) -> None:
+    """It is told the number of ranks, and a few of the files are named."""
     files = [f"model-{i}.safetensors" for i in range(1, 6)]
     python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=files)
+    text = python.read_text()
+    python.write_text(text.replace("echo noise", f'echo "$5" > {tmp_path}/tp'))
 
-    report = vllm.check(overlay, python=python)
+    report = vllm.check(overlay, python=python, tp=2)
 
+    assert (tmp_path / "tp").read_text() == "2\n"
+    assert report.ok
     said = "vLLM 9.9 loaded it, from model-1.safetensors, model-2.safetensors, model-3.safetensors"
     assert f"{said} and 2 more" in report.engines["vllm"].problems
+    assert not [each for each in report.engines["vllm"].problems if "defect" in each]
 
 
 @pytest.mark.parametrize(
@@ -152,16 +148,6 @@ def test_every_rank_is_asked(
     assert (layer.k.status, layer.v.status) == (status, "used")
     assert ("rank" in layer.k.why) == bool(named)
     assert named in layer.k.why
-
-
-def test_the_loader_is_told_the_number_of_ranks(overlay: Path, tmp_path: Path) -> None:
-    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"))
-    text = python.read_text()
-    python.write_text(text.replace("echo noise", f'echo "$5" > {tmp_path}/tp'))
-
-    vllm.check(overlay, python=python, tp=2)
-
-    assert (tmp_path / "tp").read_text() == "2\n"
 
 
 @pytest.mark.parametrize(

@@ -127,42 +127,34 @@ def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
     assert vllm.asked[-1].prompts == []
 
 
-def test_every_sequence_is_run_once_in_order(vllm: Any, model_of: Callable[[str], Path]) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
-
-    plugin.calibrate(model_of("llama"), **OPTIONS)
-
-    rows = [row["input_ids"] for row in make_rows()]
-    assert vllm.asked[-1].prompts == rows
-    expected = [each for method, args in vllm.asked[-1].calls for each in _expected(method, args)]
-    assert [(first, length) for first, length, *_ in expected] == [
-        (index, len(row)) for index, row in enumerate(rows)
-    ]
-
-
-def _expected(method: str, args: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    return list(args[0]) if method == "fp8calib_expect" else []
-
-
-def test_the_engine_has_a_16_bit_cache_and_runs_one_sequence_a_step(
+def test_every_sequence_is_run_once_in_order_a_step_each_with_a_16_bit_cache(
     vllm: Any, model_of: Callable[[str], Path]
 ) -> None:
     vllm.answers = read_golden(GOLDENS / "llama.json")
+    options = {**OPTIONS, "engine_option": {"gpu_memory_utilization": 0.5}}
 
-    plugin.calibrate(
-        model_of("llama"),
-        **OPTIONS,
-        engine_option={"gpu_memory_utilization": 0.5},
+    found = plugin.calibrate(model_of("llama"), **options).stats
+
+    asked, rows = vllm.asked[-1], [row["input_ids"] for row in make_rows()]
+    assert asked.prompts == rows
+    expected = [each for name, args in asked.calls if name == "fp8calib_expect" for each in args[0]]
+    assert [(first, length) for first, length, *_ in expected] == [
+        (index, len(row)) for index, row in enumerate(rows)
+    ]
+    assert asked.arguments["max_num_batched_tokens"] > SEQ_LEN
+    wanted = {
+        "kv_cache_dtype": "auto",
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "language_model_only": True,
+        "max_num_seqs": 1,
+        "gpu_memory_utilization": 0.5,
+    }
+    assert wanted.items() <= asked.arguments.items()
+    other = fp8calib.calibrate(model_of("llama"), **OPTIONS).stats
+    assert explain_other_run(found.header, other.header) == (
+        "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
     )
-
-    arguments = vllm.asked[-1].arguments
-    assert arguments["kv_cache_dtype"] == "auto"
-    assert arguments["enable_prefix_caching"] is False
-    assert arguments["enforce_eager"] is True
-    assert arguments["language_model_only"] is True
-    assert arguments["max_num_seqs"] == 1
-    assert arguments["max_num_batched_tokens"] > SEQ_LEN
-    assert arguments["gpu_memory_utilization"] == 0.5
 
 
 def test_a_drafter_drafts_one_token_and_is_named(
@@ -298,18 +290,6 @@ def test_later_stages_make_their_buffers_in_an_idle_step(
 
     methods = [method for method, _ in vllm.asked[-1].calls]
     assert methods.index("execute_dummy_batch") < methods.index("fp8calib_observe")
-
-
-def test_a_run_in_the_engine_is_another_run_than_one_with_transformers(
-    vllm: Any, model_of: Callable[[str], Path]
-) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama.json")
-    one = plugin.calibrate(model_of("llama"), **OPTIONS).stats
-    other = fp8calib.calibrate(model_of("llama"), **OPTIONS).stats
-
-    assert explain_other_run(one.header, other.header) == (
-        "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
-    )
 
 
 def test_a_signal_ends_the_start_of_vllm(
