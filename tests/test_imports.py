@@ -74,12 +74,6 @@ def test_packages_import_each_other_in_one_direction() -> None:
             "import fp8calib.formats.compute",
             "Imports go down this list only",
         ),
-        ("machine.py", "import fp8calib.numerics.formats", "Imports go down this list only"),
-        (
-            "calibration/limits_of_all.py",
-            "import fp8calib.cli.app",
-            "Imports go down this list only",
-        ),
         (
             "calibration/decoder.py",
             "import fp8calib.calibration.streamed_model",
@@ -88,11 +82,6 @@ def test_packages_import_each_other_in_one_direction() -> None:
         (
             "numerics/rules.py",
             "def load() -> None:\n    import transformers",
-            "Only these packages know the model libraries",
-        ),
-        (
-            "verification/report.py",
-            "import transformers",
             "Only these packages know the model libraries",
         ),
         ("model/load.py", "import rich", "Only the command line knows its libraries"),
@@ -139,13 +128,3 @@ def test_importing_the_parser_pays_for_nothing_heavy(modules: list[str], allowed
     assert {"cli.app", "errors", *modules} <= reached
     assert modules == ["cli"] or "formats.registry" in reached
     assert heavy == []
-
-
-def test_only_the_console_knows_rich() -> None:
-    found = {
-        found.file
-        for path in PACKAGE.rglob("*.py")
-        for found in imports_of(path)
-        if found.package == "rich"
-    }
-    assert found == {"cli/console.py"}

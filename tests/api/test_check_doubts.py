@@ -194,13 +194,6 @@ def test_a_null_that_is_not_replaced_nor_switches_off_is_unknown(
     assert not said or unknown[0].startswith(said)
 
 
-def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:
-    zoo.save("qwen3", tmp_path / "x")
-    configure(head_dim=None)(tmp_path / "x")
-
-    assert {each.status for each in ask(tmp_path / "x").values()} == {"unknown"}
-
-
 @pytest.mark.parametrize(
     ("family", "base", "in_vllm"),
     [

@@ -123,16 +123,6 @@ def test_a_verification_has_the_figures_with_errors_noise_and_thresholds(
         assert row["top1_se"] == pytest.approx((share * (1 - share) / verified["tokens"]) ** 0.5)
 
 
-def test_a_gate_of_a_file_is_recorded_by_its_thresholds(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.yaml").write_text("pass_at: 1.5\nfail_above: 1.6\nkld_fail_above: 0.4\n")
-    command = ("verify", model, "--data", data, *QUICK, "--gate", tmp_path / "mine.yaml")
-    assert run(*command, "--json").json["gates"] == [
-        {"name": "mine", "pass_at": 1.5, "fail_above": 1.6, "kld_fail_above": 0.4}
-    ]
-
-
 def test_what_is_in_memory_has_no_files(model: Path) -> None:
     tiny = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = [torch.arange(3, 35)] * 4
