@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.commands import find_implementation, list_commands
+from fp8calib.commands import COMMANDS, find_implementation
 from fp8calib.errors import (
     CalibrationError,
     DataError,
@@ -24,16 +24,15 @@ from fp8calib.errors import (
 )
 
 if TYPE_CHECKING:
-    from fp8calib.commands._calibrate import calibrate
     from fp8calib.commands._verify import VerifyResult, verify
     from fp8calib.commands.auto import AutoResult, auto
-    from fp8calib.commands.calibrate import CalibrateResult
+    from fp8calib.commands.calibrate import CalibrateResult, calibrate
     from fp8calib.commands.check import CheckResult, check
     from fp8calib.commands.dequantize import DequantizeResult, dequantize
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
     from fp8calib.commands.quantize import QuantizeResult, quantize
-    from fp8calib.commands.run_plan import RunPlan
+    from fp8calib.commands.result import RunPlan
     from fp8calib.commands.show import show
     from fp8calib.commands.stats import CalibrationStats, load_stats
     from fp8calib.verification.emulated_model import emulate
@@ -51,7 +50,7 @@ _PLACES = {
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "commands.stats",
     "QuantizeResult": "commands.quantize",
-    "RunPlan": "commands.run_plan",
+    "RunPlan": "commands.result",
     "VerifyResult": "commands._verify",
 }
 
@@ -93,14 +92,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    if name not in list_commands() or (module := find_implementation(name)) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if hasattr(module, name):
-        return getattr(module, name)
-    from fp8calib.commands import find_request  # noqa: PLC0415
-    from fp8calib.commands.function import as_function  # noqa: PLC0415
-
-    return as_function(name, find_request(name), module.run)
+    if name in COMMANDS:
+        return getattr(find_implementation(name), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from fp8calib.commands import SCHEMA_VERSION, find_implementation, spell_commands
 from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.result import ErrorResult
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.result import ErrorResult, RunPlan
 from fp8calib.numerics.rules import AMAX
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -30,9 +29,7 @@ def make_schemas() -> dict[str, dict[str, Any]]:
 
 def _find_result(command: str) -> Any:
     """Find what the `run` of a command gives, but for the plan of --dry-run."""
-    implementation = find_implementation(command)
-    assert implementation is not None  # noqa: S101 -- every command has one
-    kind = get_type_hints(implementation.run)["return"]
+    kind = get_type_hints(find_implementation(command).run)["return"]
     others = (RunPlan, type(None))
     return reduce(or_, (each for each in get_args(kind) or (kind,) if each not in others))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fp8calib.commands import find_request, spell_commands
-from fp8calib.commands.option import Declared, Option, list_options
+from fp8calib.commands.request import REQUIRED, Option, list_options
 
 Row = tuple[str, str, str]
 """The spellings, the value and the meaning of an option, as a table shows them."""
@@ -25,8 +25,8 @@ def list_requests() -> dict[str, type]:
 
 def list_rows(request: type) -> list[Row]:
     """List the options of a request in their order, positional arguments first."""
-    options = [each for each in list_options(request) if not each.option.only_in_python]
-    rows = [_describe(each, each.option) for each in options]
+    options = [each for each in list_options(request) if not each.only_in_python]
+    rows = [_describe(each) for each in options]
     return sorted(rows, key=lambda row: row[0].startswith("`--"))
 
 
@@ -44,26 +44,24 @@ def make_commands(requests: Mapping[str, type]) -> str:
     return "\n".join([*lines, f"### {_SHARED}", "", *_make_table(shared)]) + "\n"
 
 
-def _describe(declared: Declared, option: Option) -> Row:
+def _describe(option: Option) -> Row:
     """Describe an option; a default that its help names is not repeated."""
     # A pipe separates the columns of a table, and the choices of an option.
-    values = (declared.metavar or "").split("|")
+    values = option.value.split("|")
     meaning = option.help.replace("|", r"\|").replace("<", "&lt;")
-    if not declared.flags:
+    if not option.flags:
         return f"`{' or '.join(values)}`", "", meaning
-    if declared.is_required:
+    if option.default is REQUIRED:
         meaning = f"Required. {meaning}"
-    elif "default" not in option.help.lower() and _is_shown(declared):
-        meaning = f"{meaning} Default: `{declared.default}`."
-    spellings = ", ".join(f"`{flag}`" for flag in option.flags.replace("/--", " --").split())
+    elif "default" not in option.help.lower() and _is_shown(option):
+        meaning = f"{meaning} Default: `{option.default}`."
+    spellings = ", ".join(f"`{flag}`" for flag in option.flags)
     return spellings, _show_values(values, option), meaning
 
 
-def _is_shown(declared: Declared) -> bool:
+def _is_shown(option: Option) -> bool:
     """Whether the default is a value, rather than that of an option that is not given."""
-    return isinstance(declared.default, str | int | float) and not isinstance(
-        declared.default, bool
-    )
+    return isinstance(option.default, str | int | float) and not isinstance(option.default, bool)
 
 
 def _show_values(values: Sequence[str], option: Option) -> str:

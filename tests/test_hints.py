@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.commands import find_request, spell_commands
-from fp8calib.commands.option import list_options
+from fp8calib.commands.request import list_options
 
 PACKAGE = Path(__file__).parents[1] / "fp8calib"
 COMMANDS = sorted(spell_commands(), key=len, reverse=True)

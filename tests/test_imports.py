@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.commands import list_commands
+from fp8calib import commands
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8calib"
 MODEL_LIBRARIES = {"transformers", "datasets", "accelerate"}
-COMMANDS = [f"commands.{name}" for name in list_commands()]
+COMMANDS = [f"commands.{name}" for name in commands.COMMANDS]
 HEAVY = MODEL_LIBRARIES | {"torch", "numpy", "safetensors", "pydantic"}
 
 

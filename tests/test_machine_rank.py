@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fp8calib.cli.console import report_to_torchrun
 from fp8calib.errors import UsageError
 from fp8calib.machine import ALONE, ProcessRank, find_process_rank
 
@@ -55,14 +51,3 @@ def test_without_local_variables_all_are_on_one_machine() -> None:
 def test_contradicting_variables_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"contradict each other|not a port|not a number"):
         find_process_rank({**TORCHRUN, **change})
-
-
-def test_an_error_is_written_where_torchrun_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    report_to_torchrun({"TORCHELASTIC_ERROR_FILE": str(path)}, "error: no such model")
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(path))
-    summary = ChildFailedError("fp8calib", {0: failure}).format_msg()
-    assert "traceback : error: no such model" in summary
-    report_to_torchrun({"TORCHELASTIC_ERROR_FILE": ""}, "error")
-    report_to_torchrun({}, "error")
-    assert [path] == list(tmp_path.iterdir())

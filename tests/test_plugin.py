@@ -167,11 +167,10 @@ def test_a_plug_in_brings_commands_of_one_and_of_two_words(tmp_path: Path) -> No
         "PLUGIN = Plugin(commands={'hello': 'made_up.say', 'greet all': 'made_up.say'})\n"
     )
     (package / "say" / "request.py").write_text(
-        "from dataclasses import dataclass\nfrom typing import Annotated\n"
-        "from fp8calib.commands.option import Option\n"
-        "@dataclass(frozen=True)\nclass SayRequest:\n"
+        "from fp8calib.commands.request import option, request_class\n"
+        "@request_class\nclass SayRequest:\n"
         '    """Say a word."""\n\n'
-        "    word: Annotated[str, Option('--word', metavar='W', help='Say it.')] = 'hi'\n"
+        "    word: str = option('--word W', 'Say it.', default='hi')\n"
     )
     (package / "say" / "command.py").write_text(
         "from fp8calib.commands.result import Result\n"

@@ -6,24 +6,16 @@ import inspect
 import os
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fp8calib import __version__
-from fp8calib.cli.console import (
-    ConsoleReporter,
-    print_json,
-    show,
-    show_error,
-    sign_of_life,
-    warn,
-)
+from fp8calib.cli.console import ConsoleReporter, print_json, say, show, show_error
 from fp8calib.commands import (
     find_implementation,
     find_render,
@@ -32,7 +24,8 @@ from fp8calib.commands import (
     summarize,
 )
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.option import Declared, list_options
+from fp8calib.commands.request import Option, list_options
+from fp8calib.errors import UsageError
 from fp8calib.machine import find_process_rank
 from fp8calib.plugin import find_plugins
 from fp8calib.text import Block, Line
@@ -67,18 +60,12 @@ _GROUPS = {
 
 
 class _Command(TyperCommand):
-    """A command that warns of an option given several times: the last value counts."""
+    """A command whose help has its options by what they are about."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from fp8calib.commands.options import spread_formats  # noqa: PLC0415 -- imports engines
 
-        args = spread_formats(args)
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for option, times in Counter(given).items():
-            is_single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
-            if is_single and times > 1:
-                warn(f"{option.opts[0]} is given {times} times: only the last one counts")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, spread_formats(args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and the options by what they are about."""
@@ -169,7 +156,7 @@ app = typer.Typer(
 def _make_command(name: str, typed: str) -> Any:
     """Make a command of a request, whose docstring is its help."""
     request = find_request(name)
-    declared = [each for each in list_options(request) if not each.option.only_in_python]
+    declared = [each for each in list_options(request) if not each.only_in_python]
 
     names_first = sorted(declared, key=lambda each: "Path" in each.type)
 
@@ -178,10 +165,9 @@ def _make_command(name: str, typed: str) -> Any:
         if hasattr(given, "on_command_line"):
             given = given.on_command_line()
         for each in names_first:
-            each.check(getattr(given, each.name))
+            each.check_value(getattr(given, each.name))
         try:
-            with sign_of_life():
-                return _run(name, given, as_json=json)
+            return _run(name, given, as_json=json)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
@@ -203,15 +189,21 @@ def _make_command(name: str, typed: str) -> Any:
 
 def _run(name: str, request: Any, *, as_json: bool) -> int:
     """Run a command, and print its result as its `describe` describes it."""
+    if "torch" not in sys.modules:
+        say("loading libraries")
     with slow_imports():
         implementation = find_implementation(name)
-    assert implementation is not None  # noqa: S101 -- every command has one
     _quiet_libraries()
     try:
         with ConsoleReporter() as reporter:
             run, rank = implementation.run, find_process_rank(os.environ)
-            in_several = "process_rank" in inspect.signature(run).parameters
-            more = {"process_rank": rank} if in_several else {}
+            runs_in_several = "process_rank" in inspect.signature(run).parameters
+            if rank.size > 1 and not runs_in_several:
+                raise UsageError(
+                    f"{rank.size} processes were started, and this command runs in one",
+                    hint="start it without torchrun",
+                )
+            more = {"process_rank": rank} if runs_in_several else {}
             result: Result | None = run(request, reporter, **more)
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
@@ -220,9 +212,6 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
     if result is None:  # the first of several processes has it
         return 0
     if as_json:
-        for each in list_options(type(request)):
-            if each.option.is_layout and getattr(request, each.name) != each.default:
-                warn(f"--json prints everything: {each.flags[0]} has no effect")
         print_json(result.to_json())
     show(_describe(name, result, request), as_json=as_json)
     if failure := getattr(result, "failure", ""):
@@ -242,39 +231,35 @@ def _quiet_libraries() -> None:
 
 
 def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
-    """Describe a result as the module of its command does; plans of runs have one of their own."""
-    from fp8calib.commands.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
+    """Describe a result as the module of its command does."""
+    from fp8calib.commands.result import RunPlan  # noqa: PLC0415 -- imports pydantic
 
-    render = find_render("run_plan" if isinstance(result, RunPlan) else name)
+    if isinstance(result, RunPlan):
+        return result.describe()
+    render = find_render(name)
     if render is None:
         return [Line(str(result))]
     described: Iterable[Block] = render.describe(result, request)
     return described
 
 
-def _make_parameter(declared: Declared) -> inspect.Parameter:
+def _make_parameter(option: Option) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
-    option, default = declared.option, declared.default
     if not option.flags:
-        made: Any = typer.Argument(metavar=declared.metavar, help=option.help)
+        made: Any = typer.Argument(metavar=option.value, help=option.help)
     else:
         made = typer.Option(
-            *declared.flags,
-            metavar=declared.metavar,
+            *option.flags,
+            metavar=option.value or None,
             help=option.help,
             min=option.least,
             max=option.most,
-            parser=option.parser,
             show_default="default" not in option.help.lower(),
         )
-    value = option.reads or declared.annotation
-    if declared.is_required:
-        default = inspect.Parameter.empty
-    elif option.negates:
-        default = False
-    return inspect.Parameter(
-        declared.name, _KEYWORD, default=default, annotation=Annotated[value, made]
-    )
+    default = False if option.negates else option.default
+    value: Any = option.reads or option.annotation
+    annotation = Annotated[value, made]
+    return inspect.Parameter(option.name, _KEYWORD, default=default, annotation=annotation)
 
 
 def _print_version(value: bool) -> None:

@@ -7,10 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -49,9 +48,6 @@ class _Messages(_Console):
 
 _out = _Console(highlight=False, soft_wrap=True)
 _err = _Messages(stderr=True, highlight=False, soft_wrap=True)
-
-_MAX_RICH_ROWS = 2000
-"""Rows; a million of them took rich more than two minutes and two gigabytes."""
 
 
 def be_silent(is_silent: bool = True) -> None:
@@ -105,7 +101,6 @@ def _to_stdout() -> Iterator[None]:
 
     A pipe that its reader closes (`| head -1`) is none: the command goes on, for its exit code.
     """
-    _stop_spinner()
     try:
         yield
         sys.stdout.flush()
@@ -129,10 +124,7 @@ def discard(stream: IO[str]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout, with numbers right-aligned; a very long one as plain lines."""
-    if len(rows) > _MAX_RICH_ROWS:
-        _print_long_table(title, columns, rows)
-        return
+    """Print a table on stdout, with numbers right-aligned."""
     # a table in a pipe or a file is not cut to the width of a terminal
     is_piped = not (_out.is_terminal or _out.quiet)
     console = _Console(highlight=False, width=200) if is_piped else _out
@@ -149,27 +141,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.print(table)
 
 
-def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if _out.quiet:
-        return
-    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-    with _to_stdout():
-        if title:
-            sys.stdout.write(f"{escape_controls(title)}\n")
-        for row in (columns, *rows):
-            cells = (
-                escape_controls(cell).ljust(width) for cell, width in zip(row, widths, strict=True)
-            )
-            sys.stdout.write("  ".join(cells).rstrip() + "\n")
-
-
 def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
-    """Print an error on stderr, report it to torchrun, and print it as JSON on stdout when asked.
+    """Print an error on stderr, and as JSON on stdout when asked.
 
     Returns:
         The exit code.
     """
-    report_to_torchrun(os.environ, f"error: {message}")
     _err.print(_clean(f"error: {message}", "bold red"))
     if hint:
         _err.print(_clean(f"hint: {hint}"))
@@ -179,16 +156,6 @@ def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: b
         error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
         print_json(ErrorResult(error=error).to_json())
     return exit_code
-
-
-def report_to_torchrun(environment: Mapping[str, str], message: str) -> None:
-    """Write an error to the file from which torchrun makes its summary, where there is one."""
-    path = environment.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 @dataclass(slots=True)
@@ -280,7 +247,6 @@ class ConsoleReporter(ExitStack):
     ) -> None:
         """Begin a stage of `total` steps, in `layers` or `batches` that follow each other."""
         if self._task is None:
-            _stop_spinner()
             self.enter_context(self._memory)
             self.enter_context(self._progress)
         else:
@@ -306,27 +272,3 @@ class ConsoleReporter(ExitStack):
         if self._progress.disable and now - self._stage.printed >= _LINE_EVERY_S:
             self._stage.printed = now
             say(self._stage.describe(now))
-
-
-_LOADING = "loading libraries"
-_spinner = _err.status(_LOADING)
-
-
-def _stop_spinner() -> None:
-    _spinner.stop()
-
-
-@contextmanager
-def sign_of_life() -> Iterator[None]:
-    """Show that a command starts: a spinner before its bar, or its result, where it has none.
-
-    Where stderr is piped, it is a line before the seconds that importing torch takes.
-    """
-    if _err.is_terminal and not _err.quiet:
-        _spinner.start()
-    elif "torch" not in sys.modules:
-        say(_LOADING)
-    try:
-        yield
-    finally:
-        _stop_spinner()

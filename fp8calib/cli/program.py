@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import get_origin
 
 from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
@@ -21,9 +19,7 @@ from fp8calib.cli.app import app
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
 from fp8calib.cli.removed import explain_removed
 from fp8calib.cli.signals import handle_signals
-from fp8calib.commands import find_request, spell_commands
 from fp8calib.commands.command_line import remember_arguments
-from fp8calib.commands.option import list_options
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
 from fp8calib.machine import ProcessRank, find_process_rank
 
@@ -55,6 +51,8 @@ _STAGES = {
     "vllm": "calibration",
 }
 """The error kind of an interrupted command; the exit code tells an interruption from a failure."""
+
+_REPEAT = "an option takes one value: write it again for another, as --tp 1 --tp 2"
 
 _PRINTED_BY_PARSER = frozenset({"-h", "--help", "--version", "--show-completion"})
 
@@ -127,19 +125,11 @@ def main_inner(arguments: Sequence[str]) -> int:
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty argument: as a path it would be the working directory.
-
-    The parser itself refuses an empty size, and says which sizes there are.
-    """
+    """Refuse an empty argument: as a path it would be the working directory."""
     for before, argument in pairwise(["", *arguments]):
-        option = argument.partition("=")[0]
-        if argument and not (option.startswith("--") and argument == f"{option}="):
-            continue
-        name = option or before
-        if name != "--memory":
-            raise UsageError(
-                f"{name} '': the argument is empty".strip(), hint="is a variable unset?"
-            )
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            name = argument.rstrip("=") or before
+            raise UsageError(f"{name} '': the argument is empty", hint="is a variable unset?")
 
 
 def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:
@@ -152,36 +142,10 @@ def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:
     return f"resume with: {shlex.join(['fp8calib', *again])}"
 
 
-_EXTRA = re.compile(r"unexpected extra argument\(s\) \((\S+?)[ )]")
-
-
-def _explain_extra(message: str, arguments: Sequence[str]) -> str:
-    """Say how several values of an option are written, where the second of them is the fault."""
-    found = _EXTRA.search(message)
-    command = spell_commands().get(next(iter(arguments), ""))
-    if found is None or command is None:
-        return ""
-    place = list(arguments).index(found[1])
-    flag, value, extra = ["", "", *arguments][place : place + 3]
-    options = list_options(find_request(command))
-    option = next((each.option for each in options if flag in each.flags), None)
-    if option is None or option.metavar is None:
-        return ""
-    if get_origin(option.reads) is list:
-        return f"repeat the option: {flag} {value} {flag} {extra}"
-    return f"{flag} takes one value"
-
-
 def _guarded(arguments: Sequence[str], process_rank: ProcessRank) -> int:
     """Run a command; print its error, and give the exit code."""
     typed = next(iter(arguments), "")
     try:
-        if process_rank.size > 1 and typed in _STAGES and typed not in {"calibrate", "gptq"}:
-            raise UsageError(
-                f"{typed}: {process_rank.size} processes were started, and only calibrate and gptq "
-                "run in several",
-                hint="start it without torchrun",
-            )
         return main_inner(arguments)
     except Exit as leaving:
         return leaving.exit_code
@@ -200,7 +164,7 @@ def _guarded(arguments: Sequence[str], process_rank: ProcessRank) -> int:
         if removed := explain_removed(arguments):
             message = removed
         else:
-            hint = _explain_extra(message, arguments) or hint
+            hint = _REPEAT if "unexpected extra argument" in message else hint
         failed = ("usage", fit_line(message), hint, UsageError.exit_code)
     except Exception as error:  # noqa: BLE001 -- the outermost frame: it is our bug
         be_silent(False)

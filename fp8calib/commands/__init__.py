@@ -1,7 +1,8 @@
-"""The commands: a module here is one, but for those in `_SHARED` and those that begin with `_`.
+"""The commands: a module here for each of `COMMANDS`; the others are what several of them share.
 
-It has the request, the result and `describe`; `run` is in it too, or in the module of the same name
-with `_` before it, which imports torch.
+The module of a command has its request, its result, `run` and `describe`. It is imported with the
+parser; what imports torch is imported in `run`. A plug-in's package has the same in the modules
+`request`, `command` and `render`.
 """
 
 from __future__ import annotations
@@ -9,38 +10,27 @@ from __future__ import annotations
 import ast
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
 from fp8calib import plugin
 
-_SHARED = frozenset(
-    (
-        *("calibrated", "card", "checked", "command_line", "function", "hashes", "job"),
-        *("magnitudes", "model", "opened", "option", "options", "quantized", "recipe"),
-        *("recipe_options", "result", "run_plan", "saturation", "saved", "stats", "suggest"),
-        "written",
-    )
+COMMANDS = (
+    *("auto", "calibrate", "check", "dequantize", "export", "extract_kv_scales"),
+    *("quantize", "show", "verify"),
 )
+"""The commands of the core, as their modules and functions are named."""
 SCHEMA_VERSION = 1
 """Version of the objects that --json prints; a key that goes or changes its meaning raises it."""
-
-
-def list_commands() -> list[str]:
-    """List the commands of the core, as their modules and functions are named."""
-    names = (each.name for each in iter_modules(__path__))
-    return sorted(name for name in names if not name.startswith("_") and name not in _SHARED)
 
 
 def spell_commands() -> dict[str, str]:
     """Map all commands as they are typed to what the other functions of this module take.
 
-    That is a name of `list_commands`, or the package of a plug-in.
+    That is a name of `COMMANDS`, or the package of a plug-in.
     """
-    own = {name.replace("_", "-"): name for name in list_commands()}
-    plugins = plugin.list_commands()
-    return own | {typed: plugins[typed] for typed in plugins if typed not in own}
+    own = {name.replace("_", "-"): name for name in COMMANDS}
+    return {**own, **plugin.list_commands(), **own}
 
 
 def _find_module(command: str, kind: str, needed: str) -> ModuleType | None:
@@ -79,9 +69,11 @@ def summarize(command: str) -> str:
     return found.partition("\n")[0]
 
 
-def find_implementation(command: str) -> ModuleType | None:
-    """Import the module with the command's `run`; None if there is none."""
-    return _find_module(command, "command", "run")
+def find_implementation(command: str) -> ModuleType:
+    """Import the module with the command's `run`."""
+    found = _find_module(command, "command", "run")
+    assert found is not None  # noqa: S101 -- every command has one
+    return found
 
 
 def find_render(command: str) -> ModuleType | None:

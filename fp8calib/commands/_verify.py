@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
-from typing import ClassVar
 
 import torch
 
@@ -16,7 +15,6 @@ from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.hashes import hash_run
 from fp8calib.commands.model import open_run_model
 from fp8calib.commands.opened import (
@@ -26,8 +24,8 @@ from fp8calib.commands.opened import (
     open_verification,
     plan_verified,
 )
-from fp8calib.commands.result import Overview, Result, RunHashes
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import Result, RunHashes, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
@@ -66,7 +64,6 @@ from fp8calib.verification.verify import verify as compare
 class VerifyResult(VerifyReport, Result):
     """The report of a verification, and the command that it asks for."""
 
-    first_keys: ClassVar = ("next", "advice")
     next: str = ""
     """The command that helps most; empty where none does."""
     gates: tuple[Gate, ...] = ()
@@ -122,17 +119,6 @@ class VerifyResult(VerifyReport, Result):
         failing = (Verdict.FAIL, *([Verdict.WARN] if self.is_strict else []), Verdict.CANNOT_TELL)
         verdicts = {each.verdict for each in self._judged}
         return next((verdict for verdict in failing if verdict in verdicts), None)
-
-    def overview(self) -> Overview:
-        """Give the figures of each candidate, the conclusion and the warnings."""
-        table = candidates_table(self.candidates, self.refused).without("KLD p99")
-        return Overview(
-            f"{type(self).__name__} of {self.model}: {self.tokens:,} tokens, emulating "
-            f"{self.engine_version}",
-            table.columns,
-            table.texts,
-            [*self.advice.splitlines(), *(f"warning: {text}" for text in self.warnings)],
-        )
 
 
 _SETTINGS = (

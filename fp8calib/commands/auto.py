@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
 from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.quantize import run as quantize
-from fp8calib.commands.result import Overview, Record, Result, WrittenCheck, describe_checks
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function, option, request_class
+from fp8calib.commands.result import Record, Result, RunPlan, WrittenCheck, describe_checks
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
@@ -34,7 +32,7 @@ _ALIKE = 1.05
 _OVERLAY, _UNSCALED = "kv-overlay", "scale-1.0"
 
 
-@dataclass(frozen=True)
+@request_class
 class AutoRequest(shared.TextOptions):
     """Calibrate, write FP8 checkpoints, and keep the smallest one that passes the gate.
 
@@ -44,26 +42,19 @@ class AutoRequest(shared.TextOptions):
     Example: fp8calib auto meta-llama/Llama-3.1-8B-Instruct --data chats.jsonl --out llama-fp8
     """
 
-    out: Annotated[
-        str | Path,
-        Option("--out", metavar="DIR", reads=Path, help="Output folder; must not exist."),
-    ]
-    data: shared.DataOption = None
+    out: str | Path = option("--out DIR", "Output folder; must not exist.", reads=Path)
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
-    gpu: Annotated[
-        str,
-        Option("--gpu", metavar="NAME", check=find_gpu, help="The GPU that serves, such as L40S."),
-    ] = "H100"
-    gate: Annotated[
-        str | None,
-        Option(
-            "--gate",
-            metavar="kv|w8a8|FILE",
-            check=shared.check_gate,
-            help="Thresholds; default: w8a8 for FP8 weights, kv for an FP8 KV cache alone.",
-        ),
-    ] = None
-    tokenizer: shared.TokenizerArgument = None
+    gpu: str = option(
+        "--gpu NAME", "The GPU that serves, such as L40S.", check=find_gpu, default="H100"
+    )
+    gate: str | None = option(
+        "--gate kv|w8a8|FILE",
+        "Thresholds; default: w8a8 for FP8 weights, kv for an FP8 KV cache alone.",
+        check=shared.check_gate,
+        default=None,
+    )
+    tokenizer: Any = option(shared.TOKENIZER, default=None)
 
 
 class Choice(Record):
@@ -119,26 +110,6 @@ class AutoResult(Result):
         place = "the model itself" if one.name == _UNSCALED else self.out / one.name
         return f"Serve {place}: KLD {format_mean_kld(one.kld_mean, one.kld_se)}."
 
-    def tabulate(self) -> Table:
-        """Make the table of the choices, the smallest first."""
-        columns = ["choice", "size", "verdict", "KLD mean ± se", "ratio"]
-        rows = [
-            [
-                each.name + " *" * (each.name == self.chosen),
-                format_size(each.size_bytes),
-                each.verdict,
-                format_mean_kld(each.kld_mean, each.kld_se),
-                f"{each.ppl_ratio:.4f}",
-            ]
-            for each in sorted(self.choices, key=lambda choice: choice.size_bytes)
-        ]
-        return Table(columns=columns, rows=rows, words=(0, 2))
-
-    def overview(self) -> Overview:
-        """Give the choices."""
-        table = self.tabulate()
-        return Overview(self.answer, table.columns, table.texts, [self.serve])
-
 
 def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     """Choose how to serve a model in FP8.
@@ -152,9 +123,9 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         VerificationError: a model gives NaN or infinity.
     """
     with slow_imports():
-        from fp8calib.commands._calibrate import run as calibrate
         from fp8calib.commands._verify import run as verify
         from fp8calib.commands.calibrate import CalibrateRequest
+        from fp8calib.commands.calibrate import run as calibrate
         from fp8calib.commands.verify import VerifyRequest
         from fp8calib.commands.written import check_written
     out, schemes = Path(request.out), list(list_schemes(request.gpu))
@@ -290,24 +261,32 @@ def _list_choices(
         name: sum(file.stat().st_size for file in path.glob("*.safetensors"))
         for name, path in written.items()
     }
+    measured = ("verdict", "kld_mean", "kld_se", "ppl_ratio")
     return [
         Choice(
-            name=Path(one.name).name,
-            size_bytes=sizes.get(Path(one.name).name, size),
-            verdict=one.verdict,
-            kld_mean=one.kld_mean,
-            kld_se=one.kld_se,
-            ppl_ratio=one.ppl_ratio,
+            name=Path(each.name).name,
+            size_bytes=sizes.get(Path(each.name).name, size),
+            **{key: getattr(each, key) for key in measured},
         )
-        for one in candidates
+        for each in candidates
     ]
 
 
 def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
-    """Give the choice, what else was measured, and how to serve it."""
+    """Give the choice, what else was measured, the smallest first, and how to serve it."""
     yield Answer(result.answer)
     yield Line()
-    yield result.tabulate()
+    rows = [
+        [
+            each.name + " *" * (each.name == result.chosen),
+            format_size(each.size_bytes),
+            each.verdict,
+            format_mean_kld(each.kld_mean, each.kld_se),
+            f"{each.ppl_ratio:.4f}",
+        ]
+        for each in sorted(result.choices, key=lambda choice: choice.size_bytes)
+    ]
+    yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
     yield Line()
     yield Line(f"written to {result.out}; all figures: {result.out / 'report.html'}")
     for text in describe_checks(result.checked) if result.checked else [result.serve]:

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, SkipValidation
+from pydantic import ConfigDict, Field
 
 from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
-from fp8calib.commands.magnitudes import summarize_briefly
-from fp8calib.commands.option import Option
+from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
 from fp8calib.commands.quantize import QuantizeResult
+from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
-    Overview,
     Record,
     Result,
     RunHashes,
+    RunPlan,
     ShardIndex,
     WrittenCheck,
     describe_checks,
     list_top_level,
 )
-from fp8calib.commands.run_plan import MeasuredMemory, TextRows
-from fp8calib.commands.saturation import NUM_QUARTERS, PositionSaturation, Saturation
-from fp8calib.commands.show import describe_skipped, show_stats
-from fp8calib.errors import ExportError
+from fp8calib.commands.show import NUM_QUARTERS, Saturation, describe_skipped
+from fp8calib.errors import ExportError, cut_list
 from fp8calib.formats.registry import list_written
+from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.text import Answer, Block
 
 if TYPE_CHECKING:
@@ -41,67 +40,47 @@ else:  # importing it takes seconds
     CalibrationStats = Any
 
 
-@dataclass(frozen=True)
+@request_class
 class CalibrateRequest(RunOptions, RecipeOptions):
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    data: shared.DataOption = None
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
-    recipe: Annotated[
-        str | Path,
-        Option(
-            "--recipe",
-            metavar="NAME|FILE",
-            reads=str,
-            help="What to observe and write: a file or a name. "
-            + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
-        ),
-    ] = "kv"
-    observe: Annotated[
-        Collection[str] | None,
-        Option(
-            only_in_python=True,
-            help="The kinds of tensors to observe: kv, query, inputs, weights; None: the recipe's.",
-        ),
-    ] = None
-    out: Annotated[
-        str | Path | None,
-        Option(
-            "--out",
-            metavar="DIR",
-            reads=Path,
-            help="Output folder; default ./<model>-fp8calib.",
-            about_argument="Output folder; None writes nothing.",
-        ),
-    ] = None
-    device_map: shared.DeviceMapOption = None
-    resume: Annotated[bool, Option("--resume", help="Continue an interrupted or killed run.")] = (
-        False
+    recipe: str | Path = option(
+        "--recipe NAME|FILE",
+        "What to observe and write: a file or a name. "
+        + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
+        reads=str,
+        default="kv",
     )
-    shard: Annotated[
-        str | None,
-        Option(
-            "--shard",
-            metavar="I/N",
-            help="Run only part I of N (from 1); `fp8calib export` joins all.",
-        ),
-    ] = None
-    show_text: Annotated[
-        int | None,
-        Option(
-            "--show-text",
-            metavar="N",
-            least=1,
-            help="Print the first N sequences as the model sees them.",
-        ),
-    ] = None
-    replace_scales: shared.ReplaceScalesOption = False
-    check: shared.CheckOption = True
-    force: shared.ForceOption = False
-    tokenizer: shared.TokenizerArgument = None
+    observe: Collection[str] | None = option(
+        "",
+        "The kinds of tensors to observe: kv, query, inputs, weights; None: the recipe's.",
+        default=None,
+    )
+    out: str | Path | None = option(
+        "--out DIR", "Output folder; default ./<model>-fp8calib.", reads=Path, default=None
+    )
+    device_map: str | None = option(shared.DEVICE_MAP, default=None)
+    resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
+    shard: str | None = option(
+        "--shard I/N",
+        "Run only part I of N (from 1), without formats; `fp8calib export` joins all.",
+        default=None,
+    )
+    show_text: int | None = option(
+        "--show-text N",
+        "Print the first N sequences as the model sees them.",
+        default=None,
+        least=1,
+    )
+    replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
+    check: bool = option(shared.CHECK, default=True)
+    force: bool = option(shared.FORCE, default=False)
+    tokenizer: Any = option(shared.TOKENIZER, default=None)
 
     def on_command_line(self) -> CalibrateRequest:
         """Fill in the folder: the command always writes."""
@@ -116,35 +95,10 @@ class Coverage(Record):
     skipped: tuple[Skipped, ...]
 
 
-class ExpertLayer(Record):
-    """The tokens that reached the experts of a layer."""
-
-    module: str
-    min: int
-    median: int | float
-    max: int
-    never_reached: tuple[int, ...]
-
-
-class Experts(Record):
-    """The tokens that reached experts, and the scale of those that none reached."""
-
-    fallback: str
-    layers: tuple[ExpertLayer, ...]
-
-
-class NotQuantized(Record):
-    """Why the recipe's FP8 checkpoint was not written."""
-
-    scheme: str
-    why: str
-
-
 class CalibrateResult(Result):
     """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
-    left_out = ("shard", "quantize", "rules")
 
     stats: CalibrationStats = Field(exclude=True)
     was_finished: bool = Field(default=False, exclude=True)
@@ -157,7 +111,8 @@ class CalibrateResult(Result):
     recipe: str
     data: tuple[str, ...]
     seq_len: int | None
-    rows: SkipValidation[TextRows] | None
+    rows: dict[str, Any] | None
+    """How many rows of the text were used."""
     measured_quantized: str
     architecture: str
     out: Path | None
@@ -174,7 +129,8 @@ class CalibrateResult(Result):
     device: str
     engine: str
     """What ran the text, its version and parallelism; empty for transformers."""
-    memory: SkipValidation[MeasuredMemory]
+    memory: dict[str, Any]
+    """The plan of `--dry-run`, and the peak that was measured."""
     batch_size: int
     batch_back_off: tuple[BackOff, ...]
     resumed_sequences: int
@@ -184,9 +140,7 @@ class CalibrateResult(Result):
     """Those of the recipe for single K and V, by pattern."""
     coverage: Coverage
     saturation: Saturation | None
-    positions: PositionSaturation | None
     expert_tokens: dict[str, list[int]]
-    experts: Experts | None
     kv_bytes_per_token: BeforeAfter
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
@@ -200,7 +154,7 @@ class CalibrateResult(Result):
     """Of the token ids, pixels and samples of all sequences."""
     hashes: RunHashes | None = None
     """None if nothing was written."""
-    quantize: QuantizeResult | NotQuantized | None = None
+    quantize: QuantizeResult | None = None
     """The checkpoint of a recipe that has one."""
 
     @property
@@ -221,16 +175,33 @@ class CalibrateResult(Result):
         path = next(written, None)
         return None if self.out is None or path is None else self.out / path
 
-    def overview(self) -> Overview:
-        """Summarize the statistics, and name the files."""
-        shown = self.stats.overview()
-        written = [f"written to {self.out}: {', '.join(self.files)}"] if self.files else []
-        return Overview(
-            title=shown.title,
-            columns=shown.columns,
-            rows=shown.rows,
-            notes=[*shown.notes, *written],
-        )
+
+def run(
+    request: CalibrateRequest,
+    reporter: Reporter,
+    process_rank: ProcessRank = ALONE,
+    *,
+    make_engine: Callable[[Any], Any] | None = None,
+) -> CalibrateResult | RunPlan | None:
+    """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
+
+    `make_engine` makes the `TextEngine` that runs the text of a `CalibrationJob` in place of
+    transformers.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
+    checkpoint that `save_pretrained` writes of it.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        RecipeError: the recipe is invalid.
+        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
+        DataError: the data cannot be read.
+        CalibrationError: the forward pass failed, or gave NaN or infinity.
+        ExportError: a format or the checkpoint of the recipe cannot be written.
+    """
+    with slow_imports():
+        from fp8calib.commands import calibrated
+    return calibrated.run(request, reporter, process_rank, make_engine)
 
 
 def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001
@@ -240,24 +211,20 @@ def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Blo
 
 
 def _describe(result: CalibrateResult) -> Iterator[str]:
+    header, sizes = result.stats.header, result.kv_bytes_per_token
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
     yield (
-        f"{result.stats.header.describe_tokens()} in {result.sequences} sequences, {counted}"
+        f"{header.describe_tokens()} in {result.sequences} sequences, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} tensors measured"
     )
-    shown = show_stats(result.stats)
-    yield from summarize_briefly(shown)
-    yield from describe_skipped(shown)
+    yield from _describe_amax(result.stats.amax_table())
+    yield from describe_skipped(header)
     if result.saturation is not None and result.sequences >= NUM_QUARTERS:
-        middle, least = result.saturation.median_share[1], result.saturation.least_share[1]
-        yield (
-            f"after half of the text the median tensor had reached {middle:.1%} of its final amax, "
-            f"the slowest {least:.1%}"
-        )
-    yield from _describe_experts(result.experts)
-    sizes = result.kv_bytes_per_token
+        yield result.saturation.describe()
+    if result.expert_tokens:
+        yield _describe_experts(result.expert_tokens)
     yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
     yield f"written to {result.out}: {list_top_level(result.files)}"
     if (shard := result.shard) is not None:
@@ -272,30 +239,33 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     yield f"more: {'; '.join(more)}"
 
 
-_SHOWN_LAYERS = 20
-_FALLBACKS: Mapping[str, str] = {
-    "layer-max": "they get the largest scale of the same role in their layer",
-    "one": "they get scale 1.0",
-    "refuse": "--fallback refuse: no scales are computed for them",
-}
+def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Give the range of the amax of K, V and q in one line."""
+    ranges = []
+    for role in ("k", "v", "q"):
+        known = [row for row in rows if row["role"] == role and row["amax"]]
+        if known:
+            least, most = (pick(known, key=lambda row: row["amax"]) for pick in (min, max))
+            ranges.append(
+                f"{role} {least['amax']:.3g} to {most['amax']:.3g} in layer {most['layer']}"
+            )
+    if ranges:
+        yield f"amax: {', '.join(ranges)}"
 
 
-def _describe_experts(experts: Experts | None) -> Iterator[str]:
-    """Describe the tokens that reached experts in a few lines."""
-    if experts is None:
-        return
-    layers = experts.layers
-    least, most = min(each.min for each in layers), max(each.max for each in layers)
-    middle = median(each.median for each in layers)
-    yield (
-        f"tokens per expert: {least:,} to {most:,}, median {middle:,.0f}, in {len(layers)} layers"
-    )
-    unreached = [layer for layer in layers if layer.never_reached]
+def _describe_experts(tokens: Mapping[str, Sequence[int]]) -> str:
+    """Say how many tokens reached experts, and which experts none reached."""
+    counts = [count for each in tokens.values() for count in each]
+    unreached = [
+        f"{path}.{i}" for path, each in tokens.items() for i, n in enumerate(each) if not n
+    ]
+    text = f"tokens per expert: {min(counts):,} to {max(counts):,}, median {median(counts):,.0f}"
     if not unreached:
-        return
-    total = sum(len(layer.never_reached) for layer in unreached)
-    yield f"{total} experts were never reached: {_FALLBACKS[experts.fallback]}"
-    for layer in unreached[:_SHOWN_LAYERS]:
-        yield f"  {layer.module}: {', '.join(map(str, layer.never_reached))}"
-    if len(unreached) > _SHOWN_LAYERS:
-        yield f"  and {len(unreached) - _SHOWN_LAYERS} more layers, see report.json"
+        return text
+    names = cut_list(unreached)
+    return (
+        f"{text}; {len(unreached)} were never reached, and --fallback gives their scales: {names}"
+    )
+
+
+calibrate = as_function("calibrate", CalibrateRequest, run)

@@ -1,4 +1,4 @@
-"""The output of a calibration: its files, the checkpoint of its recipe, and its result."""
+"""Run a calibration: plan, calibrate, write, and make the result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
-from statistics import median
 from typing import Any
 
 import torch
 
+from fp8calib.calibration.calibrate import TextEngine
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -22,41 +22,264 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.journal import is_checkpoint
+from fp8calib.calibration.processes import ProcessGroup, open_process_group
+from fp8calib.calibration.run_model import RunModel
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
-from fp8calib.checkpoint.output import output_folder
-from fp8calib.checkpoint.overlay import CARD_NAME
-from fp8calib.commands.calibrate import (
-    CalibrateRequest,
-    CalibrateResult,
-    Coverage,
-    ExpertLayer,
-    Experts,
-    NotQuantized,
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.output import (
+    check_output,
+    output_folder,
+    refuse_unknown_entries,
+    remove_progress_file,
 )
+from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import Known, hash_run
-from fp8calib.commands.job import CalibrationJob, UnwrittenError, remove_outputs
+from fp8calib.commands.hashes import hash_run
+from fp8calib.commands.job import (
+    CalibrationJob,
+    UnwrittenError,
+    looks_finished,
+    read_finished,
+    remove_outputs,
+    work_folder,
+)
+from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.quantized import make_quantize_result
-from fp8calib.commands.recipe_options import decide_query
-from fp8calib.commands.result import BeforeAfter
-from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
+from fp8calib.commands.recipe import (
+    Recipe,
+    apply_request,
+    check_query,
+    decide_query,
+    load_recipe,
+    resolve_text,
+)
+from fp8calib.commands.request import Reporter
+from fp8calib.commands.result import BeforeAfter, RunPlan
+from fp8calib.commands.saved import saved_model, warn_of_tokenizer
+from fp8calib.commands.show import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.commands.written import finish_checkpoint, finish_formats
-from fp8calib.errors import ExportError, Fp8CalibError, ModelError
+from fp8calib.data.shares import parse_share
+from fp8calib.errors import ExportError, Fp8CalibError, ModelError, UsageError
+from fp8calib.formats.compute import find_site_rules
 from fp8calib.formats.dialect import Attachment
-from fp8calib.formats.write import write_formats
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.write import (
+    check_export,
+    check_overlay_source,
+    check_replaced,
+    write_formats,
+)
+from fp8calib.machine import ProcessRank
+from fp8calib.model.device import choose_rank_device
 from fp8calib.model.kv_bytes import kv_bytes_per_token
+from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.numerics.rules import Fallback
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import select
 from fp8calib.quantization.write import write_checkpoint
 
 
+def run(
+    request: CalibrateRequest,
+    reporter: Reporter,
+    process_rank: ProcessRank,
+    make_engine: Callable[[CalibrationJob], TextEngine] | None,
+) -> CalibrateResult | RunPlan | None:
+    """Calibrate a model: `calibrate.run`, which documents it."""
+    asked = apply_request(load_recipe(str(request.recipe)), request)
+    recipe, rows = resolve_text(asked, request.data)
+    if request.shard is not None or request.out is None:
+        # nothing is written, or nothing that needs the statistics of all shards
+        recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
+    _check_observed(recipe)
+    device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
+    request = replace(request, device=device)
+    with (
+        open_process_group(process_rank) as group,
+        open_run_model(
+            request,
+            recipe=recipe,
+            can_be_sharded=request.out is None,  # every process would write
+        ) as opened,
+        _with_files(opened, request, recipe) as model,
+    ):
+        job = _make_job(request, recipe, model, reporter, group)
+        if make_engine is not None:
+            job = replace(job, engine=make_engine(job))
+        if job.out is not None:
+            _check_outputs(job, dry_run=request.dry_run)
+        if recipe.observe.needs_forward:
+            given = {"rows": rows, "tokenizer": request.tokenizer}
+            text = plan_text(model.source, recipe.data, part="calibrate", **given)
+            job = replace(job, plan=text, specs=recipe.data.sources if rows is None else ())
+            if request.show_text is not None and group.is_first:
+                _show_text(job, request)
+        elif job.shard is not None:
+            raise UsageError(
+                f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
+                hint="leave out --shard",
+            )
+        job.list_batches()  # refuses a shard without any
+        told = dict.fromkeys(job.plan.warnings if job.plan else ())
+        for warning in told:
+            reporter.warn(warning)
+        result = _run(job, request)
+        if isinstance(result, CalibrateResult) and not result.was_finished:
+            missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+            for warning in dict.fromkeys((*result.warnings, *missing)):
+                if warning not in (*told, result.failure):
+                    reporter.warn(warning)
+        return result
+
+
+def _show_text(job: CalibrationJob, request: CalibrateRequest) -> None:
+    """Print the first sequences as the model sees them."""
+    assert job.plan is not None  # noqa: S101 -- the caller has read it
+    tokenizer = request.tokenizer or load_tokenizer(job.model.source)
+    for number, ids in enumerate(job.plan.sequences[: request.show_text], 1):
+        shown = tokenizer.decode(ids, skip_special_tokens=False)
+        job.reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
+
+
+def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
+    header, group, finished = job.make_header(), job.group, None
+    # The first process alone looks for it: others may see what it writes now.
+    if group.is_first and job.out is not None and looks_finished(job, job.out):
+        finished = read_finished(job, header, job.out)
+        if finished is None:
+            check_output(job.out, job.owned, job.force, inputs=[job.model.source.folder])
+        else:
+            remove_progress_file(job.out)
+            job.reporter.say(f"{job.out} is finished already")
+    if group.broadcast(lambda: finished is not None):
+        return finished
+    mode = job.choose_mode()
+    if request.dry_run:
+        return job.describe_plan(mode)
+    if job.out is None:
+        stats, cost = job.run(mode, header, None)
+        return _make_result(job, stats, cost) if group.is_first else None
+    rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
+    for text in (*rows, *mode.describe()):
+        job.reporter.say(text)
+    with work_folder(job, header) as journal:
+        if isinstance(journal, CalibrateResult):
+            job.reporter.say(f"{job.out} is finished already")
+            return journal
+        stats, cost = job.run(mode, header, journal)
+        if not group.is_first:
+            return None
+        with _keeping_statistics(job, stats, journal.folder):
+            return _write_outputs(job, request, stats, cost, journal.folder)
+
+
+# --- before the run -------------------------------------------------------------------------------
+
+
+def _check_observed(recipe: Recipe) -> None:
+    """Refuse unknown formats, and those whose scales the recipe does not observe."""
+    observe = recipe.observe
+    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
+    if recipe.formats and not observe.kv:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
+            hint="choose another recipe",
+        )
+    if with_linears and not (observe.inputs and observe.weights):
+        raise UsageError(
+            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
+            "not observe both",
+            hint="choose another recipe",
+        )
+    if recipe.query_scale is True and not observe.query:
+        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
+
+
 @contextmanager
-def keeping_statistics(
+def _with_files(model: RunModel, request: CalibrateRequest, recipe: Recipe) -> Iterator[RunModel]:
+    """Give a model in memory the files that an overlay or FP8 checkpoint of it is made from."""
+    needs_files = recipe.quantize is not None or any(
+        find_dialect(name).needs_model for name in recipe.formats
+    )
+    if not model.is_live or not needs_files or request.out is None:
+        yield model
+        return
+    with (
+        saved_model(request.model, Path(request.out), request.tokenizer) as folder,
+        Checkpoint.open(Path(folder)) as checkpoint,
+    ):
+        yield replace(model, checkpoint=checkpoint)
+
+
+def _make_job(
+    request: CalibrateRequest,
+    recipe: Recipe,
+    model: RunModel,
+    reporter: Reporter,
+    group: ProcessGroup,
+) -> CalibrationJob:
+    """Make the job, after refusing formats whose scales the model has no place for."""
+    geometry = model.prepared.geometry
+    check_query(recipe)
+    modules = (attention.module for _, attention in geometry.attentions())
+    excluded = next((module for module in modules if module in model.prepared.ignored), None)
+    if recipe.formats and excluded is not None:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: needs K and V of {excluded}, which recipe "
+            f"{recipe.name} excludes",
+            hint="take it out of observe.ignore, or write `formats: []`",
+        )
+    find_site_rules(recipe.scales.rules, geometry)  # refuses unmatched patterns
+    check_export(geometry, recipe.formats, recipe.tp, FP8_FORMATS[recipe.scales.fp8_dtype])
+    check_overlay_source(
+        *(geometry, recipe.formats, model.checkpoint.stored),
+        replaces_scales=request.replace_scales,
+    )
+    return CalibrationJob(
+        model=model,
+        resume=request.resume,
+        force=request.force,
+        reporter=reporter,
+        group=group,
+        recipe=recipe,
+        shard=None if request.shard is None else parse_share(request.shard),
+        out=None if request.out is None else Path(request.out),
+    )
+
+
+def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
+    """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
+    if not dry_run and not looks_finished(job, job.folder):
+        check_output(job.folder, job.owned, job.force, inputs=[job.model.source.folder])
+    checkpoint, settings = job.model.checkpoint, job.quantization
+    check_replaced(job.recipe.formats, job.folder, checkpoint.stored)
+    if job.recipe.quantize is None or settings is None:
+        return
+    folder = job.folder / job.recipe.quantize.folder
+    known = {path.name for path in checkpoint.weight_files}
+    known |= {name.split("/")[0] for name in find_side_files(checkpoint)[0]}
+    known |= {SINGLE_FILE_NAME, INDEX_NAME, CONFIG_NAME, CARD_NAME}
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    refuse_unknown_entries(folder, found - known)
+    try:
+        job.select_matrices(settings)
+    except (ModelError, ExportError) as error:
+        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+        what = f"{folder.name} cannot be written: {error.message}"
+        raise ExportError(what, hint=hint) from error
+
+
+# --- after the run -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _keeping_statistics(
     job: CalibrationJob, stats: CalibrationStats, folder: Path
 ) -> Iterator[None]:
     """Where a format cannot be written to the working folder, save at least the statistics."""
@@ -88,13 +311,12 @@ def keeping_statistics(
     ) from failed
 
 
-def write_outputs(
+def _write_outputs(
     job: CalibrationJob,
     request: CalibrateRequest,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
-    find_known: Callable[[], Known],
 ) -> CalibrateResult:
     """Write all output, the report last."""
     recipe = job.recipe
@@ -110,17 +332,20 @@ def write_outputs(
         rules=recipe.scales.rules,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
-    checkpoint = _quantize(job, request, stats, folder)
     checked, cards = finish_formats(
         *(recipe.formats, folder, job.folder, request.model),
         revision=request.revision,
         check=request.check,
     )
     files, warnings, failure = {STATS_NAME, REPORT_NAME, *formats, *cards}, [], ""
-    if isinstance(checkpoint, NotQuantized):
-        failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {checkpoint.why}"
+    checkpoint = None
+    try:
+        checkpoint = _quantize(job, request, stats, folder)
+    except (ModelError, ExportError) as error:  # statistics and scales of a long run are kept
+        why = "; ".join(filter(None, (error.message, error.hint)))
+        failure = f"{recipe.quantize and recipe.quantize.folder} is not written: {why}"
         warnings = [failure]
-    elif checkpoint is not None:
+    if checkpoint is not None:
         name = checkpoint.out.name
         files |= {f"{name}/{file}" for file in checkpoint.files}
         warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
@@ -128,7 +353,7 @@ def write_outputs(
         checkpoint = checkpoint.model_copy(update={"checked": ()})
     # but for the report itself
     places = dict.fromkeys(name.partition("/")[0] for name in sorted(files - {REPORT_NAME}))
-    result = make_calibrate_result(
+    result = _make_result(
         *(job, stats, cost),
         files=tuple(sorted(files)),
         warnings=(*notes, *warnings),
@@ -139,7 +364,6 @@ def write_outputs(
             None if job.model.is_live else job.model.source.folder,
             job.specs,
             {name: folder / name for name in places},
-            find_known(),
         ),
     )
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)
@@ -149,32 +373,25 @@ def write_outputs(
 
 def _quantize(
     job: CalibrationJob, request: CalibrateRequest, stats: CalibrationStats, folder: Path
-) -> QuantizeResult | NotQuantized | None:
-    """Write the recipe's checkpoint, if it has one, under `folder`, with its card.
-
-    Where it cannot be written, the result says why: statistics and scales of a long run are kept.
-    """
+) -> QuantizeResult | None:
+    """Write the recipe's checkpoint, if it has one, under `folder`, with its card."""
     asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
     if asked is None or settings is None:
         return None
     started, plain_caches = time.monotonic(), asked.kv_cache_dtype_skip_layers
-    try:
-        selection = job.select_matrices(settings)
-        unmeasured = list_unmeasured(stats, *split_static(settings, selection))
-        if unmeasured:
-            settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
-            selection = select(checkpoint, ignore=settings.ignore)
-        scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
-        plan = make_plan(checkpoint, settings, selection, scales=scales)
-        job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
-        written = write_checkpoint(
-            *(checkpoint, plan, folder / asked.folder),
-            device=torch.device("cpu"),
-            advance=job.reporter.advance,
-        )
-    except (ModelError, ExportError) as error:
-        why = "; ".join(filter(None, (error.message, error.hint)))
-        return NotQuantized(scheme=settings.schemes.default.name, why=why)
+    selection = job.select_matrices(settings)
+    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
+    if unmeasured:
+        settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
+        selection = select(checkpoint, ignore=settings.ignore)
+    scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
+    plan = make_plan(checkpoint, settings, selection, scales=scales)
+    job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")
+    written = write_checkpoint(
+        *(checkpoint, plan, folder / asked.folder),
+        device=torch.device("cpu"),
+        advance=job.reporter.advance,
+    )
     result = make_quantize_result(
         *(checkpoint, plan, written),
         out=job.folder / asked.folder,
@@ -197,7 +414,7 @@ def _quantize(
     return result.model_copy(update={"files": files, "checked": checked})
 
 
-def make_calibrate_result(
+def _make_result(
     job: CalibrationJob,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
@@ -212,21 +429,6 @@ def make_calibrate_result(
     expert_tokens = {
         name.removesuffix(".up_proj"): tokens for name, tokens in stats.expert_counts.items()
     }
-    experts = None
-    if expert_tokens and not stats.shard:  # another shard may reach those that this one did not
-        experts = Experts(
-            fallback=recipe.scales.fallback or Fallback.LAYER_MAX,
-            layers=tuple(
-                ExpertLayer(
-                    module=module,
-                    min=min(tokens),
-                    median=median(tokens),
-                    max=max(tokens),
-                    never_reached=tuple(i for i, count in enumerate(tokens) if count == 0),
-                )
-                for module, tokens in sorted(expert_tokens.items())
-            ),
-        )
     return CalibrateResult(
         stats=PublicStats.of(stats),
         model=model.name,
@@ -250,9 +452,7 @@ def make_calibrate_result(
         rules={pattern: str(rule) for pattern, rule in recipe.scales.rules.items()} or None,
         coverage=Coverage(observed=len(stats.sites), skipped=header.skipped),
         saturation=compute_saturation(stats),
-        positions=compute_position_saturation(stats),
         expert_tokens=expert_tokens,
-        experts=experts,
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         warnings=(
             *model.describe_decoded(),

@@ -1,24 +1,17 @@
-"""The model card of a written checkpoint: front matter, commands, figures of `verify --json`."""
+"""The model card of a written checkpoint: front matter and commands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.command_line import cut_path, publish_command, spell_command
-from fp8calib.commands.hashes import hash_files
 from fp8calib.commands.options import Model
-from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
-
-if TYPE_CHECKING:
-    from fp8calib.commands._verify import VerifyResult
 
 _QUANTIZED: dict[str, Any] = {"base_model_relation": "quantized", "quantized_by": "fp8calib"}
 _KEPT = ("license", "license_name", "license_link", "language", "tags", "pipeline_tag")
@@ -37,8 +30,6 @@ def write_card(
     is_quantized: bool = True,
 ) -> str:
     """Write the card of a checkpoint, and give its name. The same run gives the same bytes.
-
-    Reports of `verify --json` in the output folder are shown, where they measured the same bytes.
 
     Args:
         written: the output folder where it is now.
@@ -63,7 +54,6 @@ def write_card(
         f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
         _quote("Made by", [spell_command()]),
         _quote("Served by", commands),
-        "\n".join(_list_figures(target, written / path)),
     )
     text = "\n\n".join(filter(None, parts))
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
@@ -105,36 +95,3 @@ def _read_front_matter(model: Model, revision: str | None) -> Iterator[tuple[str
     for key in _KEPT:
         if isinstance(found.get(key), list if key == "tags" else str | list):
             yield key, found[key]
-
-
-def _list_figures(reports: Path, folder: Path) -> Iterator[str]:
-    """Give the figures of reports that measured the bytes of this checkpoint."""
-    paths = sorted(filter(is_result, reports.glob("*.json")))
-    if not paths:
-        return
-    from fp8calib.commands._verify import VerifyResult  # imports transformers
-
-    for path in paths:
-        try:
-            report = VerifyResult.from_json(load_json_object(path))
-        except ValidationError:  # of another command
-            continue
-        rows = [each for each in report.candidates if _is_measured(report, each.name, folder)]
-        if rows:
-            data = ", ".join(map(cut_path, report.data))
-            yield (
-                f"Compared with the unquantized model on {report.tokens:,} tokens of {data}, "
-                f"emulated as {report.engine_version} computes (`{path.name}`):\n"
-            )
-        for each in rows:
-            yield (
-                f"* {each.verdict}: KLD {format_mean_kld(each.kld_mean, each.kld_se)}, perplexity "
-                f"ratio {format_ratio(each.ppl_ratio, each.ppl_ratio_se)}, top-1 "
-                f"{format_share(each.top1_agreement)}"
-            )
-
-
-def _is_measured(report: VerifyResult, name: str, folder: Path) -> bool:
-    known = () if report.hashes is None else report.hashes.scales.get(name, ())
-    paths = [folder / each.name for each in known]
-    return bool(known) and all(map(Path.is_file, paths)) and hash_files(paths, {}) == known

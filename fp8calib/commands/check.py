@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
 
 from pydantic import Field, computed_field
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
-from fp8calib.commands.result import Overview, Result
+from fp8calib.commands.request import Reporter, as_function, option, request_class
+from fp8calib.commands.result import Result
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
@@ -36,7 +34,7 @@ def _check_engines(names: str) -> None:
         find_replayed(name.strip())
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class CheckRequest:
     """Report what each engine will do with KV scales and FP8 weights, without running it.
 
@@ -47,72 +45,52 @@ class CheckRequest:
     Example: fp8calib check out/kv-overlay --engine vllm
     """
 
-    path: Annotated[
-        str | Path,
-        Option(
-            metavar="PATH",
-            reads=Path,
-            check=shared.require_input("name a checkpoint folder or a JSON file"),
-            help="A checkpoint folder or hub id, or a JSON file of any tool.",
-        ),
-    ]
+    path: str | Path = option(
+        "PATH",
+        "A checkpoint folder or hub id, or a JSON file of any tool.",
+        reads=Path,
+        check=shared.require_input("name a checkpoint folder or a JSON file"),
+    )
     _: KW_ONLY
-    engine: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            "--engine",
-            metavar="NAME[==VERSION]",
-            reads=list[str],
-            check=_check_engines,
-            help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
-        ),
-    ] = None
-    tp: Annotated[
-        int, Option("--tp", metavar="N", least=1, help="Tensor-parallel degree; default 1.")
-    ] = 1
-    model: Annotated[
-        str | Path | None,
-        Option(
-            "--model",
-            metavar="MODEL",
-            reads=str,
-            check=find_local_model,
-            help="The model the scales are for; for files.",
-        ),
-    ] = None
-    require_kv: Annotated[
-        bool,
-        Option("--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."),
-    ] = False
-    read_weights: Annotated[
-        bool,
-        Option(
-            "--read-weights",
-            help="Read the values of all tensors: NaN, infinities and rows of zeros.",
-        ),
-    ] = False
-    allow_suspicious: Annotated[
-        bool,
-        Option(
-            "--allow-suspicious",
-            help="Accept scales that are most likely wrong, such as one 1000 times the median.",
-        ),
-    ] = False
-    everything: Annotated[
-        bool,
-        Option("--all", help="Print scales that are used, and a fingerprint, too.", is_layout=True),
-    ] = False
-    stats: Annotated[
-        shared.Stats | None,
-        Option(
-            "--stats",
-            metavar="FILE",
-            reads=Path,
-            check=shared.check_stats,
-            help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
-        ),
-    ] = None
-    revision: shared.RevisionOption = None
+    engine: str | Sequence[str] | None = option(
+        "--engine NAME[==VERSION]",
+        f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
+        reads=list[str],
+        check=_check_engines,
+        default=None,
+    )
+    tp: int = option("--tp N", "Tensor-parallel degree; default 1.", least=1, default=1)
+    model: str | Path | None = option(
+        "--model MODEL",
+        "The model the scales are for; for files.",
+        reads=str,
+        check=find_local_model,
+        default=None,
+    )
+    require_kv: bool = option(
+        "--require-kv", "Fail if the checkpoint has no KV scales and asks for none.", default=False
+    )
+    read_weights: bool = option(
+        "--read-weights",
+        "Read the values of all tensors: NaN, infinities and rows of zeros.",
+        default=False,
+    )
+    allow_suspicious: bool = option(
+        "--allow-suspicious",
+        "Accept scales that are most likely wrong, such as one 1000 times the median.",
+        default=False,
+    )
+    everything: bool = option(
+        "--all", "Print scales that are used, and a fingerprint, too.", default=False
+    )
+    stats: shared.Stats | None = option(
+        "--stats FILE",
+        "What calibrate measured: scales that are far from it fail, such as reciprocals.",
+        reads=Path,
+        check=shared.check_stats,
+        default=None,
+    )
+    revision: str | None = option(shared.REVISION, default=None)
 
 
 class EngineResult(EngineReport):
@@ -157,7 +135,6 @@ class EngineResult(EngineReport):
 class CheckResult(Result):
     """One report for each engine that was asked for."""
 
-    first_keys: ClassVar = ("ok",)
     engines: Mapping[str, EngineResult]
     has_read_weights: bool = Field(default=False, exclude=True)
     """Whether all tensors were read."""
@@ -204,28 +181,6 @@ class CheckResult(Result):
         """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
         codes = {"ok": 0, Status.UNKNOWN: CANNOT_TELL}
         return codes.get(self.verdict, VerificationError.exit_code)
-
-    def overview(self) -> Overview:
-        """Give the verdict of each engine, and the problems."""
-        problems: list[str] = []
-        for name, report in self.engines.items():
-            found = [f"weights: {report.weights.why}"] if report.weights else []
-            found += [*report.suspicious, *report.unknown, *report.problems]
-            problems += [f"{name}: {text}" for text in found]
-        return Overview(
-            f"CheckResult: {self.verdict}",
-            ("engine", "release", "verdict", "layers with their KV scales"),
-            [
-                [
-                    report.engine,
-                    report.version,
-                    report.verdict,
-                    f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
-                ]
-                for report in self.engines.values()
-            ],
-            problems,
-        )
 
 
 def run(request: CheckRequest, reporter: Reporter) -> CheckResult:

@@ -17,7 +17,7 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.commands.check import CheckRequest, CheckResult
-from fp8calib.commands.function import CallbackProgress
+from fp8calib.commands.request import PythonReporter
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.config_doubts import doubt_configs
@@ -82,7 +82,7 @@ def check_path(
             _refuse_other_origin(str(path), origin, model)
         report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
     if request.read_weights:
-        report = read_weight_values(opened, progress or CallbackProgress(None)).amend(report)
+        report = read_weight_values(opened, progress or PythonReporter(None)).amend(report)
     report = doubt_configs(report, model, geometry)
     if amend is not None:
         report = amend(report, path, geometry)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.output import check_output, output_folder
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
-from fp8calib.commands.result import BeforeAfter, Overview, Result, list_checkpoint
+from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
+from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -29,51 +28,40 @@ if TYPE_CHECKING:
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class DequantizeRequest:
     """Write a quantized checkpoint back in 16 bits, shard by shard, without loading the model.
 
     Example: fp8calib dequantize deepseek-ai/DeepSeek-V3 --out DeepSeek-V3-BF16
     """
 
-    model: Annotated[
-        str | Path,
-        Option(
-            metavar="MODEL",
-            reads=str,
-            check=find_local_model,
-            help="The quantized model: folder or Hub id. FP8, MXFP8, NVFP4, MXFP4, or INT4 or INT8 "
-            "of compressed-tensors.",
-        ),
-    ]
-    out: Annotated[
-        str | Path,
-        Option("--out", metavar="DIR", reads=Path, help="Output folder of the checkpoint."),
-    ]
+    model: str | Path = option(
+        "MODEL",
+        "The quantized model: folder or Hub id. FP8, MXFP8, NVFP4, MXFP4, or INT4 or INT8 "
+        "of compressed-tensors.",
+        reads=str,
+        check=find_local_model,
+    )
+    out: str | Path = option("--out DIR", "Output folder of the checkpoint.", reads=Path)
     _: KW_ONLY
-    dtype: Annotated[
-        str,
-        Option(
-            "--dtype",
-            choices=_DTYPES,
-            help="Data type of dequantized weights; auto is that of config.json, or bfloat16 if it "
-            "names none. Other tensors keep theirs.",
-        ),
-    ] = "auto"
-    keep_kv_scales: Annotated[
-        bool,
-        Option(
-            "--keep-kv-scales",
-            help="Keep the KV scales of MODEL: the output is a kv-overlay, or a kv-overlay-head.",
-        ),
-    ] = False
-    resume: Annotated[
-        bool,
-        Option("--resume", help="Continue an interrupted run after its last finished shard."),
-    ] = False
-    revision: shared.RevisionOption = None
-    force: shared.ForceOption = False
-    progress: shared.ProgressArgument = None
+    dtype: str = option(
+        "--dtype",
+        "Data type of dequantized weights; auto is that of config.json, or bfloat16 if it "
+        "names none. Other tensors keep theirs.",
+        choices=_DTYPES,
+        default="auto",
+    )
+    keep_kv_scales: bool = option(
+        "--keep-kv-scales",
+        "Keep the KV scales of MODEL: the output is a kv-overlay, or a kv-overlay-head.",
+        default=False,
+    )
+    resume: bool = option(
+        "--resume", "Continue an interrupted run after its last finished shard.", default=False
+    )
+    revision: str | None = option(shared.REVISION, default=None)
+    force: bool = option(shared.FORCE, default=False)
+    progress: ProgressCallback | None = option(shared.PROGRESS, default=None)
 
 
 class DequantizeResult(Result):
@@ -97,14 +85,6 @@ class DequantizeResult(Result):
     def describe_bytes(self) -> str:
         """Describe the size of the weights before and after."""
         return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
-
-    def overview(self) -> Overview:
-        """Summarize what was written."""
-        return Overview(
-            title=f"{self.dtype} in {self.out}: {len(self.dequantized)} tensors, "
-            f"{self.describe_bytes()}",
-            notes=list(self.notes),
-        )
 
 
 def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
 from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
-from fp8calib.commands.result import Overview, Result, WrittenCheck, describe_checks, list_top_level
+from fp8calib.commands.request import Reporter, as_function, option, request_class
+from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
 from fp8calib.errors import UsageError, format_count
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
@@ -27,66 +26,55 @@ if TYPE_CHECKING:
     from fp8calib.formats.quantized_model import QuantizedModel
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class ExportRequest:
     """Write the scales of a calibration in other formats or for other tensor-parallel degrees.
 
     Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
     """
 
-    stats: Annotated[
-        shared.Stats | Sequence[shared.Stats],
-        Option(
-            metavar="STATS...",
-            reads=list[Path],
-            check=shared.check_stats,
-            help="stats.safetensors of a calibration, or its folder. Several are the shards of one "
-            "run: they are joined, and stats.safetensors of the run is written too, or only that "
-            "without --format.",
-        ),
-    ]
-    out: Annotated[str | Path, Option("--out", metavar="DIR", reads=Path, help="Output folder.")]
+    stats: shared.Stats | Sequence[shared.Stats] = option(
+        "STATS...",
+        "stats.safetensors of a calibration, or its folder. Several are the shards of one "
+        "run: they are joined, and stats.safetensors of the run is written too, or only that "
+        "without --format.",
+        reads=list[Path],
+        check=shared.check_stats,
+    )
+    out: str | Path = option("--out DIR", "Output folder.", reads=Path)
     _: KW_ONLY
-    recipe: Annotated[
-        str | Path | None,
-        Option(
-            "--recipe",
-            metavar="FILE",
-            reads=str,
-            help="A recipe whose rules and formats are used, such as that of `fp8calib plan`.",
-        ),
-    ] = None
-    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
-    tp: Annotated[int | Sequence[int] | None, TP] = None
-    model: Annotated[
-        shared.Model | None,
-        Option(
-            "--model",
-            metavar="MODEL",
-            reads=str,
-            check=find_local_model,
-            help="The calibrated model, or a quantized checkpoint of it (an overlay "
-            "keeps its quantization); needed for overlays and weights.",
-        ),
-    ] = None
-    other_weights: shared.OtherWeightsOption = False
-    replace_scales: shared.ReplaceScalesOption = False
-    rule: Annotated[str | None, RULE] = None
-    fallback: Annotated[str | None, FALLBACK] = None
-    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
-    query_scale: Annotated[str | None, QUERY_SCALE] = None
-    with_weights: Annotated[
-        bool,
-        Option(
-            "--with-weights",
-            help="With --format rfc and --model: also write the FP8 weights of every rank. MODEL "
-            "may then be int4 (compressed-tensors, symmetric, one scale per tensor), and the JSON "
-            "holds the compound scales.",
-        ),
-    ] = False
-    check: shared.CheckOption = True
-    force: shared.ForceOption = False
-    tokenizer: shared.TokenizerArgument = None
+    recipe: str | Path | None = option(
+        "--recipe FILE",
+        "A recipe whose rules and formats are used, such as that of `fp8calib plan`.",
+        reads=str,
+        default=None,
+    )
+    formats: str | Sequence[str] | None = option(FORMATS, default=None)
+    tp: int | Sequence[int] | None = option(TP, default=None)
+    model: shared.Model | None = option(
+        "--model MODEL",
+        "The calibrated model, or a quantized checkpoint of it (an overlay "
+        "keeps its quantization); needed for overlays and weights.",
+        reads=str,
+        check=find_local_model,
+        default=None,
+    )
+    other_weights: bool = option(shared.OTHER_WEIGHTS, default=False)
+    replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
+    rule: str | None = option(RULE, default=None)
+    fallback: str | None = option(FALLBACK, default=None)
+    fp8_dtype: str | None = option(FP8_DTYPE, default=None)
+    query_scale: str | None = option(QUERY_SCALE, default=None)
+    with_weights: bool = option(
+        "--with-weights",
+        "With --format rfc and --model: also write the FP8 weights of every rank. MODEL "
+        "may then be int4 (compressed-tensors, symmetric, one scale per tensor), and the JSON "
+        "holds the compound scales.",
+        default=False,
+    )
+    check: bool = option(shared.CHECK, default=True)
+    force: bool = option(shared.FORCE, default=False)
+    tokenizer: Any = option(shared.TOKENIZER, default=None)
 
 
 class ExportResult(Result):
@@ -102,15 +90,6 @@ class ExportResult(Result):
     """Which linears of a quantized model were compared with the calibrated one, in words."""
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
-
-    def overview(self) -> Overview:
-        """Summarize what was written."""
-        commands = map(str, self.checked)
-        counted = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return Overview(
-            title=f"{counted} in {self.out}: {', '.join(self.files)}",
-            notes=[*self.warnings, *commands],
-        )
 
 
 def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
@@ -152,8 +131,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
 
 def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
     """Open the recipe, and apply the options."""
-    from fp8calib.commands.recipe import load_recipe
-    from fp8calib.commands.recipe_options import apply_request
+    from fp8calib.commands.recipe import apply_request, load_recipe
     from fp8calib.formats.kv.json import RFC
 
     recipe = load_recipe("kv" if request.recipe is None else str(request.recipe))
@@ -187,7 +165,7 @@ def _write(
 ) -> ExportResult:
     from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
     from fp8calib.checkpoint.output import output_folder
-    from fp8calib.commands.recipe_options import decide_query, list_ignored
+    from fp8calib.commands.recipe import decide_query
     from fp8calib.commands.written import finish_formats, require_server
     from fp8calib.formats.kv.json import name_rank_files
     from fp8calib.formats.write import check_replaced, list_outputs, write_formats
@@ -240,7 +218,6 @@ def _write(
         files=tuple(files),
         shards=shards,
         warnings=(
-            *list_ignored(recipe, request),
             *notes,
             *(weights.notes if weights else ()),
             *(describe_attachment(attachment, source, stats.geometry) if source else ()),

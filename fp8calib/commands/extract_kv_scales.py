@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
 from fp8calib.commands.options import FORMATS, FP8_DTYPE
+from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
-    Overview,
     Record,
     Result,
     WrittenCheck,
@@ -39,69 +37,51 @@ Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class ExtractRequest:
     """Copy the KV scales of a quantized checkpoint to its unquantized model.
 
     Example: fp8calib extract-kv-scales --quantized-model llama-fp8 --model llama --save-path out
     """
 
-    quantized_model: Annotated[
-        str | Path,
-        Option(
-            "--quantized-model",
-            metavar="PATH",
-            reads=Path,
-            check=shared.require_input("name a checkpoint folder or a file of scales"),
-            help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
-        ),
-    ]
-    model: Annotated[
-        str | Path,
-        Option(
-            "--model",
-            metavar="MODEL",
-            reads=str,
-            check=find_local_model,
-            help="The unquantized model, or a quantized checkpoint of it (an overlay keeps "
-            "its quantization): folder or Hub id.",
-        ),
-    ]
-    save_path: Annotated[
-        str | Path,
-        Option(
-            "--save-path --out",
-            metavar="DIR",
-            reads=Path,
-            help="Output folder: a checkpoint, or the folder of one file, by --format.",
-        ),
-    ]
+    quantized_model: str | Path = option(
+        "--quantized-model PATH",
+        "Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
+        reads=Path,
+        check=shared.require_input("name a checkpoint folder or a file of scales"),
+    )
+    model: str | Path = option(
+        "--model MODEL",
+        "The unquantized model, or a quantized checkpoint of it (an overlay keeps "
+        "its quantization): folder or Hub id.",
+        reads=str,
+        check=find_local_model,
+    )
+    save_path: str | Path = option(
+        "--save-path --out DIR",
+        "Output folder: a checkpoint, or the folder of one file, by --format.",
+        reads=Path,
+    )
     _: KW_ONLY
-    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
-    other_weights: shared.OtherWeightsOption = False
-    replace_scales: shared.ReplaceScalesOption = False
-    source_dtype: Annotated[
-        str | None,
-        Option(
-            "--source-dtype",
-            choices=tuple(KV_FORMATS),
-            help="FP8 format that the scales were made for, if the files do not state it.",
-        ),
-    ] = None
-    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
-    tp: Annotated[
-        list[int] | None,
-        Option(
-            "--tp",
-            metavar="N",
-            help="Tensor-parallel degree of the JSON formats; repeat for more. Default: that of "
-            "the source.",
-        ),
-    ] = None
-    revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
-    check: shared.CheckOption = True
-    force: shared.ForceOption = False
+    formats: str | Sequence[str] | None = option(FORMATS, default=None)
+    other_weights: bool = option(shared.OTHER_WEIGHTS, default=False)
+    replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
+    source_dtype: str | None = option(
+        "--source-dtype",
+        "FP8 format that the scales were made for, if the files do not state it.",
+        choices=tuple(KV_FORMATS),
+        default=None,
+    )
+    fp8_dtype: str | None = option(FP8_DTYPE, default=None)
+    tp: list[int] | None = option(
+        "--tp N",
+        "Tensor-parallel degree of the JSON formats; repeat for more. Default: that of the source.",
+        default=None,
+    )
+    revision: str | None = option(shared.REVISION, default=None)
+    trust_remote_code: bool = option(shared.TRUST, default=False)
+    check: bool = option(shared.CHECK, default=True)
+    force: bool = option(shared.FORCE, default=False)
 
 
 class ExtractedLayer(Record):
@@ -135,21 +115,6 @@ class ExtractResult(Result):
     kv_bytes_per_token: BeforeAfter
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Make the object that `--json` prints; a layer without q has no key for it."""
-        return {**super().to_json(), **self.model_dump(mode="json", exclude_none=True)}
-
-    def overview(self) -> Overview:
-        """Summarize what was written."""
-        return Overview(
-            title=f"{self.format} in {self.save_path}: {len(self.layers)} layers of "
-            f"{self.dialect} scales",
-            notes=[
-                *self.notes,
-                *map(str, self.checked),
-            ],
-        )
 
 
 def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:

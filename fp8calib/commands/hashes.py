@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,79 +19,55 @@ _NUM_THREADS = 4
 """One hashes some 2 GB a second."""
 
 
-Known = dict[tuple[int, int], FileHash]
-"""The hashes of files by device and inode."""
-
-
-@contextmanager
-def hashing(model: Path | None, device: str) -> Iterator[Callable[[], Known]]:
-    """Hash the files of a model in threads beside passes on a GPU; give what waits for them.
-
-    On a CPU, whose cores the passes need, nothing is hashed here.
-    """
-    known: Known = {}
-    paths = [] if model is None or device == "cpu" else _list_files(model)
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
-        running = [pool.submit(hash_files, [path], known) for path in paths]
-
-        def finish() -> Known:
-            for each in running:
-                each.result()
-            return known
-
-        try:
-            yield finish
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def hash_run(
-    model: Path | None,
-    specs: Iterable[str],
-    scales: Mapping[str, Path],
-    known: Known | None = None,
-) -> RunHashes:
-    """Hash the files of a run, each once, but for those that are `known`.
+def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+    """Hash the files of a run; those that are linked to each other once.
 
     Args:
         model: the folder of the unquantized model; None for one in memory.
         specs: values of `--data`.
         scales: files and folders of scales by the names they are known by.
-        known: the hashes of some files, and then of all.
     """
-    known = {} if known is None else known
-
-    def hash_place(place: Path) -> tuple[FileHash, ...]:
-        return hash_files(_list_files(place), known)
-
     texts = [path for spec in specs for path in parse_spec(spec).files]
+    weights = [] if model is None else _list_files(model)
+    places = {name: _list_files(place) for name, place in scales.items()}
+    paths = [*weights, *texts, *(path for files in places.values() for path in files)]
+    by_inode = {_identify(path): path for path in paths}
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        digests = dict(zip(by_inode, pool.map(_hash, by_inode.values()), strict=True))
+
+    def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
+        return tuple(
+            FileHash(
+                name=path.name, size_bytes=path.stat().st_size, sha256=digests[_identify(path)]
+            )
+            for path in files
+        )
+
     return RunHashes(
-        model=() if model is None else hash_place(model),
-        data=hash_files(texts, known),
-        scales={name: hash_place(place) for name, place in scales.items()},
+        model=describe(weights),
+        data=describe(texts),
+        scales={name: describe(files) for name, files in places.items()},
     )
 
 
 def _list_files(place: Path) -> list[Path]:
-    return [place] if place.is_file() else sorted(filter(_counts, place.iterdir()))
-
-
-def hash_files(paths: Iterable[Path], known: Known) -> tuple[FileHash, ...]:
-    """Hash files but for those in `known`, and add them to it."""
-    hashes = []
-    for path in paths:
-        status = path.stat()
-        key = (status.st_dev, status.st_ino)
-        if key not in known:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            known[key] = FileHash(name="", size_bytes=status.st_size, sha256=digest)
-        hashes.append(replace(known[key], name=path.name))
-    return tuple(hashes)
+    """List a file itself, or the weights, config, tokenizer and scales of a folder."""
+    if place.is_file():
+        return [place]
+    return [path for path in sorted(place.iterdir()) if path.is_file() and _counts(path)]
 
 
 def _counts(path: Path) -> bool:
-    """Whether a file holds weights, config, tokenizer or scales."""
     is_wanted = any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
     is_text = any(fnmatch(path.name, pattern) for pattern in _TEXTS)
-    return path.is_file() and is_wanted and not is_text and not is_result(path)
+    return is_wanted and not is_text and not is_result(path)
+
+
+def _identify(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

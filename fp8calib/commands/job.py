@@ -34,10 +34,9 @@ from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.output import PROGRESS_NAME, resumable_folder
 from fp8calib.commands.calibrate import CalibrateResult
-from fp8calib.commands.function import Reporter
 from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.result import ShardIndex
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter
+from fp8calib.commands.result import RunPlan, ShardIndex
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Share, select_batches

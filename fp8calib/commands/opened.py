@@ -13,9 +13,9 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.output import check_output_file
-from fp8calib.commands.function import Reporter
 from fp8calib.commands.model import plan_text, read_settings
 from fp8calib.commands.options import SKIP_LAYERS, Stats
+from fp8calib.commands.request import Reporter
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import Option, ProgressCallback, option, request_class
 from fp8calib.data.specs import ACCEPTED_SUFFIXES, Specs, parse_spec
 from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.errors import UsageError, suggest
@@ -60,135 +60,121 @@ def _check_rule(text: str) -> None:
 
 
 DATA = Option(
-    "--data",
-    metavar="SPEC",
+    "--data SPEC",
+    f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder, hub:NAME[:CONFIG][:SPLIT] or builtin "
+    "(default); SPEC@WEIGHT mixes several.",
     reads=list[str],
     collect=Specs,
     check=parse_spec,
     key="data.sources",
-    default=(),
-    help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder, hub:NAME[:CONFIG][:SPLIT] or builtin "
-    "(default); SPEC@WEIGHT mixes several.",
+    key_default=(),
 )
 TEXT_COLUMN = Option(
-    "--text-column",
-    metavar="NAME",
+    "--text-column NAME",
+    "Column to read; default: the first of text, messages, ... in the data.",
     key="data.text_column",
-    help="Column to read; default: the first of text, messages, ... in the data.",
 )
 STRICT_ROWS = Option(
     "--strict-rows",
+    "Fail at the first row that cannot be used, instead of skipping it.",
     key="data.strict_rows",
-    default=False,
-    help="Fail at the first row that cannot be used, instead of skipping it.",
+    key_default=False,
 )
 SAMPLES = Option(
-    "--samples",
-    metavar="N",
+    "--samples N",
+    f"Number of sequences; default {_DEFAULT_SAMPLES}.",
     least=1,
     key="data.samples",
-    default=_DEFAULT_SAMPLES,
-    help=f"Number of sequences; default {_DEFAULT_SAMPLES}.",
+    key_default=_DEFAULT_SAMPLES,
 )
 SEQ_LEN = Option(
-    "--seq-len",
-    metavar="L",
+    "--seq-len L",
+    f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum.",
     least=2,
     key="data.seq_len",
-    help=f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum.",
 )
 BATCH_SIZE = Option(
-    "--batch-size",
-    metavar="B",
+    "--batch-size B",
+    "Sequences per batch; default 1, calibrating on a GPU 8,192 tokens.",
     least=1,
     key="data.batch_size",
-    help="Sequences per batch; default 1, calibrating on a GPU 8,192 tokens.",
 )
 PACK = Option(
     "--no-pack",
+    "One text per sequence, truncated or padded (padding is masked).",
     negates=True,
     key="data.pack",
-    default=True,
-    help="One text per sequence, truncated or padded (padding is masked).",
+    key_default=True,
 )
-SEED = Option(
-    "--seed",
-    metavar="S",
-    key="data.seed",
-    default=0,
-    help="Seed for mixing weighted data specs.",
-)
+SEED = Option("--seed S", "Seed for mixing weighted data specs.", key="data.seed", key_default=0)
 RULE = Option(
-    "--rule",
-    metavar="amax|percentile:P|mse|headroom:H|1.0",
+    "--rule amax|percentile:P|mse|headroom:H|1.0",
+    "Rule for the scales of K, V and inputs; default amax. mse: the least squared error; "
+    "headroom:H: H times amax.",
     check=_check_rule,
     key="scales.rule",
-    default=AMAX,
-    help="Rule for the scales of K, V and inputs; default amax. mse: the least squared error; "
-    "headroom:H: H times amax.",
+    key_default=AMAX,
 )
 FALLBACK = Option(
     "--fallback",
+    "Scale of a tensor of zeros or without data: layer-max, the largest of its role and "
+    "layer, else 1.0 (default for zeros); one (1.0); or refuse.",
     choices=tuple(Fallback),
     key="scales.fallback",
-    help="Scale of a tensor of zeros or without data: layer-max, the largest of its role and "
-    "layer, else 1.0 (default for zeros); one (1.0); or refuse.",
 )
 FP8_DTYPE = Option(
     "--fp8-dtype",
+    f"FP8 format; default {E4M3FN.name}.",
     choices=tuple(KV_FORMATS),
     key="scales.fp8_dtype",
-    default=E4M3FN.name,
-    help=f"FP8 format; default {E4M3FN.name}.",
+    key_default=E4M3FN.name,
 )
 FORMATS = Option(
     "--format",
+    "What to write; several names, or repeat for more.",
     metavar="|".join(list_format_names()),
     reads=list[str],
     collect=split_names,
     check=find_dialect,
     key="formats",
-    default=("kv-overlay",),
-    help="What to write; several names, or repeat for more.",
+    key_default=("kv-overlay",),
 )
 TP = Option(
-    "--tp",
-    metavar="N",
+    "--tp N",
+    "Tensor-parallel degree of the JSON formats; repeat for more.",
     reads=list[int],
     key="tp",
-    default=(1,),
-    help="Tensor-parallel degree of the JSON formats; repeat for more.",
+    key_default=(1,),
 )
 QUERY_SCALE = Option(
-    "--query-scale",
-    metavar="auto|yes|no",
+    "--query-scale auto|yes|no",
+    f"Write q_scale ({', '.join(list_query_format_names())}); default auto: if a layer needs it.",
     key="query_scale",
-    default="auto",
-    help=f"Write q_scale ({', '.join(list_query_format_names())}); default auto: if a layer needs "
-    "it.",
+    key_default="auto",
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@request_class
 class RecipeOptions:
     """What a calibration can be asked beside its recipe; None leaves the value of the recipe.
 
     A field here is an option of the command line, an argument in Python, and a key of recipes.
     """
 
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
-    strict_rows: Annotated[bool | None, STRICT_ROWS] = None
-    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
-    tp: Annotated[int | Sequence[int] | None, TP] = None
-    samples: Annotated[int | None, SAMPLES] = None
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: Annotated[bool | None, PACK] = None
-    seed: Annotated[int | None, SEED] = None
-    rule: Annotated[str | None, RULE] = None
-    fallback: Annotated[str | None, FALLBACK] = None
-    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
-    query_scale: Annotated[str | None, QUERY_SCALE] = None
+    _: KW_ONLY
+    text_column: str | None = option(TEXT_COLUMN, default=None)
+    strict_rows: bool | None = option(STRICT_ROWS, default=None)
+    formats: str | Sequence[str] | None = option(FORMATS, default=None)
+    tp: int | Sequence[int] | None = option(TP, default=None)
+    samples: int | None = option(SAMPLES, default=None)
+    seq_len: int | None = option(SEQ_LEN, default=None)
+    batch_size: int | None = option(BATCH_SIZE, default=None)
+    pack: bool | None = option(PACK, default=None)
+    seed: int | None = option(SEED, default=None)
+    rule: str | None = option(RULE, default=None)
+    fallback: str | None = option(FALLBACK, default=None)
+    fp8_dtype: str | None = option(FP8_DTYPE, default=None)
+    query_scale: str | None = option(QUERY_SCALE, default=None)
 
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
@@ -220,8 +206,6 @@ TextData: TypeAlias = (
 )
 """One spec (`--data`), several as paths, texts, token ids (1-D tensors or arrays, lists), or rows
 as in JSONL."""
-ProgressCallback: TypeAlias = Callable[[str, int, int | None], None]
-"""Called with the name of a stage, the steps done, and all steps (None: unknown)."""
 
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 """vLLM's option for layers whose KV cache stays in 16 bits."""
@@ -250,92 +234,42 @@ def require_input(hint: str) -> Callable[[Path], None]:
 
 
 check_stats = require_input("calibrate writes stats.safetensors")
-DryRunOption = Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")]
-ForceOption = Annotated[
-    bool,
-    Option("--force", help="Overwrite earlier output, but no folder with other files."),
-]
-CheckOption = Annotated[
-    bool,
-    Option(
-        "--no-check",
-        negates=True,
-        help="Do not say what engines will do with what is written.",
-    ),
-]
+DRY_RUN = Option("--dry-run", "Print the plan; run and write nothing.")
+FORCE = Option("--force", "Overwrite earlier output, but no folder with other files.")
+CHECK = Option("--no-check", "Do not say what engines will do with what is written.", negates=True)
 UNQUANTIZED = Option(
-    metavar="MODEL",
-    reads=str,
-    check=find_local_model,
-    help="The unquantized model: folder or Hub id.",
+    "MODEL", "The unquantized model: folder or Hub id.", reads=str, check=find_local_model
 )
-UnquantizedModel = Annotated[Model, UNQUANTIZED]
-RevisionOption = Annotated[
-    str | None, Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
-]
-TrustOption = Annotated[
-    bool,
-    Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
-]
 
-StatsOption = Annotated[
-    Stats | None,
-    Option(
-        "--stats",
-        metavar="STATS",
-        reads=Path,
-        check=check_stats,
-        help="Statistics of a calibration, for the scales of inputs, K and V.",
-    ),
-]
-OtherWeightsOption = Annotated[
-    bool,
-    Option(
-        "--other-weights",
-        help="Accept a quantized MODEL with other norms or embeddings than the calibrated model "
-        "(AWQ and SmoothQuant change norms).",
-    ),
-]
-ReplaceScalesOption = Annotated[
-    bool, Option("--replace-scales", help="Replace the KV scales that MODEL has.")
-]
+REVISION = Option("--revision R", "Branch, tag or commit on the Hub.")
+TRUST = Option("--trust-remote-code", "Run the Python code that comes with the checkpoint.")
 
-EngineOption = Annotated[
-    str,
-    Option(
-        "--engine",
-        metavar="NAME[==VERSION]",
-        check=find_emulated,
-        help=f"To emulate: {', '.join(list_emulated())}.",
-    ),
-]
-DataOption = Annotated[TextData | None, DATA]
-TokenizerArgument = Annotated[
-    Any,
-    Option(
-        only_in_python=True,
-        help="For texts, and written beside a model in memory; None: that of the model.",
-    ),
-]
-ProgressArgument = Annotated[
-    ProgressCallback | None,
-    Option(only_in_python=True, help="Called with stage, steps done and all steps (or None)."),
-]
-DeviceOption = Annotated[
-    str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
-]
-DtypeOption = Annotated[
-    str,
-    Option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16 to compute in."),
-]
-DeviceMapOption = Annotated[
-    str | None,
-    Option(
-        "--device-map",
-        choices=("auto",),
-        help="Spread the model over all GPUs, whatever --device and --memory say.",
-    ),
-]
+STATS = Option(
+    "--stats STATS",
+    "Statistics of a calibration, for the scales of inputs, K and V.",
+    reads=Path,
+    check=check_stats,
+)
+OTHER_WEIGHTS = Option(
+    "--other-weights",
+    "Accept a quantized MODEL with other norms or embeddings than the calibrated model "
+    "(AWQ and SmoothQuant change norms).",
+)
+REPLACE_SCALES = Option("--replace-scales", "Replace the KV scales that MODEL has.")
+
+ENGINE = Option(
+    "--engine NAME[==VERSION]", f"To emulate: {', '.join(list_emulated())}.", check=find_emulated
+)
+
+TOKENIZER = Option("", "For texts, and written beside a model in memory; None: that of the model.")
+PROGRESS = Option("", "Called with stage, steps done and all steps (or None).")
+DEVICE = Option("--device auto|cpu|cuda[:i]", "Device to compute on.")
+DTYPE = Option("--dtype TYPE", "auto, float32, bfloat16 or float16 to compute in.")
+DEVICE_MAP = Option(
+    "--device-map",
+    "Spread the model over all GPUs, whatever --device and --memory say.",
+    choices=("auto",),
+)
 _UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
 _SIZE = re.compile(
     r"(?P<number>[0-9]*\.?[0-9]+(?:e-?[0-9]+)?) ?(?P<unit>[mgt]?)(?:i?b)?", re.IGNORECASE
@@ -350,19 +284,16 @@ def read_gib(text: str, option: str = "--memory") -> float:
     return float(found["number"]) * _UNITS_GIB[found["unit"].lower()]
 
 
-MemoryOption = Annotated[
-    float | None,
-    Option(
-        "--memory",
-        metavar="GIB",
-        parser=read_gib,
-        check=check_gib,
-        help="Limit (24, 500M); larger models are streamed. Default: what is free.",
-    ),
-]
+MEMORY = Option(
+    "--memory GIB",
+    "Limit (24, 500M); larger models are streamed. Default: what is free.",
+    reads=str,
+    check=check_gib,
+    collect=read_gib,
+)
 
 
-@dataclass(frozen=True)
+@request_class
 class RunOptions:
     """The model whose text runs, and where it runs."""
 
@@ -371,37 +302,34 @@ class RunOptions:
         "made from"
     )
     """What to do instead with a quantized model that cannot be decoded."""
-    model: Annotated[
-        Model,
-        Option(
-            metavar="MODEL",
-            reads=str,
-            check=find_local_model,
-            help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, INT4 or INT8 "
-            "is dequantized while it is read.",
-        ),
-    ]
+    model: Model = option(
+        "MODEL",
+        "The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, INT4 or INT8 "
+        "is dequantized while it is read.",
+        reads=str,
+        check=find_local_model,
+    )
     _: KW_ONLY
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    memory: MemoryOption = None
-    dry_run: DryRunOption = False
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    progress: ProgressArgument = None
+    device: str = option(DEVICE, default="auto")
+    dtype: str = option(DTYPE, default="auto")
+    memory: float | None = option(MEMORY, default=None)
+    dry_run: bool = option(DRY_RUN, default=False)
+    revision: str | None = option(REVISION, default=None)
+    trust_remote_code: bool = option(TRUST, default=False)
+    progress: ProgressCallback | None = option(PROGRESS, default=None)
 
 
-@dataclass(frozen=True)
+@request_class
 class TextOptions(RunOptions):
     """The model, where it runs, and which text runs through it."""
 
     _: KW_ONLY
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
-    strict_rows: Annotated[bool, STRICT_ROWS] = False
-    samples: Annotated[int, SAMPLES] = _DEFAULT_SAMPLES
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    pack: Annotated[bool, PACK] = True
+    text_column: str | None = option(TEXT_COLUMN, default=None)
+    strict_rows: bool = option(STRICT_ROWS, default=False)
+    samples: int = option(SAMPLES, default=_DEFAULT_SAMPLES)
+    seq_len: int | None = option(SEQ_LEN, default=None)
+    batch_size: int = option(BATCH_SIZE, default=1)
+    pack: bool = option(PACK, default=True)
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
     LayerScheme,
-    Overview,
     Record,
     Result,
     WrittenCheck,
@@ -65,92 +63,66 @@ def _check_layer_schemes(by_pattern: Mapping[str, str]) -> None:
         find_scheme(name, option=f"--layer-scheme {name}")
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class QuantizeRequest:
     """Write an FP8 checkpoint shard by shard, without loading the model.
 
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """
 
-    model: shared.UnquantizedModel
-    scheme: Annotated[
-        str,
-        Option(
-            "--scheme",
-            metavar="|".join([*SCHEMES, "RECIPE"]),
-            help="".join(f"{each.name}: {each.description}. " for each in SCHEMES.values())
-            + "Static inputs need --stats. Or a recipe, such as plan writes: a file with a section "
-            "quantize.",
-        ),
-    ]
-    out: Annotated[
-        str | Path,
-        Option("--out", metavar="DIR", reads=Path, help="Output folder of the FP8 checkpoint."),
-    ]
+    model: shared.Model = option(shared.UNQUANTIZED)
+    scheme: str = option(
+        "--scheme",
+        "".join(f"{each.name}: {each.description}. " for each in SCHEMES.values())
+        + "Static inputs need --stats. Or a recipe, such as plan writes: a file with a section "
+        "quantize.",
+        metavar="|".join([*SCHEMES, "RECIPE"]),
+    )
+    out: str | Path = option("--out DIR", "Output folder of the FP8 checkpoint.", reads=Path)
     _: KW_ONLY
-    stats: shared.StatsOption = None
-    dialect: Annotated[
-        str,
-        Option(
-            "--format",
-            metavar="|".join(dialect.name for dialect in list_written()),
-            help=f"{', '.join(_list_dialects())}.",
-        ),
-    ] = COMPRESSED_TENSORS.name
-    layer_schemes: Annotated[
-        Mapping[str, str] | None,
-        Option(
-            "--layer-scheme",
-            metavar="PATTERN=SCHEME",
-            reads=list[str],
-            collect=_read_layer_schemes,
-            check=_check_layer_schemes,
-            help="Another scheme for matching linears, by patterns as of --ignore; repeat for "
-            "more: the first match counts.",
-        ),
-    ] = None
-    ignore: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--ignore",
-            metavar="PATTERN",
-            reads=list[str],
-            help="Leave a module and what it holds in 16 bits: a path, a glob, or re:REGEX of the "
-            "whole path; repeat for more. Heads, embeddings, norms, routers, towers and projectors "
-            "always stay so.",
-        ),
-    ] = None
-    drafters: Annotated[
-        bool,
-        Option(
-            "--drafters",
-            help="Quantize drafters (multi-token prediction) too.",
-        ),
-    ] = False
-    allow_unservable: Annotated[
-        bool,
-        Option(
-            "--allow-unservable",
-            help="Write the checkpoint even if vLLM and SGLang cannot load it.",
-        ),
-    ] = False
-    device: Annotated[
-        str,
-        Option(
-            "--device",
-            metavar="auto|cpu|cuda[:i]",
-            help="Device to compute on; auto is the CPU.",
-        ),
-    ] = "auto"
-    resume: Annotated[
-        bool,
-        Option("--resume", help="Continue an interrupted run after its last finished shard."),
-    ] = False
-    revision: shared.RevisionOption = None
-    check: shared.CheckOption = True
-    force: shared.ForceOption = False
-    tokenizer: shared.TokenizerArgument = None
-    progress: shared.ProgressArgument = None
+    stats: shared.Stats | None = option(shared.STATS, default=None)
+    dialect: str = option(
+        "--format",
+        f"{', '.join(_list_dialects())}.",
+        metavar="|".join(dialect.name for dialect in list_written()),
+        default=COMPRESSED_TENSORS.name,
+    )
+    layer_schemes: Mapping[str, str] | None = option(
+        "--layer-scheme PATTERN=SCHEME",
+        "Another scheme for matching linears, by patterns as of --ignore; repeat for "
+        "more: the first match counts.",
+        reads=list[str],
+        collect=_read_layer_schemes,
+        check=_check_layer_schemes,
+        default=None,
+    )
+    ignore: Sequence[str] | None = option(
+        "--ignore PATTERN",
+        "Leave a module and what it holds in 16 bits: a path, a glob, or re:REGEX of the "
+        "whole path; repeat for more. Heads, embeddings, norms, routers, towers and projectors "
+        "always stay so.",
+        reads=list[str],
+        default=None,
+    )
+    drafters: bool = option(
+        "--drafters", "Quantize drafters (multi-token prediction) too.", default=False
+    )
+    allow_unservable: bool = option(
+        "--allow-unservable",
+        "Write the checkpoint even if vLLM and SGLang cannot load it.",
+        default=False,
+    )
+    device: str = option(
+        "--device auto|cpu|cuda[:i]", "Device to compute on; auto is the CPU.", default="auto"
+    )
+    resume: bool = option(
+        "--resume", "Continue an interrupted run after its last finished shard.", default=False
+    )
+    revision: str | None = option(shared.REVISION, default=None)
+    check: bool = option(shared.CHECK, default=True)
+    force: bool = option(shared.FORCE, default=False)
+    tokenizer: Any = option(shared.TOKENIZER, default=None)
+    progress: ProgressCallback | None = option(shared.PROGRESS, default=None)
 
     def on_command_line(self) -> QuantizeRequest:
         """Refuse a scheme that the format cannot express."""
@@ -205,17 +177,6 @@ class QuantizeResult(Result):
         return tuple(
             f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
             for each in self.dead
-        )
-
-    def overview(self) -> Overview:
-        """Summarize what was written."""
-        return Overview(
-            title=f"{self.scheme} in {self.out}: {len(self.quantized)} linears, "
-            f"{self.describe_bytes()}",
-            notes=[
-                *self.notes,
-                *map(str, self.checked),
-            ],
         )
 
 

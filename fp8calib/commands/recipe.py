@@ -1,15 +1,20 @@
-"""Recipes: YAML files that state what to observe, on which data, and what to write."""
+"""Recipes: YAML files that state what to observe, on which data, and what to write.
+
+The options of a request override them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     Field,
     PlainSerializer,
@@ -22,19 +27,35 @@ from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.observe import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.option import Option
-from fp8calib.commands.options import recipe_files
-from fp8calib.errors import RecipeError, UsageError, shorten, suggest
-from fp8calib.formats.registry import list_format_names
+from fp8calib.commands.options import DATA, TP, TextData, recipe_files
+from fp8calib.commands.request import Option, list_options
+from fp8calib.data.rows import ReadRow
+from fp8calib.data.sources import split_data
+from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
+from fp8calib.formats.registry import (
+    find_dialect,
+    list_format_names,
+    list_query_format_names,
+)
 from fp8calib.model.shapes import Frozen
+from fp8calib.model.tensor_parallel import check_degree
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
+
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def _key(option: Option, **more: Any) -> Any:
     """Make the field of a key from the option that overrides it."""
     return Field(
-        default=option.default, ge=option.least, le=option.most, description=option.about, **more
+        default=option.key_default,
+        ge=option.least,
+        le=option.most,
+        description=option.about,
+        **more,
     )
 
 
@@ -187,6 +208,22 @@ class Recipe(Frozen):
         return self
 
 
+SECTIONS: dict[str, type[Frozen]] = {
+    "observe": Observe,
+    "data": Data,
+    "scales": ScaleOptions,
+    "quantize": Quantize,
+}
+_PLACES = {
+    **{key: f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.model_fields},
+    **{key: key for key in Recipe.model_fields},
+}
+"""Every key, with its section before it."""
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
 def load_recipe(name_or_path: str) -> Recipe:
     """Load a shipped recipe by name, or a YAML file.
 
@@ -220,6 +257,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     Raises:
         RecipeError: the recipe is invalid; the message lists all faults.
     """
+    hint = "docs/reference.md explains every key"
     try:
         document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
     except yaml.YAMLError as error:
@@ -227,15 +265,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise RecipeError(f"{where} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise RecipeError(f"{where} is not a mapping of keys", hint=f"see {_EXPLAINED}")
-    hint = f"{_EXPLAINED} explains every key"
-    for key in document:
-        tool = next((name for end, name in _FOREIGN_KEYS.items() if str(key).endswith(end)), "")
-        if tool:
-            raise RecipeError(
-                f"{where}: {key}: this is a recipe of {tool}",
-                hint=f"start from one of {', '.join(recipe_files())}; {hint}",
-            )
+        raise RecipeError(f"{where} is not a mapping of keys", hint=hint)
     try:
         recipe = Recipe.model_validate(document)
         recipe.model_dump_json()
@@ -243,22 +273,11 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         raise RecipeError(f"{where}: cannot be written as UTF-8: {error}", hint=hint) from error
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
+            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {_explain(item)}"
             for item in error.errors()
         ]
         raise RecipeError(f"{where}: " + "; ".join(lines), hint=hint) from error
     return recipe
-
-
-_EXPLAINED = "docs/reference.md"
-_FOREIGN_KEYS = {
-    "_stage": "llm-compressor",
-    "modifiers": "llm-compressor",
-    "Modifier": "llm-compressor",
-    "quant_cfg": "ModelOpt",
-    "quantize_config": "AutoFP8",
-}
-"""Endings of the top-level keys of other tools' recipes, with the tool."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -284,10 +303,11 @@ def _locate(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 
-def explain_value(item: Any) -> str:
+def _explain(item: Any) -> str:
     """Explain in plain words a fault that pydantic found in one value."""
     if item["type"] == "extra_forbidden":
-        return f"unknown key{_suggest(item['loc'])}"
+        like = get_close_matches(str(item["loc"][-1]), _PLACES, n=1)
+        return "unknown key" + "".join(f": did you mean {_PLACES[key]}?" for key in like)
     if item["type"] == "missing":
         return "this key is missing"
     message = str(item["msg"]).removeprefix("Value error, ")
@@ -298,35 +318,101 @@ def explain_value(item: Any) -> str:
     return message
 
 
-def _suggest(location: Sequence[object]) -> str:
-    """Suggest a known key for an unknown one, from the same section or another one."""
-    name = str(location[-1])
-    here: Any = Recipe
-    for key in location[:-1]:
-        field = here.model_fields.get(str(key))
-        here = find_section(field.annotation) if field else None
-        if here is None:
-            return ""
-    places = dict(_list_places())
-    if name in places:
-        place = f"under `{places[name]}:`" if places[name] else "at the top level"
-        return f": it belongs {place}"
-    if like := get_close_matches(name, here.model_fields, n=1):
-        return f": did you mean {like[0]}?"
-    if like := get_close_matches(name, places, n=1):
-        return f": did you mean {'.'.join(filter(None, (places[like[0]], like[0])))}?"
-    return ""
+# --- options --------------------------------------------------------------------------------------
 
 
-def _list_places() -> Iterator[tuple[str, str]]:
-    """List every key with its section (empty at the top level), keys of the top level last."""
-    for name, field in Recipe.model_fields.items():
-        if (section := find_section(field.annotation)) is not None:
-            yield from ((key, name) for key in section.model_fields)
-    yield from ((name, "") for name in Recipe.model_fields)
+def apply_request(made: Recipe, asked: object) -> Recipe:
+    """Apply to a recipe what a request gives; None means not given.
+
+    A field overrides the key that its option names, except for the text (`resolve_text`). The
+    field `observe` names all kinds of sites that are observed: kv, query, inputs, weights.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    recipe = made.model_dump()
+    options = list_options(type(asked))
+    for option in options:
+        value = getattr(asked, option.name)
+        if not option.key or option.key == DATA.key or value is None:
+            continue
+        if option.key == TP.key:
+            for degree in _as_tuple(value):
+                check_degree(degree)
+        *sections, key = option.key.split(".")
+        section = reduce(dict.__getitem__, sections, recipe)
+        section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value
+    if (kinds := getattr(asked, "observe", None)) is not None:
+        known = [name for name in Observe.model_fields if name != "ignore"]
+        if not set(kinds) <= set(known):
+            raise UsageError(f"observe {kinds!r}: must be a list of {', '.join(known)}")
+        recipe["observe"] |= {name: name in kinds for name in known}
+    return validate(Recipe, recipe, options)
 
 
-def find_section(annotation: Any) -> type[Frozen] | None:
-    """Find the section that a field of a recipe holds; None for a plain value."""
-    kinds = (annotation, *get_args(annotation))  # of `Section | None`
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Frozen)), None)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str | int) else tuple(value)
+
+
+def validate(kind: type[M], values: Mapping[str, Any], options: Sequence[Option] = ()) -> M:
+    """Make a recipe, or a section of one; a fault is told by the option of its key.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        names = {each.key or each.name: each.named for each in options}
+        explained = []
+        for item in error.errors():  # by the option of the key that holds the wrong value
+            keys = [each for each in item["loc"] if isinstance(each, str)]
+            name = names.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
+            explained.append(f"{name}: {_explain(item)}")
+        raise UsageError("; ".join(explained), hint="see --help") from error
+
+
+def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[ReadRow] | None]:
+    """Give the recipe with the specs of the caller's text, or else the rows of this text.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    specs, rows = split_data(data, text_column=recipe.data.text_column)
+    if not specs:
+        return recipe, rows
+    changed = recipe.data.model_copy(update={"sources": tuple(specs)})
+    return recipe.model_copy(update={"data": changed}), None
+
+
+def check_query(recipe: Recipe) -> None:
+    """Refuse q scales where no format that is written can hold them.
+
+    Raises:
+        UsageError: naming the formats.
+    """
+    is_stored = any(find_dialect(name).has_query for name in recipe.formats)
+    if recipe.query_scale is True and recipe.formats and not is_stored:
+        raise UsageError(
+            f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
+            hint=f"add --format {' or '.join(list_query_format_names())}, or leave it out",
+        )
+
+
+def decide_query(recipe: Recipe, stats: CalibrationStats) -> tuple[bool, list[str]]:
+    """Decide whether q scales are written; for `auto`, where q needs them in some layer.
+
+    Gives notes too, of what a user should know about it.
+    """
+    check_query(recipe)
+    unfit = stats.list_unfit_queries()
+    if recipe.query_scale is True or not unfit or not recipe.formats:
+        return recipe.query_scale is True, []
+    layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)
+    why = f"q clips or underflows with scale 1.0 (layer and amax: {layers})"
+    if recipe.query_scale is False:
+        return False, [f"{why}: use --query-scale yes"]
+    storing = [name for name in recipe.formats if find_dialect(name).has_query]
+    if not storing:
+        return False, [f"{why}, and no format that stores q_scale is written: add kv-overlay"]
+    return True, [f"{why}: q_scale is written to {', '.join(storing)}"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING
 
 from pydantic import AliasGenerator, ConfigDict, Field
 
@@ -14,12 +15,9 @@ from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.magnitudes import summarize_layers, summarize_scales
-from fp8calib.commands.option import Option
-from fp8calib.commands.result import Overview, Record, Result
-from fp8calib.commands.saturation import PositionSaturation, Saturation
-from fp8calib.errors import cut_list, shorten
+from fp8calib.commands.request import Reporter, as_function, option, request_class
+from fp8calib.commands.result import Record, Result
+from fp8calib.errors import cut_list, format_ranges, shorten
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
@@ -29,34 +27,25 @@ if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.calibration.statistic import SiteStats
 
-_HINT = "tables: --all, --kv"
+NUM_QUARTERS = 4
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class ShowRequest:
-    """Print what stands out in a file of statistics or scales, or tables of it.
+    """Print the amax and the scales of a file of statistics or scales.
 
-    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors --kv
+    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
     """
 
-    file: Annotated[
-        str | Path,
-        Option(
-            metavar="STATS|SCALES",
-            reads=Path,
-            check=partial(require_path, hint="name statistics or scales"),
-            help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
-        ),
-    ]
+    file: str | Path = option(
+        "STATS|SCALES",
+        "Statistics or scales: a file (.safetensors .npz .json) or a folder.",
+        reads=Path,
+        check=partial(require_path, hint="name statistics or scales"),
+    )
     _: KW_ONLY
-    everything: Annotated[
-        bool, Option("--all", help="Print every table instead of what stands out.", is_layout=True)
-    ] = False
-    kv: Annotated[
-        bool,
-        Option("--kv", help="Print the table of K, V and q; --all has it too.", is_layout=True),
-    ] = False
+    everything: bool = option("--all", "Print linears, or all scales, too.", default=False)
 
 
 class _Row(Record):
@@ -99,6 +88,27 @@ class Positions(Record):
     amax: Mapping[str, tuple[float, ...]]
 
 
+class Saturation(Record):
+    """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
+
+    They show whether more data would still change the scales.
+    """
+
+    median_share: tuple[float, ...]
+    """The median over the sites, at each point."""
+    least_share: tuple[float, ...]
+    """The smallest share of a site, at each point."""
+    slowest_site: str
+    """The site with the smallest share at 1/2 of the data."""
+
+    def describe(self) -> str:
+        """Describe the shares at half of the data in one line."""
+        return (
+            f"after half of the text the median tensor had reached {self.median_share[1]:.1%} of "
+            f"its final amax, the slowest {self.least_share[1]:.1%} ({self.slowest_site})"
+        )
+
+
 class HeaderShown(StatsHeader):
     """The run that statistics belong to, without the shapes of the model."""
 
@@ -117,16 +127,8 @@ class StatsShown(Result):
     """The tokens that reached each expert, by layer."""
     positions: Positions
     saturation: Saturation | None
-    position_saturation: PositionSaturation | None
     unfit_queries: tuple[int, ...]
     """The layers that need a q scale."""
-
-    def overview(self) -> Overview:
-        """Name the model and the text."""
-        return Overview(
-            f"StatsShown: {self.header.geometry.architecture}, {self.header.num_tokens:,} tokens "
-            f"in {self.header.num_sequences} sequences"
-        )
 
 
 class ScalesShown(Result):
@@ -135,10 +137,6 @@ class ScalesShown(Result):
     path: Path
     scales: Mapping[str, tuple[float | str, ...] | str]
     """NaN and infinities are text, because JSON has none; a large tensor is only described."""
-
-    def overview(self) -> Overview:
-        """Count them."""
-        return Overview(f"ScalesShown: {len(self.scales):,} scales of {self.path}")
 
 
 def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  # noqa: ARG001
@@ -154,30 +152,28 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        return show_stats(load_stats(path, accepts_shard=True, as_arrays=True))
+        return _show_stats(load_stats(path, accepts_shard=True, as_arrays=True))
     from fp8calib.formats.stored_scales import read_stored_scales  # imports torch
 
     return ScalesShown(path=path, scales=read_stored_scales(path))
 
 
-def show_stats(stats: CalibrationStats) -> StatsShown:
-    """Make the rows of statistics."""
-    from fp8calib.commands.saturation import compute_position_saturation, compute_saturation
-
-    positions = {
-        str(site): found.positions.tolist()
-        for site, found in stats.sites.items()
-        if found.positions is not None
-    }
+def _show_stats(stats: CalibrationStats) -> StatsShown:
     return StatsShown(
         header=HeaderShown(**dict(stats.header)),
         part=stats.shard,
         layers=tuple(_make_layer_row(stats, layer) for layer in stats.geometry.layers),
         linears=tuple(_make_linear_row(stats, linear) for _, linear in stats.geometry.linears()),
         experts=stats.expert_counts,
-        positions=Positions(first=range_starts(), amax=positions),
+        positions=Positions(
+            first=range_starts(),
+            amax={
+                str(site): seen.positions.tolist()
+                for site, seen in stats.sites.items()
+                if seen.positions is not None
+            },
+        ),
         saturation=compute_saturation(stats),
-        position_saturation=compute_position_saturation(stats),
         unfit_queries=tuple(stats.list_unfit_queries()),
     )
 
@@ -235,61 +231,65 @@ def _compute_scale(amax: float | None) -> float | None:
     return max(float(np.float32(amax) / np.float32(E4M3FN.max)), SMALLEST_SCALE)
 
 
+def compute_saturation(stats: CalibrationStats) -> Saturation | None:
+    """Compare each site's running amax with its final one; None for a shard."""
+    import numpy as np
+
+    shares: dict[Site, list[float]] = {}
+    for site, seen in stats.sites.items() if stats.shard is None else ():
+        amax = None if seen.progress is None else np.asarray(seen.progress, dtype=np.float64)
+        if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
+            quarter = np.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
+            amax = np.zeros(NUM_QUARTERS)
+            np.maximum.at(amax, quarter, np.asarray(seen.sequences))
+        if site.role is not Role.WEIGHT and amax is not None and amax.max() > 0:
+            running = np.maximum.accumulate(amax)
+            shares[site] = (running[:-1] / running[-1]).tolist()
+    if not shares:
+        return None
+    points = list(zip(*shares.values(), strict=True))
+    return Saturation(
+        median_share=tuple(map(median, points)),
+        least_share=tuple(map(min, points)),
+        slowest_site=str(min(shares, key=lambda site: shares[site][1])),
+    )
+
+
 def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator[Block]:
-    """Describe what stands out; with --all or --kv, give tables."""
+    """Describe the run, and give tables of amax and scales."""
     if isinstance(result, ScalesShown):
-        yield from _describe_scales(result, request)
-    elif request.everything:
-        yield from _list_everything(result)
-    elif request.kv:
-        yield _make_table("K, V and q", LayerRow, result.layers)
-    else:
-        yield from map(Line, _describe_stats(result))
+        names = [name for name in result.scales if name.endswith(_KV_SUFFIXES)]
+        if request.everything or not names:
+            names = list(result.scales)
+        found = ((name, result.scales[name]) for name in names)
+        cells = [
+            [shorten(name), x if isinstance(x, str) else cut_list([f"{float(y):.6g}" for y in x])]
+            for name, x in found
+        ]
+        title = f"{shorten(str(result.path))}: {len(result.scales):,} scales"
+        yield Table(title=title, columns=["scale", "value"], rows=cells)
+        return
+    yield from map(Line, _describe_run(result))
+    yield _make_table("K, V and q", LayerRow, result.layers)
+    if result.unfit_queries:
+        yield Line(f"layers that need a q scale: {format_ranges(result.unfit_queries)}")
+    if request.everything:
+        yield _make_table("linears", LinearRow, result.linears)
+    for name, counts in result.experts.items():
+        unseen = [expert for expert, count in enumerate(counts) if count == 0]
+        if unseen or request.everything:
+            missed = f"; never reached: {format_ranges(unseen)}" if unseen else ""
+            yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
+    yield from map(Line, describe_skipped(result.header))
 
 
-def describe_skipped(result: StatsShown) -> Iterator[str]:
+def describe_skipped(header: StatsHeader) -> Iterator[str]:
     """Describe what was not observed in one line for each reason."""
     reasons: dict[str, list[str]] = {}
-    for item in result.header.skipped:
+    for item in header.skipped:
         reasons.setdefault(item.why, []).append(str(item.site))
     for why, sites in reasons.items():
         yield f"not measured: {cut_list(sites, 3)}: {why}"
-
-
-def _describe_stats(result: StatsShown) -> Iterator[str]:
-    """Describe the run, and what stands out, in about ten lines."""
-    yield from _describe_run(result)
-    yield from summarize_layers(result)
-    yield from _describe_saturation(result)
-    unseen = sum(not count for counts in result.experts.values() for count in counts)
-    if result.experts:
-        yield f"{unseen} experts were never reached, in {len(result.experts)} layers"
-    yield from describe_skipped(result)
-    yield _HINT
-
-
-def _list_everything(result: StatsShown) -> Iterator[Block]:
-    header = result.header
-    yield from map(Line, _describe_run(result))
-    yield Line(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
-    yield from map(Line, _describe_saturation(result))
-    yield _make_table("K, V and q", LayerRow, result.layers)
-    yield _make_table("linears", LinearRow, result.linears)
-    if result.position_saturation is not None:
-        starts = (0, *result.position_saturation.below)
-        rows = [
-            [site, *map(_format, amax[: len(starts)])]
-            for site, amax in result.positions.amax.items()
-            if site.endswith((".k", ".v", ".q"))
-        ]
-        columns = ["site", *(f"from {start}" for start in starts)]
-        yield Table(title="amax by position", columns=columns, rows=rows)
-    for name, counts in result.experts.items():
-        unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
-        missed = f"; never reached: {', '.join(unseen)}" if unseen else ""
-        yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
-    for item in header.skipped:
-        yield Line(f"not measured: {item.site}: {item.why}")
 
 
 def _describe_run(result: StatsShown) -> Iterator[str]:
@@ -302,16 +302,14 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
         f"{header.describe_tokens()} in {header.num_sequences} sequences of "
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
+    yield f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}"
     if (shard := result.part) is not None:
         yield (
             f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
             "statistics of all shards, which `fp8calib export` joins"
         )
-
-
-def _describe_saturation(result: StatsShown) -> Iterator[str]:
-    for found in filter(None, (result.saturation, result.position_saturation)):
-        yield found.describe()
+    if result.saturation is not None:
+        yield result.saturation.describe()
 
 
 def _make_table(title: str, kind: type[_Row], rows: Sequence[_Row]) -> Table:
@@ -324,21 +322,6 @@ def _format(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _describe_scales(result: ScalesShown, request: ShowRequest) -> Iterator[Block]:
-    shown = _KV_SUFFIXES if request.kv and not request.everything else ""
-    rows = [row for row in result.scales.items() if row[0].endswith(shown)]
-    if not (request.everything or request.kv):
-        yield Line(f"{shorten(str(result.path))}: {len(rows):,} scales")
-        yield from map(Line, summarize_scales(rows))
-        yield Line(_HINT)
-        return
-    cells = [
-        [shorten(name), x if isinstance(x, str) else cut_list([f"{float(y):.6g}" for y in x])]
-        for name, x in rows
-    ]
-    yield Table(title=shorten(str(result.path)), columns=["scale", "value"], rows=cells)
 
 
 show = as_function("show", ShowRequest, run)

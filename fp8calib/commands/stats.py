@@ -12,18 +12,15 @@ import torch
 from fp8calib.calibration import calibration_stats
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.commands.options import Stats
-from fp8calib.commands.recipe import ScaleOptions
-from fp8calib.commands.recipe_options import validate
-from fp8calib.commands.result import Overview, WithOverview
-from fp8calib.errors import UsageError, format_count
+from fp8calib.commands.recipe import ScaleOptions, validate
+from fp8calib.errors import UsageError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
-from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import FP8_FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
+class CalibrationStats(calibration_stats.CalibrationStats):
     """The statistics of one calibration: `amax` and histograms of every tensor, and its origin."""
 
     @classmethod
@@ -70,7 +67,7 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
                 hint="leave tp out; a rank takes those of its heads",
             )
         given = {"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype}
-        options = validate(ScaleOptions, given, [])
+        options = validate(ScaleOptions, given)
         table = compute_kv_scales(
             self,
             FP8_FORMATS[options.fp8_dtype],
@@ -101,35 +98,6 @@ class CalibrationStats(WithOverview, calibration_stats.CalibrationStats):
             for site, seen in sorted(self.sites.items())
         ]
         return sorted(rows, key=lambda row: (row["layer"] is None, row["layer"]))
-
-    def overview(self) -> Overview:
-        """Count the tensors of each role, and give the range of their amax."""
-        header, rows = self.header, []
-        of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
-        for role in Role:
-            found = {
-                site.module: float(stats.amax.max())
-                for site, stats in self.sites.items()
-                if site.role is role and stats.amax.numel()
-            }
-            ends = [choose(found, key=found.__getitem__) for choose in (min, max) if found]
-            if ends:
-                values = (text for end in ends for text in (f"{found[end]:.4g}", end))
-                rows.append([role, f"{len(found):,}", *values])
-        return Overview(
-            f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
-            f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
-            ("role", "tensors", "smallest amax", "at", "largest amax", "at"),
-            rows,
-            [
-                *(
-                    [f"not observed: {format_count(len(header.skipped), 'tensor')}"]
-                    if header.skipped
-                    else []
-                ),
-                "amax_table() has the figures, kv_scales() the scales of K and V",
-            ],
-        )
 
 
 def read_stats(

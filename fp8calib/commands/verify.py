@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Any, ClassVar
 
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands import options as shared
-from fp8calib.commands.option import Option
 from fp8calib.commands.options import TextOptions
+from fp8calib.commands.request import option, request_class
 from fp8calib.errors import UsageError
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import parse_rule
@@ -40,7 +40,7 @@ def check_scales(path: str) -> None:
     require_path(Path(path), option="--scales")
 
 
-@dataclass(frozen=True)
+@request_class
 class VerifyRequest(TextOptions):
     """Compare a model with its FP8 emulation on the same text.
 
@@ -50,87 +50,61 @@ class VerifyRequest(TextOptions):
     if_quantized: ClassVar[str] = (
         "pass the model it was made from as MODEL, and this one as --scales {}"
     )
-    scales: Annotated[
-        shared.Stats | Iterable[shared.Stats],
-        Option(
-            "--scales",
-            metavar="PATH",
-            reads=list[str],
-            check=check_scales,
-            help="Statistics, scales or an FP8 checkpoint; repeat to compare several.",
-        ),
-    ] = ()
-    data: shared.DataOption = None
+    scales: shared.Stats | Iterable[shared.Stats] = option(
+        "--scales PATH",
+        "Statistics, scales or an FP8 checkpoint; repeat to compare several.",
+        reads=list[str],
+        check=check_scales,
+        default=(),
+    )
+    data: shared.TextData | None = option(shared.DATA, default=None)
     _: KW_ONLY
-    engine: shared.EngineOption = "vllm"
-    scheme: Annotated[
-        str | None,
-        Option(
-            "--scheme",
-            metavar="|".join(SCHEMES),
-            check=find_scheme,
-            help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
-        ),
-    ] = None
-    rules: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--rules",
-            metavar="NAME,...",
-            reads=str,
-            collect=_split,
-            check=_check_rule,
-            help="Rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
-        ),
-    ] = None
-    kv_cache_dtype_skip_layers: Annotated[
-        Sequence[int] | None,
-        Option(
-            shared.SKIP_LAYERS,
-            metavar="N,...",
-            reads=str,
-            collect=_split_layers,
-            help="Layers whose KV cache stays in 16 bits.",
-        ),
-    ] = None
-    fp8_dtype: Annotated[
-        str,
-        Option(
-            "--fp8-dtype",
-            choices=tuple(FP8_FORMATS),
-            help="FP8 format for statistics and scale 1.0.",
-        ),
-    ] = E4M3FN.name
-    gate: Annotated[
-        str | None,
-        Option(
-            "--gate",
-            metavar="kv|w8a8|FILE",
-            check=shared.check_gate,
-            help="Thresholds (FILE is YAML); exit code 8 if a candidate fails.",
-        ),
-    ] = None
-    strict: Annotated[bool, Option("--strict", help="With --gate, a warning exits with 8 too.")] = (
-        False
+    engine: str = option(shared.ENGINE, default="vllm")
+    scheme: str | None = option(
+        "--scheme",
+        "Emulate FP8 weights and inputs instead of an FP8 KV cache.",
+        metavar="|".join(SCHEMES),
+        check=find_scheme,
+        default=None,
     )
-    report: Annotated[
-        str | Path | None,
-        Option("--report", metavar="FILE.html", reads=Path, help="Write an HTML page with charts."),
-    ] = None
-    dump: Annotated[
-        str | Path | None,
-        Option(
-            "--dump",
-            metavar="FILE",
-            reads=Path,
-            help="Write every token's log-probability (safetensors).",
-        ),
-    ] = None
-    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
-        False
+    rules: Sequence[str] | None = option(
+        "--rules NAME,...",
+        "Rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+        reads=str,
+        collect=_split,
+        check=_check_rule,
+        default=None,
     )
-    everything: Annotated[
-        bool, Option("--all", help="Print every table, not only what is lost.", is_layout=True)
-    ] = False
-    device_map: shared.DeviceMapOption = None
-    tokenizer: shared.TokenizerArgument = None
+    kv_cache_dtype_skip_layers: Sequence[int] | None = option(
+        f"{shared.SKIP_LAYERS} N,...",
+        "Layers whose KV cache stays in 16 bits.",
+        reads=str,
+        collect=_split_layers,
+        default=None,
+    )
+    fp8_dtype: str = option(
+        "--fp8-dtype",
+        "FP8 format for statistics and scale 1.0.",
+        choices=tuple(FP8_FORMATS),
+        default=E4M3FN.name,
+    )
+    gate: str | None = option(
+        "--gate kv|w8a8|FILE",
+        "Thresholds (FILE is YAML); exit code 8 if a candidate fails.",
+        check=shared.check_gate,
+        default=None,
+    )
+    strict: bool = option("--strict", "With --gate, a warning exits with 8 too.", default=False)
+    report: str | Path | None = option(
+        "--report FILE.html", "Write an HTML page with charts.", reads=Path, default=None
+    )
+    dump: str | Path | None = option(
+        "--dump FILE",
+        "Write every token's log-probability (safetensors).",
+        reads=Path,
+        default=None,
+    )
+    force: bool = option("--force", "Replace the files of --report and --dump.", default=False)
+    everything: bool = option("--all", "Print every table, not only what is lost.", default=False)
+    device_map: str | None = option(shared.DEVICE_MAP, default=None)
+    tokenizer: Any = option(shared.TOKENIZER, default=None)

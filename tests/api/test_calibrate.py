@@ -428,14 +428,6 @@ def test_a_recipe_writes_the_checkpoint_of_a_model_in_memory(tmp_path: Path) -> 
     assert quantized.quantized == result.quantize.quantized
 
 
-def test_formats_need_a_folder() -> None:
-    with pytest.warns(
-        fp8calib.Fp8CalibWarning, match="^--format has no effect: nothing is written"
-    ):
-        result = fp8calib.calibrate(zoo.build("llama"), token_rows(), formats="rfc", force=True)
-    assert (result.out, result.files) == (None, ())
-
-
 def test_a_dry_run_gives_the_plan(model: Path, tmp_path: Path) -> None:
     planned: Any = fp8calib.calibrate(
         model, token_rows(), seq_len=LENGTH, dry_run=True, out=tmp_path / "out"

@@ -37,7 +37,7 @@ ASKED = ("vllm", "sglang", "transformers")
 ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"
 STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
-REPORT_DESCRIPTION = "coverage, saturation, amax by position, warnings, serving commands, duration"
+REPORT_DESCRIPTION = "coverage, saturation, warnings, serving commands, duration"
 _TRANSFORMERS = "engines/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),

@@ -1,8 +1,7 @@
-"""The README.md of written checkpoints: front matter, commands, figures of `verify --json`."""
+"""The README.md of written checkpoints: front matter and commands."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from huggingface_hub import ModelCard
 
 import fp8calib
 from fp8calib.commands.command_line import publish_command, remember_arguments
-from fp8calib.verification.figures import format_mean_kld
 from tests.cli.conftest import QUICK
-from tests.cli.program import fail, succeed
+from tests.cli.program import succeed
 
 SOURCE = """---
 license: other
@@ -161,34 +159,3 @@ def test_a_model_in_memory_has_a_card_without_commands(model: Path, tmp_path: Pa
     card = read(tmp_path / "out")
     assert card.data.base_model == "tiny-llama"
     assert "Made by" not in card.text
-
-
-def test_figures_of_verify_in_the_output_folder_are_shown(
-    carded: Path, data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "fp8"
-    command = ("quantize", carded, "--scheme", "w8a16", "--out", out)
-    succeed(*command)
-    plain = (out / "README.md").read_bytes()
-    asked = ("verify", carded, "--scales", out, "--data", data, *QUICK, "--json")
-    report = succeed(*asked).json
-    kept = out / "verify.json"
-    kept.write_text(json.dumps(report))
-    succeed("check", out)
-    succeed(*command, "--force")
-    text = read(out).text
-    assert kept.is_file()  # it is not ours to remove
-    assert f"on {report['tokens']:,} tokens of calib.jsonl" in text
-    (row,) = (each for each in report["candidates"] if each["name"] == str(out))
-    assert (
-        f"\n\n* {row['verdict']}: KLD {format_mean_kld(row['kld_mean'], row['kld_se'])}, " in text
-    )
-    assert text.count("\n* ") == 1  # scale 1.0 is not the folder
-    succeed("quantize", carded, "--scheme", "fp8-dynamic", "--out", out, "--force")
-    assert "\n* " not in read(out).text  # of which nothing was measured
-    (out / "other.json").write_text(json.dumps({"schema_version": 1}))
-    kept.unlink()
-    succeed(*command, "--force")
-    assert (out / "README.md").read_bytes() == plain
-    (out / "mine.json").write_text("{}")
-    assert "mine.json" in fail(2, *command, "--force")

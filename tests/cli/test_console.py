@@ -49,7 +49,7 @@ def test_no_text_commands_the_terminal(
     assert "\u00b1 \u2264 \u00a0\nnext" in shown
 
 
-@pytest.mark.parametrize("rows", [1, 2001])
+@pytest.mark.parametrize("rows", [1, 20])
 def test_no_cell_commands_the_terminal(rows: int, capsys: pytest.CaptureFixture[str]) -> None:
     print_table("a\x1b[31m", ["name"], [["b\x1b[1m"]] * rows)
     shown = capsys.readouterr().out

@@ -104,7 +104,8 @@ def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
     assert report["taken_from"] == ["llama-FP8/model.safetensors"]
     assert report["files"] == sorted(path.name for path in out.iterdir()) == sorted(CHECKPOINT)
     assert report["layers"] == [
-        {"layer": i, "module": ATTENTION.format(i), "k": K[i], "v": V[i]} for i in range(2)
+        {"layer": i, "module": ATTENTION.format(i), "k": K[i], "v": V[i], "q": None}
+        for i in range(2)
     ]
     verdicts = list_verdicts(report)
     assert set(verdicts) == {"vLLM", "SGLang"}
@@ -227,7 +228,7 @@ def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path)
     assert report["layers"][1]["q"] == 4.0
     report = extract(source, "--format", "tgi", into=tmp_path / "tgi")
     assert "q_scale is left out: this dialect cannot store it" in report["notes"]
-    assert "q" not in report["layers"][1]
+    assert report["layers"][1]["q"] is None
 
 
 def test_the_rfc_has_its_kv_cache_section_alone_and_that_is_said(

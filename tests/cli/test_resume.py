@@ -134,7 +134,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", data, *QUICK, "--out", out)
-    show, seen = calibrated.make_calibrate_result, []
+    show, seen = calibrated._make_result, []
 
     def build(*arguments: object, **options: object) -> object:
         out.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
         seen.append(1)
         return show(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(calibrated, "make_calibrate_result", build)
+    monkeypatch.setattr(calibrated, "_make_result", build)
     assert "the output is kept in" in fail(2, *command)
     (out / "precious").unlink()
     outcome = succeed(*command, "--resume", "--json")

@@ -64,7 +64,6 @@ def test_a_shard_says_what_is_next_and_that_formats_wait(
 ) -> None:
     command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
     outcome = succeed(*command, "--shard", "1/3", "--format", "rfc")
-    assert "warning: --format has no effect on a shard" in outcome.err
     assert "fp8calib export SHARDS... --format kv-overlay" in outcome.out
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import KW_ONLY
+from typing import Any
 
 import typer
 
@@ -14,9 +14,9 @@ from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.export import ExportRequest
-from fp8calib.commands.option import Option, list_options
 from fp8calib.commands.options import describe_recipes
-from fp8calib.commands.recipe import Recipe, find_section, parse_recipe
+from fp8calib.commands.recipe import SECTIONS, Recipe, parse_recipe
+from fp8calib.commands.request import list_options, option, request_class
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
 from tests.docs.pages import DOCS, compare_generated, make_table
@@ -49,16 +49,15 @@ def _read_commands() -> str:
 
 
 def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
-    @dataclass(frozen=True, kw_only=True)
+    @request_class
     class Wider(ExportRequest):
         """Join more.
 
         Example: fp8calib widen one --out two
         """
 
-        made_up: Annotated[
-            int, Option("--made-up", metavar="A|B", least=1, most=9, help="What was made up.")
-        ] = 3
+        _: KW_ONLY
+        made_up: int = option("--made-up A|B", "What was made up.", default=3, least=1, most=9)
 
     text = make_commands({"widen": Wider})
     assert "### widen\n\nJoin more.\n\nExample: `fp8calib widen one --out two`" in text
@@ -75,8 +74,8 @@ def test_the_page_lists_every_recipe() -> None:
 
 def test_the_page_explains_every_key() -> None:
     """A key that is an option is explained there."""
-    options = (each.option for each in list_options(CalibrateRequest))
-    flags = {option.help: f"as `{option.flags}`" for option in options}
+    options = list_options(CalibrateRequest)
+    flags = {option.help: f"as `{option.named}`" for option in options}
     rows = [
         [f"`{key}`", f"`{default}`" if default else "", flags.get(meaning, meaning)]
         for key, default, meaning in _describe_keys(Recipe)
@@ -88,7 +87,7 @@ def test_the_page_explains_every_key() -> None:
 
 def _describe_keys(section: Any, prefix: str = "", required: str = "required") -> Iterator[Row]:
     for name, field in section.model_fields.items():
-        if (inner := find_section(field.annotation)) is not None:
+        if not prefix and (inner := SECTIONS.get(name)) is not None:
             missing = "required" if field.default is not None else "null"
             yield from _describe_keys(inner, f"{prefix}{name}.", missing)
         else:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.commands.function import CallbackProgress
+from fp8calib.commands.request import PythonReporter
 from fp8calib.engines import weight_values
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
@@ -34,7 +34,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def read(folder: Path) -> WeightValues:
-    return read_weight_values(open_folder(folder), CallbackProgress(None))
+    return read_weight_values(open_folder(folder), PythonReporter(None))
 
 
 @pytest.fixture(scope="module")

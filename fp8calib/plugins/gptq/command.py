@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.calibration.processes import open_process_group
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.quantized import apply_recipe, finish
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
 from fp8calib.machine import ALONE, ProcessRank

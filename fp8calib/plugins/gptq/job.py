@@ -19,13 +19,12 @@ from fp8calib.calibration.processes import ProcessGroup
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
-from fp8calib.commands.function import Reporter
 from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model
 from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result
-from fp8calib.commands.recipe import Recipe
-from fp8calib.commands.recipe_options import apply_request, resolve_text
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
+from fp8calib.commands.request import Reporter
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.written import require_servable
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.device import choose_device, choose_rank_device

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Annotated
+from dataclasses import KW_ONLY
 
 from fp8calib.commands import options as shared
-from fp8calib.commands.option import Option
 from fp8calib.commands.options import (
     BATCH_SIZE,
     PACK,
@@ -16,9 +14,10 @@ from fp8calib.commands.options import (
     TEXT_COLUMN,
 )
 from fp8calib.commands.quantize import QuantizeRequest
+from fp8calib.commands.request import option, request_class
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class GptqRequest(QuantizeRequest):
     """Write an FP8 checkpoint whose weights are rounded by GPTQ, which runs text layer by layer.
 
@@ -29,16 +28,14 @@ class GptqRequest(QuantizeRequest):
     """
 
     _: KW_ONLY
-    data: shared.DataOption = None
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
-    strict_rows: Annotated[bool, STRICT_ROWS] = False
-    samples: Annotated[int | None, SAMPLES] = None
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: Annotated[bool | None, PACK] = None
-    dtype: shared.DtypeOption = "auto"
-    memory: shared.MemoryOption = None
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan of the run and exit.")] = (
-        False
-    )
-    trust_remote_code: shared.TrustOption = False
+    data: shared.TextData | None = option(shared.DATA, default=None)
+    text_column: str | None = option(TEXT_COLUMN, default=None)
+    strict_rows: bool = option(STRICT_ROWS, default=False)
+    samples: int | None = option(SAMPLES, default=None)
+    seq_len: int | None = option(SEQ_LEN, default=None)
+    batch_size: int | None = option(BATCH_SIZE, default=None)
+    pack: bool | None = option(PACK, default=None)
+    dtype: str = option(shared.DTYPE, default="auto")
+    memory: float | None = option(shared.MEMORY, default=None)
+    dry_run: bool = option("--dry-run", "Print the plan of the run and exit.", default=False)
+    trust_remote_code: bool = option(shared.TRUST, default=False)

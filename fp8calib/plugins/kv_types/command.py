@@ -10,8 +10,8 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands._verify import run as verify
-from fp8calib.commands.function import Reporter, as_function
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_emulated, list_offering

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
-from fp8calib.commands.result import Overview, Result
+from fp8calib.commands.result import Result
 from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.text import Table
 from fp8calib.verification.figures import format_mean_kld, format_ratio, format_share
@@ -48,7 +47,6 @@ class CacheResult(CandidateResult):
 class KvTypesResult(Result):
     """The types, the smallest first, and the one to serve."""
 
-    first_keys: ClassVar = ("next", "recommended", "why")
     model: str
     engine: str
     data: tuple[str, ...]
@@ -88,12 +86,6 @@ class KvTypesResult(Result):
             rows=list(zip(*columns.values(), strict=True)),
             words=(0, 1, len(columns) - 2, len(columns) - 1),
         )
-
-    def overview(self) -> Overview:
-        """Give the table and the recommendation."""
-        table = self.make_table()
-        notes = [self.why, *(f"warning: {text}" for text in self.warnings)]
-        return Overview(table.title, table.columns, table.texts, notes)
 
 
 def recommend(

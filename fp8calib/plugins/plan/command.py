@@ -15,9 +15,9 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import resumable_folder
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.job import CalibrationJob
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform

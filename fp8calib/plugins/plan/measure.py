@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.checkpoint.output import write_file_atomic
-from fp8calib.commands.function import Reporter
+from fp8calib.commands.request import Reporter
 from fp8calib.data.sequences import DataPlan, batches, replace_sequences
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
 from fp8calib.plugins.plan.opened import OpenedPlan

@@ -111,7 +111,7 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme) -> str:
         "observe": {"kv": planned.has_kv, "query": False, "inputs": True, "weights": True},
         "data": {"samples": opened.request.samples},
         "scales": {"rules": dict(planned.rules)},
-        "formats": [] if planned.quantize else list(FORMATS.default),
+        "formats": [] if planned.quantize else list(FORMATS.key_default),
         "quantize": planned.quantize and planned.quantize.model_dump(mode="json"),
     }
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
 
 from fp8calib.commands import options as shared
-from fp8calib.commands.option import Option
 from fp8calib.commands.options import DATA, TextOptions
+from fp8calib.commands.request import option, request_class
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
@@ -49,7 +48,7 @@ def _check_scheme(name: str) -> None:
         raise UsageError(f"--scheme {name}: unknown scheme", hint=hint)
 
 
-@dataclass(frozen=True)
+@request_class
 class PlanRequest(TextOptions):
     """Choose a scheme for each layer, the rule of each K and V, and what stays in 16 bits.
 
@@ -59,106 +58,70 @@ class PlanRequest(TextOptions):
     Example: fp8calib plan HuggingFaceTB/SmolLM2-135M-Instruct --max-bytes 0.6 --engine vllm==0.33
     """
 
-    model: Annotated[str | Path, shared.UNQUANTIZED]
-    data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
+    model: str | Path = option(shared.UNQUANTIZED)
+    data: str | Path | Sequence[str | Path] | None = option(DATA, default=None)
     _: KW_ONLY
-    max_kld: Annotated[
-        float | None,
-        Option("--max-kld", metavar="NATS", help="Largest mean KL divergence of a token."),
-    ] = None
-    max_ratio: Annotated[
-        float | None,
-        Option("--max-ratio", metavar="R", help="Largest perplexity ratio, such as 1.01."),
-    ] = None
-    max_bytes: Annotated[
-        str | float | None,
-        Option(
-            "--max-bytes",
-            metavar="SIZE",
-            reads=str,
-            check=read_size,
-            help="Largest weights and KV cache: GiB (6G), or a share (70% or 0.7).",
-        ),
-    ] = None
-    engine: Annotated[
-        str | Sequence[str],
-        Option(
-            "--engine",
-            metavar="NAME[==VERSION]",
-            reads=list[str],
-            check=find_replayed,
-            help=f"Engine that has to load the files: {', '.join(list_replayed())}; repeat for "
-            "more. The first with known arithmetic is emulated.",
-        ),
-    ] = ("vllm",)
-    gpu: Annotated[
-        str | None,
-        Option(
-            "--gpu",
-            metavar="NAME",
-            check=find_gpu,
-            help=f"Choose only what engines serve on it: {', '.join(GPUS)}.",
-        ),
-    ] = None
-    scheme: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            "--scheme",
-            metavar="|".join([*SCHEMES, NO_SCHEME]),
-            reads=list[str],
-            check=_check_scheme,
-            help="A scheme to choose from; repeat for more. Default: all that engines load. "
-            f"{NO_SCHEME}: only the KV cache is planned.",
-        ),
-    ] = None
-    rules: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--rules",
-            metavar="NAME,...",
-            reads=str,
-            collect=lambda names: [name.strip() for name in names.split(",")],
-            check=parse_rule,
-            help=f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
-        ),
-    ] = None
-    kv_tokens: Annotated[
-        int,
-        Option(
-            "--kv-tokens",
-            metavar="N",
-            least=0,
-            help="Tokens of KV cache that count; 0: 16 bits.",
-        ),
-    ] = 8192
-    passes: Annotated[
-        int,
-        Option(
-            "--passes",
-            metavar="N",
-            least=2,
-            help="Most forward passes of the search; with fewer, more layers are decided together.",
-        ),
-    ] = 128
-    points: Annotated[
-        int,
-        Option(
-            "--points",
-            metavar="N",
-            least=0,
-            help="Other plans to measure on held-out text.",
-        ),
-    ] = 8
-    stats: shared.StatsOption = None
-    out: Annotated[
-        str | Path | None,
-        Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-plan."),
-    ] = None
-    resume: Annotated[
-        bool,
-        Option(
-            "--resume",
-            help="Take what an earlier run into the same folder measured.",
-        ),
-    ] = False
-    force: shared.ForceOption = False
+    max_kld: float | None = option(
+        "--max-kld NATS", "Largest mean KL divergence of a token.", default=None
+    )
+    max_ratio: float | None = option(
+        "--max-ratio R", "Largest perplexity ratio, such as 1.01.", default=None
+    )
+    max_bytes: str | float | None = option(
+        "--max-bytes SIZE",
+        "Largest weights and KV cache: GiB (6G), or a share (70% or 0.7).",
+        reads=str,
+        check=read_size,
+        default=None,
+    )
+    engine: str | Sequence[str] = option(
+        "--engine NAME[==VERSION]",
+        f"Engine that has to load the files: {', '.join(list_replayed())}; repeat for "
+        "more. The first with known arithmetic is emulated.",
+        reads=list[str],
+        check=find_replayed,
+        default=("vllm",),
+    )
+    gpu: str | None = option(
+        "--gpu NAME",
+        f"Choose only what engines serve on it: {', '.join(GPUS)}.",
+        check=find_gpu,
+        default=None,
+    )
+    scheme: str | Sequence[str] | None = option(
+        "--scheme",
+        "A scheme to choose from; repeat for more. Default: all that engines load. "
+        f"{NO_SCHEME}: only the KV cache is planned.",
+        metavar="|".join([*SCHEMES, NO_SCHEME]),
+        reads=list[str],
+        check=_check_scheme,
+        default=None,
+    )
+    rules: Sequence[str] | None = option(
+        "--rules NAME,...",
+        f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
+        reads=str,
+        collect=lambda names: [name.strip() for name in names.split(",")],
+        check=parse_rule,
+        default=None,
+    )
+    kv_tokens: int = option(
+        "--kv-tokens N", "Tokens of KV cache that count; 0: 16 bits.", least=0, default=8192
+    )
+    passes: int = option(
+        "--passes N",
+        "Most forward passes of the search; with fewer, more layers are decided together.",
+        least=2,
+        default=128,
+    )
+    points: int = option(
+        "--points N", "Other plans to measure on held-out text.", least=0, default=8
+    )
+    stats: shared.Stats | None = option(shared.STATS, default=None)
+    out: str | Path | None = option(
+        "--out DIR", "Output folder; default ./<model>-plan.", reads=Path, default=None
+    )
+    resume: bool = option(
+        "--resume", "Take what an earlier run into the same folder measured.", default=False
+    )
+    force: bool = option(shared.FORCE, default=False)

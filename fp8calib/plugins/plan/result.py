@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
-from fp8calib.commands.result import BeforeAfter, Overview, Record, Result
+from fp8calib.commands.result import BeforeAfter, Record, Result
 from fp8calib.errors import CANNOT_TELL, VerificationError
-from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import PairedResult, RunProvenance
 
 
@@ -113,16 +111,3 @@ class PlanResult(Result):
         """8 if the budget is not met; 9 if that cannot be told."""
         codes = {"yes": 0, "no": VerificationError.exit_code, "cannot-tell": CANNOT_TELL}
         return codes[self.met]
-
-    def overview(self) -> Overview:
-        """Give what was chosen, and what it costs."""
-        return Overview(
-            f"PlanResult of {self.model}: {self.why}",
-            ("group", "choice", "why"),
-            [[group.name, group.choice, group.why] for group in self.groups],
-            [
-                f"KLD {format_mean_kld(self.kld_mean, self.kld_se)}",
-                f"recipe: {Path(self.out) / self.recipe}",
-                *(f"warning: {text}" for text in self.warnings),
-            ],
-        )

@@ -16,7 +16,6 @@ from fp8calib.commands._verify import (
     finish,
     hash_inputs,
 )
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.model import open_run_model
 from fp8calib.commands.opened import (
     check_outputs,
@@ -24,7 +23,8 @@ from fp8calib.commands.opened import (
     open_verification,
     plan_verified,
 )
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import split_data
 from fp8calib.errors import UsageError

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
 
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import option, request_class
 from fp8calib.commands.verify import VerifyRequest
 
 
-@dataclass(frozen=True)
+@request_class
 class _Url:
     """The first argument; without slots, so that a class of two bases has one layout."""
 
-    url: Annotated[str, Option(metavar="URL", help="A running vLLM or SGLang server.")]
+    url: str = option("URL", "A running vLLM or SGLang server.")
 
 
-@dataclass(frozen=True)
+@request_class
 class ServerRequest(VerifyRequest, _Url):
     """Name the emulated candidate that explains the answers of a running vLLM or SGLang server.
 
@@ -27,78 +26,50 @@ class ServerRequest(VerifyRequest, _Url):
     """
 
     _: KW_ONLY
-    server_model: Annotated[
-        str | None,
-        Option(
-            "--server-model",
-            metavar="NAME",
-            help="Name of the model, if the server has several.",
-        ),
-    ] = None
-    server_kind: Annotated[
-        str | None,
-        Option("--server-kind", metavar="NAME", help="vllm or sglang. Default: recognised."),
-    ] = None
-    server_logprobs: Annotated[
-        int,
-        Option(
-            "--server-logprobs",
-            metavar="K",
-            least=0,
-            help="Likely tokens to ask for; more bound KLD better.",
-        ),
-    ] = 1
-    server_concurrency: Annotated[
-        int,
-        Option(
-            "--server-concurrency", metavar="N", least=1, most=256, help="Requests sent at once."
-        ),
-    ] = 4
-    server_timeout: Annotated[
-        float,
-        Option(
-            "--server-timeout",
-            metavar="SECONDS",
-            least=1.0,
-            help="Longest wait for a sequence (asked twice).",
-        ),
-    ] = 600.0
-    decode: Annotated[
-        bool,
-        Option(
-            "--decode",
-            help="Also score half of each sequence token by token, as it is served.",
-        ),
-    ] = False
-    sampled: Annotated[
-        bool,
-        Option(
-            "--sampled",
-            help="Score text that the unquantized model writes; estimates the KLD.",
-        ),
-    ] = False
-    reference_server: Annotated[
-        str | None,
-        Option(
-            "--reference-server",
-            metavar="URL",
-            help="An unquantized one (key: FP8CALIB_REFERENCE_SERVER_KEY).",
-        ),
-    ] = None
-    reference_server_model: Annotated[
-        str | None,
-        Option(
-            "--reference-server-model",
-            metavar="NAME",
-            help="Name of the model, if the server has several.",
-        ),
-    ] = None
-    reference_dump: Annotated[
-        str | Path | None,
-        Option(
-            "--reference-dump",
-            metavar="FILE",
-            reads=Path,
-            help="What --dump wrote on another machine; nothing is computed here.",
-        ),
-    ] = None
+    server_model: str | None = option(
+        "--server-model NAME", "Name of the model, if the server has several.", default=None
+    )
+    server_kind: str | None = option(
+        "--server-kind NAME", "vllm or sglang. Default: recognised.", default=None
+    )
+    server_logprobs: int = option(
+        "--server-logprobs K",
+        "Likely tokens to ask for; more bound KLD better.",
+        least=0,
+        default=1,
+    )
+    server_concurrency: int = option(
+        "--server-concurrency N", "Requests sent at once.", least=1, most=256, default=4
+    )
+    server_timeout: float = option(
+        "--server-timeout SECONDS",
+        "Longest wait for a sequence (asked twice).",
+        least=1.0,
+        default=600.0,
+    )
+    decode: bool = option(
+        "--decode",
+        "Also score half of each sequence token by token, as it is served.",
+        default=False,
+    )
+    sampled: bool = option(
+        "--sampled",
+        "Score text that the unquantized model writes; estimates the KLD.",
+        default=False,
+    )
+    reference_server: str | None = option(
+        "--reference-server URL",
+        "An unquantized one (key: FP8CALIB_REFERENCE_SERVER_KEY).",
+        default=None,
+    )
+    reference_server_model: str | None = option(
+        "--reference-server-model NAME",
+        "Name of the model, if the server has several.",
+        default=None,
+    )
+    reference_dump: str | Path | None = option(
+        "--reference-dump FILE",
+        "What --dump wrote on another machine; nothing is computed here.",
+        reads=Path,
+        default=None,
+    )

@@ -20,8 +20,8 @@ from fp8calib.calibration.calibrate import calibrate, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.function import CallbackProgress
 from fp8calib.commands.recipe import Recipe, load_recipe
+from fp8calib.commands.request import PythonReporter
 from fp8calib.data.plan import build_plan
 from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import load_model, open_source
@@ -88,7 +88,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             batches=load_batches(tokens, device, size),
             sequences=sequences,
             plan=plan,
-            calibrate=partial(run, progress=CallbackProgress(None)),
+            calibrate=partial(run, progress=PythonReporter(None)),
         )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.commands.function import CallbackProgress
 from fp8calib.commands.recipe import load_recipe
+from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
@@ -50,7 +50,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 dtype=dtype,
                 device=device,
             )
-            return lambda: verify(asked, setup.prepared, CallbackProgress(None))
+            return lambda: verify(asked, setup.prepared, PythonReporter(None))
 
         candidates = build_candidates(setup, numerics)
         runs = {

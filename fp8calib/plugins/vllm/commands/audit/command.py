@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.checked import check_path
-from fp8calib.commands.function import Reporter
+from fp8calib.commands.request import Reporter
 from fp8calib.plugins.vllm.commands.audit.request import VllmAuditRequest
 from fp8calib.plugins.vllm.compare import compare_ranks
 from fp8calib.plugins.vllm.live import ask_ranks, name_engine, within_config

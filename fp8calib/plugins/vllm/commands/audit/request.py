@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
 
 from fp8calib.commands import options as shared
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import option, request_class
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class VllmAuditRequest:
     """Compare the KV scales that every rank of a running vLLM holds with what a checkpoint means.
 
@@ -19,16 +18,11 @@ class VllmAuditRequest:
     Example: fp8calib vllm audit MODEL-fp8calib/kv-overlay --url http://localhost:8000
     """
 
-    path: Annotated[
-        str | Path,
-        Option(
-            metavar="PATH",
-            reads=Path,
-            check=shared.require_input("name a checkpoint folder"),
-            help="The checkpoint folder or hub id that it serves.",
-        ),
-    ]
+    path: str | Path = option(
+        "PATH",
+        "The checkpoint folder or hub id that it serves.",
+        reads=Path,
+        check=shared.require_input("name a checkpoint folder"),
+    )
     _: KW_ONLY
-    url: Annotated[
-        str, Option("--url", metavar="URL", help="The server, with its endpoints for development.")
-    ]
+    url: str = option("--url URL", "The server, with its endpoints for development.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from fp8calib.commands import _calibrate as core
+from fp8calib.commands import calibrate as core
 from fp8calib.commands.calibrate import CalibrateResult
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.commands.job import CalibrationJob
-from fp8calib.commands.run_plan import RunPlan
+from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.result import RunPlan
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank

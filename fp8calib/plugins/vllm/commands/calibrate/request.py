@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any
+from dataclasses import KW_ONLY
+from typing import Any
 
 import yaml
 
 from fp8calib.commands.calibrate import CalibrateRequest
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import option, request_class
 from fp8calib.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def parse_engine_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class VllmCalibrateRequest(CalibrateRequest):
     """Run the text of a calibration inside vLLM, which is installed here.
 
@@ -41,23 +41,16 @@ class VllmCalibrateRequest(CalibrateRequest):
     """
 
     _: KW_ONLY
-    tensor_parallel_size: Annotated[
-        int,
-        Option(
-            "--tensor-parallel-size", metavar="N", least=1, help="Tensor-parallel ranks of vLLM."
-        ),
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int,
-        Option("--pipeline-parallel-size", metavar="N", least=1, help="Pipeline stages of vLLM."),
-    ] = 1
-    engine_option: Annotated[
-        Mapping[str, Any] | None,
-        Option(
-            "--engine-option",
-            metavar="KEY=VALUE",
-            reads=list[str],
-            collect=parse_engine_options,
-            help="Another argument of vLLM; repeat for more.",
-        ),
-    ] = None
+    tensor_parallel_size: int = option(
+        "--tensor-parallel-size N", "Tensor-parallel ranks of vLLM.", least=1, default=1
+    )
+    pipeline_parallel_size: int = option(
+        "--pipeline-parallel-size N", "Pipeline stages of vLLM.", least=1, default=1
+    )
+    engine_option: Mapping[str, Any] | None = option(
+        "--engine-option KEY=VALUE",
+        "Another argument of vLLM; repeat for more.",
+        reads=list[str],
+        collect=parse_engine_options,
+        default=None,
+    )

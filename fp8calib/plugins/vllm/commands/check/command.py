@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.checked import check_path
-from fp8calib.commands.function import Reporter, as_function
+from fp8calib.commands.request import Reporter, as_function
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.plugins.vllm.commands.check.request import VllmCheckRequest

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
 
 from fp8calib.commands import options as shared
-from fp8calib.commands.option import Option
+from fp8calib.commands.request import option, request_class
 
 
-@dataclass(frozen=True, slots=True)
+@request_class
 class VllmCheckRequest:
     """Load a checkpoint with vLLM's own loader, without its weights, and compare the replay.
 
@@ -19,25 +18,17 @@ class VllmCheckRequest:
     Example: fp8calib vllm check MODEL-FP8 --python ~/vllm/bin/python
     """
 
-    path: Annotated[
-        str | Path,
-        Option(
-            metavar="PATH",
-            reads=Path,
-            check=shared.require_input("name a checkpoint folder"),
-            help="A checkpoint folder or hub id.",
-        ),
-    ]
+    path: str | Path = option(
+        "PATH",
+        "A checkpoint folder or hub id.",
+        reads=Path,
+        check=shared.require_input("name a checkpoint folder"),
+    )
     _: KW_ONLY
-    python: Annotated[
-        str | Path | None,
-        Option(
-            "--python",
-            metavar="PATH",
-            reads=Path,
-            help="The Python of an environment with vLLM; default this one.",
-        ),
-    ] = None
-    tp: Annotated[
-        int, Option("--tp", metavar="N", least=1, help="Tensor-parallel degree; default 1.")
-    ] = 1
+    python: str | Path | None = option(
+        "--python PATH",
+        "The Python of an environment with vLLM; default this one.",
+        reads=Path,
+        default=None,
+    )
+    tp: int = option("--tp N", "Tensor-parallel degree; default 1.", least=1, default=1)
