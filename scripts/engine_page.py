@@ -148,7 +148,7 @@ def _list_arithmetic(releases: Iterable[Engine]) -> Iterator[str]:
 def _list_weights(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
     for rule, engine in _list_first(releases, lambda engine: engine.weight_rules):
         scope = [rule.dialect, *rule.schemes, *rule.model_types]
-        scope += ["blocks"] * rule.has_blocks + ["experts"] * rule.has_experts
+        scope += ["blocks"] * (rule.granularity == "block") + ["experts"] * rule.has_experts
         weights = ", ".join(filter(None, scope)) or "all"
         yield engine.key, weights, rule.status, rule.why, rule.source
 

@@ -19,12 +19,12 @@ from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.request import PythonReporter
 from fp8calib.commands.stats import read_stats
-from fp8calib.engines.check import check_file, check_folder, withdraw_used
+from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.config_doubts import doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.fingerprint import add_fingerprints
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.geometry_from_names import imagine_geometry, read_replayed_geometry
+from fp8calib.engines.replay.geometry import imagine_geometry, read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
 from fp8calib.engines.weight_values import read_weight_values
 from fp8calib.engines.weights.stored import list_opened_files
@@ -60,7 +60,7 @@ def check_path(
     else:
         _refuse_other_file(path)
     model = _open_model(request, path)
-    model, geometry, is_foreign = _read_geometry(request, model, is_folder=is_folder)
+    model, geometry = _read_geometry(request, model, is_folder=is_folder)
     stats = _read_stats(request, model, geometry)
     opened = model
     if is_folder:
@@ -91,8 +91,6 @@ def check_path(
         compared = {key: compare(each) for key, each in report.engines.items()}
         report = report.model_copy(update={"engines": compared})
     report = report.allow_suspicious() if request.allow_suspicious else report
-    if is_foreign:
-        report = withdraw_used(report, shorten(geometry.model_type))
     return CheckResult.of(report, has_read_weights=request.read_weights)
 
 
@@ -145,17 +143,17 @@ def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
 
 def _read_geometry(
     request: CheckRequest, model: ScaleFolder, *, is_folder: bool
-) -> tuple[ScaleFolder, ModelGeometry, bool]:
-    """Find the shape of a model, and whether its type is unknown; some are not understood."""
+) -> tuple[ScaleFolder, ModelGeometry]:
+    """Find the shape of a model; of one that is not understood, nothing will be judged."""
     from fp8calib.model.geometry_from_config import NotUnderstoodError  # imports transformers
 
     try:
-        return model, *read_replayed_geometry(model)
+        return model, read_replayed_geometry(model)
     except NotUnderstoodError as error:
         if not is_folder or request.model is not None or request.stats is not None:
             raise
         unread = f"its layers are not understood: {error.message}"
-        return replace(model, unread=unread), imagine_geometry(model), False
+        return replace(model, unread=unread), imagine_geometry(model)
 
 
 def _read_stats(

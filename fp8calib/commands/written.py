@@ -18,7 +18,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
+from fp8calib.engines.replay.geometry import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.parameters import find_first_fault
@@ -116,14 +116,12 @@ def replay_plan(
         write_outline(plan, folder)
         opened = open_folder(folder)
         try:
-            geometry, is_foreign = read_replayed_geometry(opened)
+            geometry = read_replayed_geometry(opened)
         except UnusableConfigError as error:
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
         except ModelError as error:
             return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
-        if is_foreign:
-            return {}, _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, engines, 1).engines

@@ -14,8 +14,8 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, suspect_odd_scales
 from fp8calib.engines.reach import measure_reaches
 from fp8calib.engines.registry import find_replayed
+from fp8calib.engines.replay.dtypes import find_cache_flag
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
@@ -27,8 +27,9 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
-from fp8calib.engines.weight_replay import WeightReplay
+from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
+from fp8calib.engines.weights.stored import StoredWeights
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
@@ -41,7 +42,6 @@ _NO_OVERLAY_FIX = (
     "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
 )
 _NEWER_FIX = "serve it with a release of the engine that demands a newer transformers"
-_UNKNOWN_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
 
 
 def check_folder(
@@ -69,16 +69,16 @@ def check_folder(
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
     misfit = _find_misfit(geometry, tp)
-    opened: dict[tuple[object, ...], WeightReplay] = {}
+    opened: dict[tuple[object, ...], StoredWeights] = {}
 
-    def open_weights(folder: ScaleFolder) -> WeightReplay:
+    def open_weights(folder: ScaleFolder) -> StoredWeights:
         # once for engines that open the same files in the same order
         key = (*folder.files, folder.has_index)
         if key not in opened:
-            opened[key] = WeightReplay(folder, geometry, tp, stats)
+            opened[key] = StoredWeights(folder, geometry, stats)
         return opened[key]
 
-    odd_scales = open_weights(folder).stored.odd_scales
+    odd_scales = open_weights(folder).odd_scales
     judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
@@ -104,7 +104,7 @@ def check_folder(
         report = _judge_shared(report, geometry)
         report = _correct_fixes(engine, report, geometry, tp, folder)
         factor = engine.scale_factor if find_cache_flag(folder) else 1.0
-        report = open_weights(seen).amend(engine, judge(report, factor))
+        report = amend_weights(engine, judge(report, factor), open_weights(seen), tp)
         report = _tell_preferred(engine, report, seen, geometry)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
@@ -308,24 +308,3 @@ def _find_refusal(
     names = ", ".join(lacking)
     why = f"config.json lacks {names}, without which {engine.title} does not build {architecture}"
     return Refusal(why, fix=f"add {names} as in the config.json of the model's authors")
-
-
-def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
-    """Call unknown what becomes of scales of an unknown model type, whose class decides that.
-
-    Faults that stop every model (no quantization_config, a missing shard) keep their verdict.
-    """
-    unknown = f"model_type {model_type} is unknown to this tool"
-    engines = {}
-    for key, engine in report.engines.items():
-        why = f"{unknown}, which therefore cannot say whether {key} has a place for the scale"
-
-        def withdraw(verdict: LoadVerdict, why: str = why) -> LoadVerdict:
-            if verdict.status not in (Status.USED, Status.DROPPED):
-                return verdict
-            text = f"{why} ({verdict.why})"
-            return LoadVerdict(status=Status.UNKNOWN, value=None, why=text, fix=_UNKNOWN_FIX)
-
-        note = f"{unknown}: its layers are found by tensor names"
-        engines[key] = engine.change(withdraw).add_problems(note)
-    return report.model_copy(update={"engines": engines})

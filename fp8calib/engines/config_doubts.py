@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
-from fp8calib.engines.vllm.native_classes import names_base
+from fp8calib.engines.vllm.replay import names_base
 from fp8calib.errors import shorten
 from fp8calib.model.shapes import ModelGeometry
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
-    from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
+    from fp8calib.engines.weights.rules import NameRules, WeightRule
     from fp8calib.model.shapes import ModelGeometry
 
 ViewFolder = Callable[["ScaleFolder"], "ScaleFolder"]

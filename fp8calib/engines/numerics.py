@@ -6,16 +6,22 @@ file it was read from. What depends on the GPU is true for Hopper, with the back
 chooses there.
 
 Paths in sources are those of the installed package. Kernels that no wheel contains are named by the
-engine's repository and a commit, the newest one at hand.
+engine's repository and a commit, the newest one at hand. `facts/numerics.json` has the records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
-from fp8calib.numerics.formats import E4M3FN, Rounding
+from pydantic import TypeAdapter
+
+from fp8calib.engines.facts.release import FOLDER
+from fp8calib.numerics.formats import Rounding
+
+NUMERICS_FACTS = FOLDER / "numerics.json"
 
 SPARSE_LATENTS = ("deepseek_v32", "glm_moe_dsa")
 """The model types with sparse attention to latents."""
@@ -136,12 +142,8 @@ class Numerics:
         return " ".join([self.kv_skip_flag, *map(str, layers)]) if layers else ""
 
 
-SMALLEST_TOKEN_SCALE = 1 / (E4M3FN.max * 512)
-"""The lower bound of a per-token scale in the kernels of vLLM."""
-SMALLEST_GROUP_SCALE = 1e-10 / E4M3FN.max
-"""The lower bound of a group's scale in vLLM and SGLang: 1e-10 bounds the amax."""
-FLASH_ATTENTION_3 = (
-    "Dao-AILab/flash-attention 0251105 hopper/softmax.h scale_apply_exp2, flash_fwd_kernel_sm90.h, "
-    "which sets Max_offset to 8 for FP8"
-)
-"""Where FlashAttention 3 multiplies softmax's numerators by 2^8 before it casts them to e4m3."""
+@cache
+def read_numerics(name: str) -> Numerics:
+    """Read the arithmetic of an engine as it was read or run, by its key."""
+    records = TypeAdapter(dict[str, Numerics]).validate_json(NUMERICS_FACTS.read_bytes())
+    return records[name]

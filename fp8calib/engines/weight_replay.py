@@ -1,20 +1,20 @@
 """What engines do with the weights of a checkpoint folder, in three passes.
 
 1. What the folder stores (`weights/stored.py`), once for engines that open the same files.
-2. What an engine's class creates (`weights/linears.py`) under the config (`weights/reader.py`).
-3. The rule: a stored tensor beside what is created for it (`weights/linear_tensors.py`; parameters
-   that are no linears, `weights/parameters.py`; what breaks whatever is stored, `weights/rules.py`
-   and `weights/blocks.py`).
+2. What an engine's class creates (`weights/linears.py`) under the config (`weights/reader.py`), and
+   the tensors that each linear then has to have (`weights/forms.py`).
+3. The rule: a stored tensor beside what is created for it. Where a checkpoint differs from the form
+   that its config means, the engine may stop, which only its own loader can tell; what it does
+   without an error is judged here. Likewise for parameters that are no linears
+   (`weights/parameters.py`), and for what breaks whatever is stored (`weights/rules.py`,
+   `weights/blocks.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LinearCount,
@@ -25,162 +25,332 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.linear_tensors import compare_linears, count_unknown, list_created
-from fp8calib.engines.weights.linears import find_decoder, list_groups
-from fp8calib.engines.weights.parameters import compare_parameters
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
-from fp8calib.engines.weights.stored import StoredWeights, find_wrong_values, list_index_problems
-from fp8calib.engines.weights.weight_rule import NameRules
-from fp8calib.model.drafters import find_promise, is_drafted
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.engines.weights.finding import CUT, Finding, join_alike
+from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
+from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, Shape, StoredLinear, list_groups
+from fp8calib.engines.weights.parameters import compare_parameters, lacks_drafter
+from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
+from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
+from fp8calib.engines.weights.stored import ScaleValues, StoredWeights, find_wrong_values
+from fp8calib.formats.fp8.quantization_config import StoredScheme
+from fp8calib.formats.fp8.weights import list_scale_shapes
+from fp8calib.formats.kv.parse_names import parse_name
+from fp8calib.numerics.schemes import BLOCK, find_nearest
 
-_CONFIG_KEYS = ("quantization_config", "compression_config")
+_CONFIG_FIX = "use the config that the weights were quantized with"
+_STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
+_MISSING_FIX = "complete the download or the export"
+_PLAIN_FIX = "exclude it in the config, or quantize it"
+_VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
+_NO_NUMBERS = ("NaN", "infinity")
+_TOLERANCE = 1e-5
+_UNKNOWN = {
+    "": "is a linear of which it is not known how the engine's class creates it",
+    "maybe": "is a linear that the engine's class creates by the config in some cases",
+    "refused": "has no place in the engine's class",
+}
+"""What only the engine's own loader can tell, by how the class creates a linear."""
+_TWINS = {"gate_proj": "up_proj", "w1": "w3"}
+"""Projections of an expert, and those that engines load into the same tensor after them."""
+_BOTH_WAYS = _TWINS | {second: first for first, second in _TWINS.items()}
+_Created = Sequence[tuple[LinearGroup, Found | Refusal]]
+"""What an engine creates: its groups of linears, and the scheme of each or why there is none."""
 
 
-class WeightReplay:
-    """The findings on the weights of a folder."""
+def amend_weights(
+    engine: Engine, report: EngineReport, stored: StoredWeights, tp: int
+) -> EngineReport:
+    """Add what an engine does with the weights on `tp` ranks to its report on the KV scales."""
+    if engine.make_reader is None and not engine.weight_rules:
+        # Its own loader was run, which looks neither at values nor at the index.
+        values = find_wrong_values(stored.folder, stored.geometry, prefers_single=True)
+        values = values or stored.unlike_stats
+        if report.weights is None and values is not None:
+            report = report.model_copy(update={"weights": values.judge()})
+        return _add_notes(report, stored, [])
+    count, found = _list_findings(engine, stored, tp)
+    by_status = {status: [each for each in found if each.status is status] for status in Status}
+    for refused in by_status[Status.REFUSED]:
+        refusal = Refusal(refused.text, fix=refused.fix)
+        report = report_refusal(stored.geometry, refusal)
+        return report.model_copy(update={"weights": refused.judge()})
+    doubts = by_status[Status.UNKNOWN]
+    wrong = [*by_status[Status.MISREAD], *by_status[Status.DEFAULTED]]
+    certain = [each for each in wrong if not (doubts and each.is_silent)]
+    if stored.wrong_values is not None:
+        certain.append(stored.wrong_values)
+    if certain:
+        report = report.model_copy(update={"weights": certain[0].judge()})
+        others = dict.fromkeys(each.text for each in certain[1:])
+        report = report.add_problems(*(f"weights, too: {text}" for text in others))
+    elif doubts:
+        report = report.doubt(*(f"weights: {each.text}{engine.run_hint}" for each in doubts))
+        report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
+    notes = [each.text for each in by_status[Status.USED]]
+    return _add_notes(report.model_copy(update={"linears": count}), stored, notes)
 
-    def __init__(
-        self,
-        folder: ScaleFolder,
-        geometry: ModelGeometry,
-        tp: int,
-        stats: CalibrationStats | None = None,
-    ) -> None:
-        self.stored = StoredWeights(folder, stats)
-        self._folder = folder
-        self._geometry = geometry
-        self._tp = tp
-        self._index_problems = list_index_problems(folder, geometry)
 
-    def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
-        """Add what an engine does with the weights to its report on the KV scales."""
-        if engine.make_reader is None and not engine.weight_rules:
-            # Its own loader was run, which looks neither at values nor at the index.
-            values = self._blame_values(
-                find_wrong_values(self._folder, self._geometry, prefers_single=True)
-            )
-            if report.weights is None and values is not None:
-                report = report.model_copy(update={"weights": values.judge()})
-            return self._add_notes(report, [])
-        count, found = self._list_findings(engine)
-        refused = next((each for each in found if each.status is Status.REFUSED), None)
-        if refused is not None:
-            refusal = Refusal(refused.text, fix=refused.fix)
-            report = report_refusal(self._geometry, refusal)
-            return report.model_copy(update={"weights": refused.judge()})
-        doubts = [each for each in found if each.status is Status.UNKNOWN]
-        wrong = [
-            each
-            for status in (Status.MISREAD, Status.DEFAULTED)
-            for each in found
-            if each.status is status
-        ]
-        certain = [each for each in wrong if not (doubts and each.is_silent)]
-        if (values := self._wrong_values) is not None:
-            certain.append(values)
-        if certain:
-            report = report.model_copy(update={"weights": certain[0].judge()})
-            others = dict.fromkeys(each.text for each in certain[1:])
-            report = report.add_problems(*(f"weights, too: {text}" for text in others))
-        elif doubts:
-            report = report.doubt(*(f"weights: {each.text}{engine.run_hint}" for each in doubts))
-            report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
-        notes = [each.text for each in found if each.status is Status.USED]
-        return self._add_notes(report.model_copy(update={"linears": count}), notes)
-
-    @cached_property
-    def _wrong_values(self) -> Finding | None:
-        return self._blame_values(find_wrong_values(self._folder, self._geometry))
-
-    def _blame_values(self, why: str) -> Finding | None:
-        fix = "write the checkpoint again, with each tensor once"
-        finding = Finding(status=Status.MISREAD, why=why, fix=fix) if why else None
-        return finding or self.stored.unlike_stats
-
-    def _add_notes(self, report: EngineReport, notes: Sequence[str]) -> EngineReport:
-        report = report.suspect(*(f"weights: {text}" for text in self.stored.suspicious))
-        return report.add_problems(*(f"weights: {why}" for why in [*notes, *self._index_problems]))
-
-    def _list_findings(self, engine: Engine) -> tuple[LinearCount | None, list[Finding]]:
-        """List what an engine does with the weights other than loading them as they are."""
-        count: LinearCount | None = None
-        found: list[Finding] = []
-        try:
-            if not self.stored.has_old_blocks:
-                # An engine without a reader, as a plug-in may be, has rules alone.
-                reader = engine.make_reader and engine.make_reader(self._folder, self._geometry)
-                count, found = self._compare_linears(engine, reader)
-        except Refusal as refusal:
-            found = [Finding.of(refusal)]
-            if not isinstance(refusal, Unjudged):
-                return None, found
-        config, tensors = self._folder.config, self.stored.tensors
-        if self._folder.tensors:
-            inner = config.get("text_config")
-            sections = [config, *([inner] if isinstance(inner, dict) else [])]
-            found += compare_parameters(
-                engine.name_rules or NameRules(),
-                self._geometry,
-                tensors,
-                is_quantized=self._folder.modelopt is not None
-                or any(each.get(key) is not None for each in sections for key in _CONFIG_KEYS),
-                unties=any(each.get("tie_word_embeddings") is False for each in sections),
-            )
-        found += (Finding(status=Status.UNKNOWN, why=why) for why in self.stored.doubts)
-        num_layers, decoder = len(self._geometry.layers), find_decoder(self._geometry)
-        is_whole = any(len(each.shape) > 1 for each in tensors.values())
-        if (
-            (promise := find_promise(config))
-            and is_whole
-            and not any(is_drafted(name, num_layers, decoder) for name in tensors)
-        ):
-            why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
-            text = f"{why}: decoding with it is not possible"
-            found.append(Finding(status=Status.USED, why=text))
-        return count, found
-
-    def _compare_linears(
-        self, engine: Engine, reader: LinearReader | None
-    ) -> tuple[LinearCount | None, list[Finding]]:
-        """Compare what the config and the model's class mean with what is stored."""
-        stored = self.stored
-        classes = {} if reader is None else reader.classes
-        weights = QuantizedWeights(
-            dialect=stored.dialect,
-            config=self._folder.config,
-            groups=tuple(list_groups(stored.tensors, self._geometry, classes)),
-            schemes=stored.schemes,
-            is_mixed=stored.is_mixed,
-        )
-        found = list(apply_rules(engine.weight_rules, weights)) if stored.schemes else []
-        if reader is None:
-            return None, found
-        created = list_created(reader, weights.groups)
-        count = None
-        if stored.schemes:
-            found += list_block_findings(
-                *(engine.loader, weights, self._geometry, self._tp),
-                repeats_scales=engine.repeats_expert_scales,
-            )
-            unknown = count_unknown(created)
-            total = sum(len(group.members) for group in weights.groups)
-            count = LinearCount(judged=total - unknown, unknown=unknown)
-        try:
-            reader.require_judged(stored.tensors)
-        except Unjudged as refusal:
-            return count, [*found, Finding.of(refusal)]
-        return count, [*found, *compare_linears(reader, created, stored.values, stored.schemes)]
+def _add_notes(report: EngineReport, stored: StoredWeights, notes: Sequence[str]) -> EngineReport:
+    report = report.suspect(*(f"weights: {text}" for text in stored.suspicious))
+    return report.add_problems(*(f"weights: {why}" for why in [*notes, *stored.index_problems]))
 
 
 def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> LoadVerdict | None:
     """Say what becomes of the weights if the engine loads them; None where it serves them."""
     if silent:
         return silent[0].judge()
-    found = next((each for each in doubts if each.if_loaded), None)
-    if found is None:
-        return None
-    text = f"{found.text}: {found.if_loaded}"
-    return Finding(status=Status.MISREAD, why=text, fix=found.fix).judge()
+    for each in doubts:
+        if each.if_loaded:
+            text = f"{each.text}: {each.if_loaded}"
+            return LoadVerdict(status=Status.MISREAD, why=text, fix=each.fix)
+    return None
+
+
+def _list_findings(
+    engine: Engine, stored: StoredWeights, tp: int
+) -> tuple[LinearCount | None, list[Finding]]:
+    """List what an engine does with the weights other than loading them as they are."""
+    count: LinearCount | None = None
+    found: list[Finding] = []
+    try:
+        if not stored.has_old_blocks:
+            # An engine without a reader, as a plug-in may be, has rules alone.
+            reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
+            count, found = _compare_with_config(engine, reader, stored, tp)
+    except Refusal as refusal:
+        found = [Finding.of(refusal)]
+        if not isinstance(refusal, Unjudged):
+            return None, found
+    if stored.folder.tensors:
+        rules = engine.name_rules or NameRules()
+        found += compare_parameters(rules, stored.geometry, stored.tensors, stored.folder)
+    found += (Finding(status=Status.UNKNOWN, why=why) for why in stored.doubts)
+    if why := lacks_drafter(stored.geometry, stored.tensors, stored.folder.config):
+        found.append(Finding(status=Status.USED, why=why))
+    return count, found
+
+
+def _compare_with_config(
+    engine: Engine, reader: LinearReader | None, stored: StoredWeights, tp: int
+) -> tuple[LinearCount | None, list[Finding]]:
+    """Compare what the config and the model's class mean with what is stored."""
+    classes = {} if reader is None else reader.classes
+    weights = QuantizedWeights(
+        dialect=stored.dialect,
+        config=stored.folder.config,
+        groups=tuple(list_groups(stored.tensors, stored.geometry, classes)),
+        schemes=stored.schemes,
+        is_mixed=stored.is_mixed,
+    )
+    found = list(apply_rules(engine.weight_rules, weights)) if stored.schemes else []
+    if reader is None:
+        return None, found
+    created: list[tuple[LinearGroup, Found | Refusal]] = []
+    for group in weights.groups:
+        try:
+            created.append((group, reader.find_scheme(group)))
+        except Refusal as refusal:
+            created.append((group, refusal))
+    count = None
+    if stored.schemes:
+        found += list_block_findings(
+            *(engine.loader, weights, stored.geometry, tp),
+            repeats_scales=engine.repeats_expert_scales,
+        )
+        unknown = sum(
+            len(group.members)
+            for group, scheme in created
+            if isinstance(scheme, Unjudged)
+            or (group.state in _UNKNOWN and not isinstance(scheme, Refusal))
+        )
+        total = sum(len(group.members) for group in weights.groups)
+        count = LinearCount(judged=total - unknown, unknown=unknown)
+    try:
+        reader.require_judged(stored.tensors)
+    except Unjudged as refusal:
+        return count, [*found, Finding.of(refusal)]
+    return count, [*found, *_compare_linears(reader, created, stored.values, stored.schemes)]
+
+
+def _compare_linears(
+    reader: LinearReader,
+    created: _Created,
+    values: ScaleValues,
+    schemes: Mapping[str, StoredScheme],
+) -> Iterator[Finding]:
+    """List what differs from the form and the scheme of the config; alike findings are joined.
+
+    Args:
+        reader: the engine's.
+        created: the linears of the checkpoint.
+        values: of scales.
+        schemes: that the config gives to paths of linears.
+    """
+    for group, _ in created:
+        has_fp8 = group.is_experts and any(each.module in schemes for each in group.members)
+        if has_fp8 and any(each.is_plain for each in group.members):
+            # vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang
+            # 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)
+            yield Finding(
+                status=Status.MISREAD,
+                why="it joins the experts of a layer, and only a part of them is quantized "
+                f"({group.path}): it stops, or its answers are wrong",
+                fix="quantize all of them, or none",
+            )
+            break
+    yield from join_alike(
+        [each for group, found in created for each in _compare_group(reader, group, found, values)]
+    )
+    if len(set(schemes.values())) > 1:
+        yield from join_alike(list(_compare_schemes(created, schemes)))
+
+
+def _compare_schemes(created: _Created, schemes: Mapping[str, StoredScheme]) -> Iterator[Finding]:
+    """List linears that the engine finds in another config group than the config means."""
+    for group, scheme in created:
+        wanted = (schemes.get(each.module) for each in group.members)
+        other = next((each for each in wanted if each not in (None, scheme)), None)
+        if isinstance(scheme, StoredScheme) and other is not None:
+            own, found = (find_nearest(each).name for each in (other, scheme))
+            why = f"is {own} in the config, but the engine finds no such group for it: {found}"
+            yield Finding(status=Status.USED, subject=group.path, why=why, fix=_CONFIG_FIX)
+
+
+def _compare_group(
+    reader: LinearReader, group: LinearGroup, found: Found | Refusal, values: ScaleValues
+) -> Iterator[Finding]:
+    if group.state == "skipped":
+        return
+    if isinstance(found, Refusal):
+        yield Finding.of(found)
+    elif group.state in _UNKNOWN:
+        has_codes = any(each.has_codes for each in group.members)
+        if has_codes or not isinstance(found, Unquantized):
+            yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
+    elif isinstance(found, Unquantized):
+        for linear in group.members:
+            yield from _list_strays(
+                linear, (WEIGHT,), f"is stored, but {found.why}, and the engine has no place for it"
+            )
+            if linear.has_codes:
+                dtype = linear.tensors[WEIGHT].dtype
+                kind = "FP8" if dtype.startswith("F8_E") else dtype
+                why = f"is {kind}, but {found.why}: the engine uses its codes as the weight"
+                yield _misread(linear.module, why, _CONFIG_FIX)
+    else:
+        yield from _compare_quantized(reader, group, found, values)
+
+
+def _compare_quantized(
+    reader: LinearReader,
+    group: LinearGroup,
+    scheme: StoredScheme | OtherScheme,
+    values: ScaleValues,
+) -> Iterator[Finding]:
+    if expert := _find_unequal(group, values.numbers):
+        why = f"has other input scales for gate and up ({expert})"
+        yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
+    # Two projections of an expert have one number: the one loaded last stays, the second's.
+    has_experts = group.is_experts
+    scaled = {each.module for each in group.members if has_experts and INPUT_SCALE in each.tensors}
+    is_cast = group.is_by_config or any(each.has_codes for each in group.members)
+    for linear in group.members:
+        expected = reader.list_expected(group, linear, scheme)
+        yield from _list_strays(linear, expected, "has no place by the config")
+        if linear.is_plain and is_cast:
+            why = "is not quantized, but the config quantizes it: it is cast without a scale"
+            yield _misread(linear.module, why, _PLAIN_FIX)
+        is_created = group.is_by_config or not linear.tensors.keys().isdisjoint(expected)
+        if linear.is_plain or not is_created:
+            continue
+        twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
+        for suffix, tensor in expected.items():
+            has_twin = suffix == INPUT_SCALE and twin in scaled
+            yield from _compare_tensor(group, linear, suffix, tensor, values, has_twin=has_twin)
+
+
+def _misread(subject: str, why: str, fix: str) -> Finding:
+    return Finding(status=Status.MISREAD, subject=subject, why=why, fix=fix, is_silent=True)
+
+
+def _list_strays(linear: StoredLinear, wanted: Collection[str], why: str) -> Iterator[Finding]:
+    """List the scales beside a linear that are not expected; KV scales are judged elsewhere."""
+    for suffix in linear.tensors:
+        name, is_number = f"{linear.module}.{suffix}", "scale" in suffix or "zero_point" in suffix
+        if is_number and suffix not in wanted and parse_name(name) is None:
+            yield Finding.doubt(name, why, fix=_STRAY_FIX)
+
+
+def _compare_tensor(
+    group: LinearGroup,
+    linear: StoredLinear,
+    suffix: str,
+    expected: Expected,
+    values: ScaleValues,
+    *,
+    has_twin: bool,
+) -> Iterator[Finding]:
+    """Compare one tensor: whether it is there, its dtype, its shape, and its values."""
+    name, entry = f"{linear.module}.{suffix}", linear.tensors.get(suffix)
+    # The linears of the group whose valid scales the engine takes the largest of.
+    valid = [
+        each.projection
+        for each in (group.members if expected.is_shared else ())
+        if suffix in each.tensors and f"{each.module}.{suffix}" not in values.bad
+    ]
+    if entry is None:
+        is_defaulted = group.is_experts and suffix not in WEIGHTS
+        if valid and not group.is_experts:
+            what = f"is missing: the engine uses the largest of those of {', '.join(valid)}"
+            yield Finding(status=Status.USED, subject=name, why=what)
+        elif not has_twin:
+            memory = "1.0" if is_defaulted else "uninitialised memory"
+            yield Finding(
+                status=Status.DEFAULTED if is_defaulted else Status.MISREAD,
+                subject=name,
+                why=f"is missing: the engine uses {memory}",
+                fix=_MISSING_FIX,
+                is_silent=True,
+            )
+    elif entry.dtype not in expected.dtypes:
+        what = f"is {entry.dtype}, and the config means {expected.dtypes[0]}"
+        cast = "its values are cast to another dtype"
+        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=cast)
+    elif entry.shape not in expected.shapes:
+        what = _describe_shape(linear, suffix, entry.shape, expected.shapes)
+        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=CUT)
+    elif (bad := values.bad.get(name)) is not None:
+        is_number = bad not in _NO_NUMBERS
+        if (has_twin and linear.projection in _TWINS) or (expected.may_be_zero and is_number):
+            return
+        if is_number and valid:
+            why = f"holds {bad}: the engine uses the largest of those of {group.path}"
+            yield Finding(status=Status.USED, subject=name, why=why)
+        else:
+            why = f"holds {bad}, and the engine computes with it"
+            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_VALUE_FIX)
+
+
+def _describe_shape(
+    linear: StoredLinear, suffix: str, found: Shape, wanted: tuple[Shape, ...]
+) -> str:
+    """Say which shape a tensor has, in words where it is that of another kind of scale."""
+    kinds = list_scale_shapes(linear.shape, BLOCK) if suffix != WEIGHT else {}
+    is_kind, means = (
+        next((kind for kind, shapes in kinds.items() if not each.isdisjoint(shapes)), None)
+        for each in ({found}, set(wanted))
+    )
+    if is_kind is None or means is None or is_kind is means:
+        return f"has shape {list(found)}, and the config means {list(wanted[-1])}"
+    return f"has shape {list(found)}, which is per {is_kind}, and the config says per {means}"
+
+
+def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
+    """Find an expert whose gate and up have unequal input scales; empty where there is none."""
+    for linear in group.members if group.is_experts else ():
+        expert = linear.module.rpartition(".")[0]
+        one = numbers.get(f"{linear.module}.{INPUT_SCALE}")
+        other = numbers.get(f"{expert}.{_TWINS.get(linear.projection)}.{INPUT_SCALE}")
+        if one is not None and other is not None and abs(one - other) > _TOLERANCE:
+            return expert
+    return ""

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
+from fp8calib.engines.replay.geometry import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
@@ -114,7 +114,7 @@ def _replay(folder: Path, engine: Engine) -> EngineReport | None:
         return None
     found = open_folder(folder)
     try:
-        geometry, _ = read_replayed_geometry(found)
+        geometry = read_replayed_geometry(found)
     except ModelError:
         return None
     return check_folder(found, geometry, [engine.key], 1).engines[engine.key]

@@ -25,7 +25,7 @@ from fp8calib.calibration.passes import BatchObserver
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.data.sequences import Batch
-from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
+from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_geometry
@@ -238,7 +238,7 @@ def make_emulations(geometry: ModelGeometry) -> dict[str, dict[Site, Quantizer]]
     dynamic = Quantizer(
         fmt=E4M3FN,
         scale=Granularity.TOKEN,
-        smallest_scale=SMALLEST_TOKEN_SCALE,
+        smallest_scale=read_numerics("vllm").smallest_dynamic_scale,
         by_reciprocal=True,
     )
     made = (

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
-from fp8calib.engines.vllm.weight_loader import WeightLoader, make_loader
+from fp8calib.engines.vllm.names import LoaderKind, WeightLoader, is_placeless, make_loader
 from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"
@@ -144,9 +144,9 @@ def _make(family: str, method: KvMethod | None) -> tuple[WeightLoader, str]:
     stored = [f"{path}.{'k_proj' if has_projection else 'query_key_value'}.weight"]
     tensors = {name: TensorEntry(dtype="BF16", shape=(8, 8), start=0, stop=128) for name in stored}
     folder = ScaleFolder(path=Path(), config={}, tensors={"m": tensors}, scales={"m": {}})
-    has_places = kind == "heads" and method and model_type not in TYPES_WITHOUT_KV_SCALES
+    has_places = kind == "heads" and method and not is_placeless(geometry, VLLM_RUN)
     places = {f"{path}.attn": 0} if has_places else {}
-    return make_loader(LoadContext(folder, geometry, ["m"]), method, places), path
+    return make_loader(LoadContext(folder, geometry, ["m"]), method, places, VLLM_RUN), path
 
 
 def _list_names(path: str) -> Iterable[str]:
@@ -177,6 +177,7 @@ def _map(name: str, method: KvMethod) -> str:
     loader = WeightLoader(
         kind=LoaderKind.NAMES_FIRST,
         model_type="llama",
+        release=VLLM_RUN,
         method=method,
         places={},
         attends=(),

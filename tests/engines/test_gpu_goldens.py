@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fp8calib.calibration.hooks import AttentionCall
-from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, SMALLEST_TOKEN_SCALE
+from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.numerics.schemes import Granularity
@@ -119,7 +119,7 @@ def test_scales_of_tokens_are_the_emulated_ones(
     )
     x = draw_activations(DTYPES[dtype]).float()
     scales = goldens[f"{dtype}/token/{mode}/scales"]
-    assert scales.min() == torch.tensor(SMALLEST_TOKEN_SCALE)
+    assert scales.min() == torch.tensor(read_numerics("vllm").smallest_dynamic_scale)
     assert_same(quantizer.scale_for(x), scales)
     assert_same(quantizer.fake(x).values, decode(goldens[f"{dtype}/token/{mode}/codes"]) * scales)
 
@@ -133,7 +133,7 @@ def test_groups_of_channels_are_those_emulated(
         fmt=E4M3FN,
         scale=Granularity.GROUP,
         block=(1, 128),
-        smallest_scale=SMALLEST_GROUP_SCALE,
+        smallest_scale=read_numerics("vllm").smallest_group_scale,
         power_of_two=name != "group",
     )
     scales = goldens[f"{dtype}/{name}/scales"].repeat_interleave(128, 1)

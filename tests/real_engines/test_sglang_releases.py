@@ -16,7 +16,7 @@ import pytest
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.sglang.linears import SglangReader
-from fp8calib.engines.sglang.model_types import (
+from fp8calib.engines.sglang.replay import (
     has_place,
 )
 from fp8calib.model.shapes import ModelGeometry

@@ -69,6 +69,11 @@ class Release:
             raise KeyError(f"{self.engine} has no fact {fact}")
         return self.true[fact]
 
+    def find_value(self, fact: str, key: str) -> str:
+        """Find what a fact with values such as `key: value` says of a key; empty without one."""
+        pairs = (value.partition(": ") for value in self.list_values(fact))
+        return next((value for name, _, value in pairs if name == key), "")
+
 
 def parse_version(version: str) -> tuple[int, ...]:
     """Parse the release numbers of a version; empty where it has none, as a commit."""
@@ -119,6 +124,8 @@ def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
 
 
 DEMANDED = "versions of transformers that it demands"
+BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
+QUERY_GPUS = "Triton backend quantizes q on"
 OWN_TYPES = "newer types of models whose configs it has itself"
 
 

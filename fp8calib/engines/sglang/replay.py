@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
-from fp8calib.engines.replay.drafters import note_drafter
+from fp8calib.engines.replay.dtypes import amend_for_dtype, note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
@@ -20,26 +20,31 @@ from fp8calib.engines.replay.quantization_config import (
     find_modelopt_section,
     find_quantization,
 )
-from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
-from fp8calib.engines.sglang.model_types import (
-    CLASS,
-    FUSES_FIRST,
-    INDEXES,
-    IS_STRICT,
-    LOSING_TYPES,
-    MAPS_NAMES,
-    find_own_names,
-    find_sglang_type,
-    has_class,
-    has_place,
-)
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
-CONFIG_KEYS = (
+_CLASS = "class"
+"""Without a class SGLang runs transformers' code, whose attention has no parameters of its own
+(`models/transformers.py`)."""
+_PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
+_PLACELESS = "attention of this model type has no parameters for KV scales"
+_READS_FILE = "class of this model type reads a file of scales"
+_MAPS_NAMES = "loader of this model type maps the names of KV scales (maybe_remap_kv_scale_name)"
+"""Its attention gets a folder's `k_scale`."""
+_IS_STRICT = "loader of this model type raises an error for a name without a parameter"
+_INDEXES = "loader of this model type raises a KeyError for a name that it does not map"
+"""Such as q_scale."""
+_FUSES_FIRST = "loader of this model type renames k_proj before its scale"
+"""It raises a KeyError for a scale under a projection, which it looks for in qkv_proj (the names of
+ModelOpt and Quark)."""
+_MAPS_MODELOPT = "loader of this model type maps the names of ModelOpt to"
+_MAPS_PLAIN = "loader of this model type maps self_attn.k_scale"
+_LOSES = "loader of this model type renames every KV scale and loads none"
+_WRAPPERS = "multimodal class that loads the text model's weights itself"
+_CONFIG_KEYS = (
     "quantization_config",
     "text_config.quantization_config",
     "compression_config",
@@ -79,7 +84,7 @@ def replay_sglang(
             for layer, attention in geometry.attentions()
             for role in KV_ROLES
         }
-    model_type = find_sglang_type(geometry)
+    model_type = find_sglang_type(geometry, release)
     if has_class(geometry.architecture, release):
         _refuse_strays(context, places, model_type, release)
     loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
@@ -95,6 +100,30 @@ def replay_sglang(
         (factor,) = release.list_values(SCALE_FACTOR)
         nvfp4 = f"these are global scales of --kv-cache-dtype nvfp4, multiplied by {factor}"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
+
+
+def find_sglang_type(geometry: ModelGeometry, release: Release) -> str:
+    """Find the model type under which facts say how SGLang loads the weights."""
+    return release.find_value(_WRAPPERS, geometry.architecture) or geometry.model_type
+
+
+def has_class(architecture: str, release: Release) -> bool:
+    """Tell whether a release is not older than a model's class."""
+    is_later = bool(release.begins[_CLASS].get(architecture))
+    return not is_later or architecture in release.list_values(_CLASS)
+
+
+def has_place(model_type: str, release: Release) -> bool:
+    """Tell whether the attention of a model type has parameters for KV scales."""
+    return model_type not in release.list_values(_PLACELESS)
+
+
+def takes_sglang_json(geometry: ModelGeometry, release: Release) -> bool:
+    """Check whether SGLang's class reads a file of scales; multimodal classes do not."""
+    if not has_class(geometry.architecture, release):
+        return False
+    is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
+    return geometry.model_type in release.list_values(_READS_FILE) and not is_wrapped
 
 
 def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
@@ -117,7 +146,7 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     """
     fault = _find_config_fault(find_sglang_config(folder), release)
     if fault is None and not has_class(geometry.architecture, release):
-        since = release.begins[CLASS][geometry.architecture]
+        since = release.begins[_CLASS][geometry.architecture]
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
         why = f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
         fault = why, _NEWER_FIX
@@ -135,7 +164,7 @@ def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
     It reads MIXED_PRECISION as w4afp8, unless a layer is NVFP4 (`configs/model_config.py`,
     _parse_modelopt_quant_config).
     """
-    quantization = find_quantization(folder, keys=CONFIG_KEYS)
+    quantization = find_quantization(folder, keys=_CONFIG_KEYS)
     if quantization is None or quantization.get("quant_method", "modelopt") != "modelopt":
         return quantization
     section = find_modelopt_section(quantization)
@@ -211,15 +240,20 @@ def _inner_path(attention: Attention) -> str:
 
 def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     """Give the name of the parameter that `load_weights` of a model looks for, or "" for none."""
-    if model_type in LOSING_TYPES:
+    if model_type in release.list_values(_LOSES):
         return ""
-    if model_type in release.list_values(MAPS_NAMES):
+    if model_type in release.list_values(_MAPS_NAMES):
         parsed = parse_name(name)
         fused = _FUSED_BEFORE.get(model_type, ())  # such a name is lost before it can be remapped
         return name if parsed is not None and parsed.spelling in fused else _remap(name)
-    for old, new in find_own_names(model_type, release).items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
+    maps_plain = release.has(_PLAIN_FACT) and model_type in release.list_values(_MAPS_PLAIN)
+    inner = release.find_value(_MAPS_MODELOPT, model_type)
+    for role in KV_ROLES:
+        modelopt, plain = f".{role}_proj.{role}_scale", f".self_attn.{role}_scale"
+        if inner and name.endswith(modelopt):
+            return f"{name.removesuffix(modelopt)}.{inner}.{role}_scale"
+        if maps_plain and name.endswith(plain):
+            return f"{name.removesuffix(plain)}.self_attn.attn.{role}_scale"
     return name
 
 
@@ -244,7 +278,7 @@ def _refuse_strays(
     context: LoadContext, places: Mapping[str, Slot], model_type: str, release: Release
 ) -> None:
     is_strict, indexes, fuses_first = (
-        model_type in release.list_values(fact) for fact in (IS_STRICT, INDEXES, FUSES_FIRST)
+        model_type in release.list_values(fact) for fact in (_IS_STRICT, _INDEXES, _FUSES_FIRST)
     )
     for name, stored in context.scales.items():
         target = name_sglang_parameter(name, model_type, release)

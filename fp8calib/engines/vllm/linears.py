@@ -9,18 +9,16 @@ from fnmatch import fnmatch
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.facts.release import Release
+from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
+from fp8calib.engines.replay.dtypes import find_served_dtype
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import (
     CONFIG_KEYS,
     find_quantization,
     matches_target,
 )
-from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
-from fp8calib.engines.vllm.model_types import RENAMING_TYPES
-from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
 from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
@@ -39,6 +37,7 @@ from fp8calib.numerics.schemes import Granularity
 
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"
+_RENAMING = "loader of this model type renames weight_scale_inv and activation_scale"
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
@@ -71,7 +70,7 @@ class VllmReader(LinearReader):
         self._exact = frozenset(self.excluded)
         if self.algorithm == "MXFP8":
             _require_bfloat16(geometry, release)
-        self._renames = geometry.model_type in RENAMING_TYPES
+        self._renames = geometry.model_type in release.list_values(_RENAMING)
 
     def list_excluded(self) -> list[str]:
         """List what the config leaves unquantized; the release names ModelOpt's list."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
 
-from fp8calib.engines.facts.release import Release
-from fp8calib.engines.replay.drafters import note_drafter
+from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
+from fp8calib.engines.replay.dtypes import amend_for_dtype, find_served_dtype, note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
-from fp8calib.engines.replay.load_context import Slot, open_indexed
+from fp8calib.engines.replay.load_context import Slot, match_to_layers, open_indexed
 from fp8calib.engines.replay.quantization_config import (
     CONFIG_KEYS,
     METHODS_FIX,
     find_quantization,
     matches_target,
 )
-from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     HeldScale,
@@ -27,30 +26,37 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     is_scale,
+    judge_number,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
 from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
-from fp8calib.engines.vllm.model_types import (
-    EXPANDED_TYPES,
-    TYPES_WITH_QUARK_EXPERTS,
-    TYPES_WITHOUT_CACHE_CONFIG,
-    TYPES_WITHOUT_KV_SCALES,
+from fp8calib.engines.vllm.names import (
+    NAMES_FIX,
+    WRAPPERS,
+    LoaderKind,
+    find_loader,
+    is_placeless,
+    make_loader,
+    refuse_faults,
 )
-from fp8calib.engines.vllm.native_classes import (
-    BACKEND_PLACES,
-    CLASS,
-    generates_nothing,
-    has_class,
-    is_unsupported,
-)
-from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
-from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
-from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
+from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import NVFP4_CACHE
 
+_CLASS = "class"
+_BACKEND_PLACES = "transformers' classes have parameters for KV scales"
+_UNSTARTED = "model type that it does not start"
+_PLAIN_CACHES = "attention of this model type caches 16 bits without a kv_cache_scheme"
+_EXPANDING = "latent attention of this model type is cached expanded to heads"
+_NO_QUARK_STACKS = "loader of this model type finds no experts of Quark in one tensor"
+_BASES_WITH_HEAD = ("Gemma2Model", "LlamaModel", "Qwen2Model")
+"""Base classes that the registry has as the class with an output layer."""
+_BASES_OF_OTHERS = ("MistralModel",)
+"""Those that it has as another model's class."""
+_NO_PARAMETER = (
+    "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0"
+)
 _PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
 _NEEDS_FLASH_ATTENTION = (
@@ -86,8 +92,51 @@ _UNCHANGED = (
     "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
     "the e4m3fn cache of any other device"
 )
+_LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
+_LARGEST_FIX = "write a kv-overlay, with one scale per layer"
 _DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
 """Methods that are `BaseKVCacheMethod`, which doubles what it loaded where FP8 is e4m3fnuz."""
+
+
+def names_base(config: Mapping[str, object], geometry: ModelGeometry) -> bool:
+    """Check whether a config names the model without its output layer, or nothing, as vLLM sees it.
+
+    Without a name vLLM takes the base class of the model type (`transformers_utils/config.py`,
+    get_config; 0.26.0 to 0.33.0, read).
+    """
+    base, named = _find_base(geometry), config.get("architectures") or None
+    return base not in ("", *_BASES_OF_OTHERS) and named in (None, [base])
+
+
+def _find_base(geometry: ModelGeometry) -> str:
+    base = re.sub("(ForCausalLM|LMHeadModel)$", "Model", geometry.architecture)
+    return base if base != geometry.architecture else ""
+
+
+def _has_class(geometry: ModelGeometry, release: Release) -> bool:
+    """Check whether a release has the class of a model; if not, it may run transformers'."""
+    name = geometry.architecture
+    if name in release.begins[_CLASS]:
+        return name in release.list_values(_CLASS)
+    is_native = find_loader(geometry.model_type, release) is not LoaderKind.BACKEND
+    return is_native or name in release.list_values(WRAPPERS)
+
+
+def _refuse_unsupported(geometry: ModelGeometry, release: Release) -> None:
+    """Refuse a model that a release runs in no way.
+
+    Since its backend for transformers' classes has parameters for KV scales, it may run a model
+    whose own class came later.
+    """
+    first = release.begins[_CLASS].get(geometry.architecture)
+    is_later = bool(first) and not release.has(_BACKEND_PLACES)
+    is_dropped = geometry.model_type in release.list_values(_UNSTARTED)
+    if not (is_later or is_dropped) or _has_class(geometry, release):
+        return
+    if first:
+        why = f"{release.title} has no class for {shorten(geometry.architecture)}"
+        raise Refusal(why, fix=f"use vLLM {first} or later")
+    raise Refusal(f"{release.title} does not run {geometry.model_type}", fix="use another engine")
 
 
 def replay_vllm(
@@ -105,12 +154,7 @@ def replay_vllm(
     Raises:
         Refusal: vLLM does not start.
     """
-    if is_unsupported(geometry, release):
-        if first := release.begins[CLASS].get(geometry.architecture):
-            why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-            raise Refusal(why, fix=f"use vLLM {first} or later")
-        why = f"{release.title} does not run {geometry.model_type}"
-        raise Refusal(why, fix="use another engine")
+    _refuse_unsupported(geometry, release)
     return _Replay(folder, geometry, release, on_gpus=on_gpus).report(tp)
 
 
@@ -136,7 +180,7 @@ class _Replay:
         excluded = self._quantization.get("exclude")
         self._excluded = excluded if isinstance(excluded, list) else []
         """Of a Quark config."""
-        self._has_places = release.has(BACKEND_PLACES) or has_class(geometry, release)
+        self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
         """The class of the model, vLLM's or transformers', has parameters for scales."""
 
     def report(self, tp: int) -> EngineReport:
@@ -146,7 +190,11 @@ class _Replay:
             Refusal: vLLM does not start.
         """
         method, release, geometry = self._method, self._release, self._geometry
-        is_pooling = generates_nothing(self._folder.config, geometry)
+        # vLLM runs a model without an output layer to embed text: `config/model.py`
+        # (_get_default_runner_type, _SUFFIX_TO_DEFAULTS) and `models/registry.py`; 0.26.0 to
+        # 0.33.0 read, 0.32.0 run with 10 types.
+        is_pooling = names_base(self._folder.config, geometry)
+        is_pooling = is_pooling and _find_base(geometry) not in _BASES_WITH_HEAD
         dtype = find_served_dtype(
             geometry,
             bfloat16_types=release.list_values(BFLOAT16_TYPES),
@@ -192,7 +240,7 @@ class _Replay:
         self, tp: int, dtype: torch.dtype
     ) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
         context = self._context
-        loader = make_loader(context, self._method, self._find_places())
+        loader = make_loader(context, self._method, self._find_places(), self._release)
         refuse_faults(context, loader)
         loaded = context.load(loader.find_slot)
         if self._method is not None:
@@ -203,7 +251,7 @@ class _Replay:
         rules = PairRules(
             engine="vLLM",
             zero_is_unset=False,
-            absent_why=NO_PARAMETER,
+            absent_why=_NO_PARAMETER,
             absent_fix=NAMES_FIX,
             dtype=dtype,
         )
@@ -215,7 +263,7 @@ class _Replay:
             if bare is not None:
                 layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
             elif self._is_compressed:
-                layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
+                layers.append(self._judge_compressed(index, loaded, heads, tp))
             else:
                 layers.append(judge_pair(context, index, loaded, rules))
             roles = (*KV_ROLES, Role.Q) if bare is None else ()
@@ -229,13 +277,70 @@ class _Replay:
             )
         return layers, held
 
+    def _judge_compressed(
+        self,
+        index: int,
+        loaded: Mapping[Slot, StoredScale],
+        heads: Attention | None,
+        tp: int,
+    ) -> LayerVerdict:
+        """Judge the k and v of a layer by what `CompressedTensorsKVCacheMethod` makes of them.
+
+        A scale that was not loaded is 1.0, and none is rounded: the parameters are fp32
+        (`quantization/compressed_tensors/compressed_tensors.py`; 0.32.0 run, 0.33.0 read).
+
+        Args:
+            index: the layer's.
+            loaded: the scales that have found a parameter.
+            heads: its attention where scales are per head, else None.
+            tp: the number of ranks.
+
+        Raises:
+            Refusal: a scale's shape fits no parameter.
+        """
+
+        def judge(role: Role) -> LoadVerdict:
+            stored, k = loaded.get((index, role)), loaded.get((index, Role.K))
+            if stored is not None and heads is not None:
+                return self._judge_heads(stored, heads.num_kv_heads, tp)
+            if stored is not None:
+                return judge_number(require_scalar(stored, "vLLM"), str(stored))
+            if k is not None and k.name.endswith(".kv_scale"):
+                why = (
+                    f"{k} becomes k_scale, and compressed-tensors' method does not copy it to "
+                    "v_scale, so it uses 1.0"
+                )
+                fix = "store it as k_scale and as v_scale"
+                return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
+            return self._context.judge_absent((index, role), why=_NO_PARAMETER, fix=NAMES_FIX)
+
+        return LayerVerdict(layer=index, k=judge(Role.K), v=judge(Role.V))
+
+    def _judge_heads(self, stored: StoredScale, num_heads: int, tp: int) -> LoadVerdict:
+        """Judge per-head scales: each rank takes its slice; one rank repeats a single number."""
+        if stored.numel < num_heads and not (stored.numel == 1 and tp == 1):
+            why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
+            fix = f"store [{num_heads}, 1, 1], or strategy tensor with one number"
+            raise Refusal(why, fix=fix)
+        used = stored.values[:num_heads]
+        if bad := [value for value in used if not is_scale(value)]:
+            return judge_number(bad[0], str(stored))
+        largest = max(used)
+        if stored.numel > num_heads:
+            why = f"{stored} has {stored.numel} numbers, of which vLLM uses the first {num_heads}"
+            fix = "write one number per KV head"
+            return LoadVerdict(status=Status.MISREAD, value=largest, why=why, fix=fix)
+        if stored.numel < num_heads:
+            self._problems.append("attn_head with one number per layer: it is used for all heads")
+        return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
+
     def _find_places(self) -> dict[str, int]:
         """Find the `Attention` modules that have parameters for scales, with their layers.
 
         An expression in the list `exclude` of a Quark config can match some.
         """
-        is_placeless = self._geometry.model_type in TYPES_WITHOUT_KV_SCALES
-        if is_placeless or not self._has_places or self._method in (None, KvMethod.NONE):
+        has_none = is_placeless(self._geometry, self._release)
+        if has_none or not self._has_places or self._method in (None, KvMethod.NONE):
             return {}
         targets = self._excluded if self._method is KvMethod.QUARK else []
         return {
@@ -248,11 +353,13 @@ class _Replay:
 
     def _has_heads(self, attention: Attention) -> bool:
         """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
-        return attention.kind == "heads" or self._geometry.model_type in EXPANDED_TYPES
+        return attention.kind == "heads" or self._is_among(_EXPANDING)
+
+    def _is_among(self, fact: str) -> bool:
+        return self._geometry.model_type in self._release.list_values(fact)
 
     def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
         """Say why no scale of a layer is used, and what to do; None where scales are used."""
-        model_type = self._geometry.model_type
         if attention.kind == "latent" and not self._has_heads(attention):
             why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
             return why, "serve it without scales: latents are cached with 1.0"
@@ -267,8 +374,10 @@ class _Replay:
             why = f"{owner}, which has no parameters for scales, so it uses 1.0"
             return why, "use vLLM 0.30 or later"
         turns_on = self._is_compressed and self._has_scheme
-        if model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
-            why = f"vLLM's {model_type} caches 16 bits whatever --kv-cache-dtype says"
+        if self._is_among(_PLAIN_CACHES) and not turns_on:
+            why = (
+                f"vLLM's {self._geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"
+            )
             return why, "write a kv-overlay: its kv_cache_scheme makes the cache FP8"
         return None
 
@@ -295,7 +404,7 @@ class _Replay:
                     effect = "; where it is not above 0, vLLM uses 1.0"
                 self._problems.append(f"{bad[0]} is not a scale{effect}")
             elif found:
-                gpus = name_query_gpus(self._release)
+                gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
                 users = (
                     "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
                     f"on {gpus}), others do not"
@@ -308,8 +417,7 @@ class _Replay:
         """Judge what the loader of Quark's checkpoints may not load: stacks, convolutions."""
         names = self._context.tensors
         stacks = (name for name in names if name.endswith("experts.gate_up_proj"))
-        looks_for_single = self._geometry.model_type in TYPES_WITH_QUARK_EXPERTS
-        if looks_for_single and (stack := next(stacks, None)) is not None:
+        if self._is_among(_NO_QUARK_STACKS) and (stack := next(stacks, None)) is not None:
             what = f"vLLM does not load {shorten(stack)} with this quant_method"
             why = f"{what}: it is uninitialised memory"
             verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
@@ -360,3 +468,35 @@ def _list_held(
         factor = 2.0 if doubles and is_loaded else 1.0
         if numbers:
             yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
+
+
+def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay loading on CPUs (0.32.0 `v1/attention/backends/cpu_attn.py`, run).
+
+    The largest per-head scale of a layer's heads on a rank serves all of them.
+
+    Raises:
+        Refusal: vLLM does not start.
+    """
+    stored = match_to_layers(
+        geometry, (each for held in folder.scales.values() for each in held.values())
+    )
+    heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
+    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
+
+    def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
+        scale = stored.get((index, role))
+        if scale is None or scale.numel == 1:
+            return one
+        ranks = (rank_range(heads[index], tp, rank) for rank in range(tp))
+        if all(len(set(scale.values[rank.start : rank.stop])) == 1 for rank in ranks):
+            return one
+        return one.misread(_LARGEST.format(scale), _LARGEST_FIX)
+
+    layers = tuple(
+        layer.model_copy(
+            update={str(role): judge(getattr(layer, role), layer.layer, role) for role in KV_ROLES}
+        )
+        for layer in report.layers
+    )
+    return report.model_copy(update={"layers": layers})

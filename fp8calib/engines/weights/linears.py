@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import (
@@ -87,11 +86,16 @@ class LinearGroup:
     """The engine's module, by the checkpoint's path: `model.layers.0.self_attn.qkv_proj`."""
     kind: GroupKind
     members: tuple[StoredLinear, ...]
-    state: str
+    state: str = ""
     """How the engine's class creates it, as `CreatedLinear.state` says; empty where that is not
     known, and `stored` where no map of classes is asked."""
     listed: str = ""
     """What the lists of a config call it; empty for the path."""
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is the experts of a layer."""
+        return self.kind is GroupKind.EXPERTS
 
     @property
     def is_by_config(self) -> bool:
@@ -105,18 +109,17 @@ def list_groups(
     """List the linears that an engine creates for a checkpoint, in groups that it joins.
 
     These are the linears of the model, and whatever else is stored as a matrix or has the scale of
-    one.
-
-    Args:
-        tensors: of the checkpoint.
-        geometry: the model's.
-        classes: what the engine's class creates.
+    one. `classes` is what the engine's class creates.
     """
     beside: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in tensors.items():
         module, _, suffix = name.rpartition(".")
         beside[module][suffix] = entry
-    stored = [module for module, held in beside.items() if _is_linear(held)]
+    stored = [
+        module
+        for module, held in beside.items()
+        if (WEIGHT in held and len(held[WEIGHT].shape) == 2) or any(map(is_linear_scale, held))
+    ]
     # A folder of config and scales alone is a model's whose weights are elsewhere.
     matrices = geometry.matrices if stored else {}
     shapes = {name.removesuffix(f".{WEIGHT}"): shape for name, shape in matrices.items()}
@@ -129,16 +132,25 @@ def list_groups(
         else:
             shape = shapes.get(module) or _read_matrix(held[WEIGHT].shape if WEIGHT in held else ())
             linears[module] = StoredLinear(module=module, shape=shape, tensors=held)
-    find = partial(_find_created, classes, find_decoder(geometry))
+    decoder = find_decoder(geometry)
+
+    def find(path: str) -> Sequence[CreatedLinear]:
+        return _find_created(classes, decoder, path)
+
     yield from _join(linears, find, geometry)
-    counts = _place_experts(experts, geometry) if stored else {}
+    counts = {}
+    if stored:
+        matches = (_LAYER.match(path) for path, _, _ in experts)
+        ends = dict.fromkeys(
+            match.string[match.end() :] for match in matches if match and match[1] == decoder
+        )
+        counts = {
+            f"{decoder}{index}.{end}": number
+            for end in ends
+            for index, number in count_experts(geometry).items()
+        }
     yield from _group_experts(experts, counts, beside, find)
     yield from _group_stacks(tensors, find)
-
-
-def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
-    is_matrix = WEIGHT in tensors and len(tensors[WEIGHT].shape) == 2
-    return is_matrix or any(map(is_linear_scale, tensors))
 
 
 def _read_matrix(shape: Shape) -> tuple[int, int]:
@@ -151,13 +163,13 @@ def _find_created(classes: ClassMap, decoder: str | None, path: str) -> Sequence
     if pattern in classes or not is_drafted(path, 0):
         return classes.get(pattern, ())
     layer = f"{decoder}*."
-    for found in re.finditer(r"\*\.", pattern):
-        own, rest = pattern[: found.end()], pattern[found.end() :]
-        for each in classes.get(f"{layer}{rest}", ()):
-            if all(name.startswith(layer) for name in (each.path, *each.parts)):
-                parts = tuple(f"{own}{part.removeprefix(layer)}" for part in each.parts)
-                path = f"{own}{each.path.removeprefix(layer)}"
-                return (replace(each, path=path, parts=parts),)
+    for match in re.finditer(r"\*\.", pattern):
+        own, rest = pattern[: match.end()], pattern[match.end() :]
+        for created in classes.get(f"{layer}{rest}", ()):
+            names = [created.path, *created.parts]
+            if all(name.startswith(layer) for name in names):
+                path, *parts = (f"{own}{name.removeprefix(layer)}" for name in names)
+                return (replace(created, path=path, parts=tuple(parts)),)
     return ()
 
 
@@ -230,17 +242,6 @@ def find_layer(decoder: str | None, path: str) -> int:
     return int(found[2]) if found is not None and found[1] == decoder else -1
 
 
-def _place_experts(
-    experts: Iterable[tuple[str, int, str]], geometry: ModelGeometry
-) -> dict[str, int]:
-    """Count the experts of each decoder layer that has some, by the path that others have."""
-    decoder = find_decoder(geometry)
-    found = (_LAYER.match(path) for path, _, _ in experts)
-    ends = dict.fromkeys(each.string[each.end() :] for each in found if each and each[1] == decoder)
-    counts = count_experts(geometry)
-    return {f"{decoder}{index}.{end}": number for end in ends for index, number in counts.items()}
-
-
 def _group_experts(
     experts: Sequence[tuple[str, int, str]],
     counts: Mapping[str, int],
@@ -270,8 +271,8 @@ def _group_experts(
             for projection in projections:
                 module = f"{path}.{expert}.{projection}"
                 # the commonest of this layer, or else of all layers
-                found = (shapes[path, projection] or shapes["", projection]).most_common(1)
-                shape = _read_matrix(found[0][0] if found else ())
+                common = (shapes[path, projection] or shapes["", projection]).most_common(1)
+                shape = _read_matrix(common[0][0] if common else ())
                 held = beside.get(module, {})
                 members.append(StoredLinear(module=module, shape=shape, tensors=held))
         yield _make_experts(path, members, find)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.linears import (
@@ -21,10 +22,10 @@ from fp8calib.engines.weights.linears import (
     find_decoder,
     find_layer,
 )
-from fp8calib.engines.weights.weight_rule import NameRules
+from fp8calib.engines.weights.rules import NameRules
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
-from fp8calib.model.drafters import is_drafted
+from fp8calib.model.drafters import find_promise, is_drafted
 from fp8calib.model.module_paths import split_expert
 from fp8calib.model.shapes import ModelGeometry
 
@@ -33,6 +34,7 @@ _ABSENT_FIX = "complete the download or the export, or use the config.json of th
 _MISFIT_FIX = "use the config.json that the weights were saved with"
 _NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
 _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
+_CONFIG_KEYS = ("quantization_config", "compression_config")
 _HEAD = "lm_head.weight"
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
@@ -69,12 +71,7 @@ def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: 
 
 
 def compare_parameters(
-    rules: NameRules,
-    geometry: ModelGeometry,
-    tensors: Tensors,
-    *,
-    is_quantized: bool,
-    unties: bool,
+    rules: NameRules, geometry: ModelGeometry, tensors: Tensors, folder: ScaleFolder
 ) -> list[Finding]:
     """List the model's parameters that the checkpoint lacks, or stores otherwise.
 
@@ -85,12 +82,17 @@ def compare_parameters(
         rules: the engine's.
         geometry: the model's; one whose class is not known has no parameters to compare.
         tensors: those that the engine opens.
-        is_quantized: there is a quantization config.
-        unties: config.json gives the output layer a weight of its own.
+        folder: the checkpoint, for its configs.
     """
     found = list(_list_other_names(rules, geometry, tensors))
     if are_elsewhere(geometry, tensors) and not found:
         return []
+    inner = folder.config.get("text_config")
+    sections = [folder.config, *([inner] if isinstance(inner, dict) else [])]
+    unties = any(each.get("tie_word_embeddings") is False for each in sections)
+    is_quantized = folder.modelopt is not None or any(
+        each.get(key) is not None for each in sections for key in _CONFIG_KEYS
+    )
     explains = any(
         len(tensors[each.subject].shape) > 1 for each in found if each.subject in tensors
     )
@@ -124,6 +126,17 @@ def compare_parameters(
         why = f"has shape {list(shape)}, and the config means {list(expected)}"
         found.append(Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT))
     return list(join_alike(found))
+
+
+def lacks_drafter(geometry: ModelGeometry, tensors: Tensors, config: Mapping[str, object]) -> str:
+    """Say that a config promises a drafter of which nothing is stored; empty where that is not."""
+    promise, decoder = find_promise(config), find_decoder(geometry)
+    is_whole = any(len(each.shape) > 1 for each in tensors.values())
+    has_one = any(is_drafted(name, len(geometry.layers), decoder) for name in tensors)
+    if not promise or not is_whole or has_one:
+        return ""
+    why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
+    return f"{why}: decoding with it is not possible"
 
 
 def _has_vector(geometry: ModelGeometry, names: Collection[str]) -> bool:

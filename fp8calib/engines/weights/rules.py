@@ -1,16 +1,85 @@
-"""What the rules of an engine's record say about the FP8 weights of a checkpoint."""
+"""Rules on FP8 weights that an engine does not load as they are, and what they say of a checkpoint.
+
+`facts/weight_rules.json` has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
-from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup
-from fp8calib.engines.weights.weight_rule import WeightRule
+from pydantic import TypeAdapter
+
+from fp8calib.engines.facts.release import FOLDER, Release
+from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
-from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.numerics.schemes import Granularity, find_nearest
+
+if TYPE_CHECKING:
+    from fp8calib.engines.weights.finding import Finding
+    from fp8calib.engines.weights.linears import LinearGroup
+    from fp8calib.formats.fp8.quantization_config import StoredScheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRule:
+    """FP8 weights that an engine does not load as they are; empty fields match everything."""
+
+    status: Status
+    """USED for a condition."""
+    why: str
+    source: str
+    """The engine's version and the file that shows it."""
+    dialect: str = ""
+    """The name of an FP8 dialect."""
+    schemes: tuple[str, ...] = ()
+    not_mixed: tuple[str, ...] = ()
+    """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""
+    model_types: tuple[str, ...] = ()
+    except_model_types: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+    """How the paths of the linears end."""
+    has_experts: bool = False
+    """Only experts."""
+    granularity: Granularity | None = None
+    """Only weights with a scale for each of these."""
+    ignore: tuple[str, ...] = ()
+    """Values of `quantize --ignore` that leave these linears unquantized."""
+    fix: str = ""
+    lacking: str = ""
+    """The rule holds for releases of which this fact is not true; empty for all."""
+
+
+def read_weight_rules(release: Release, engine: str) -> tuple[WeightRule, ...]:
+    """Read the rules that hold for a release of an engine."""
+    rules = _read_rules()[engine]
+    return tuple(rule for rule in rules if not (rule.lacking and release.has(rule.lacking)))
+
+
+@cache
+def _read_rules() -> Mapping[str, Sequence[WeightRule]]:
+    written = (FOLDER / "weight_rules.json").read_bytes()
+    return TypeAdapter(dict[str, list[WeightRule]]).validate_json(written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRules:
+    """How an engine treats parameters beside linears, by model type."""
+
+    bare_types: tuple[str, ...] = ()
+    """Types whose tensors it also finds without the first part of their names."""
+    headless_types: tuple[str, ...] = ()
+    """Types without an output layer: it takes the embedding, and stops at a stored, untied one."""
+    tied_types: tuple[str, ...] = ()
+    """Types and classes whose output layer it may make of the embedding."""
+    skipped_experts: tuple[str, ...] = ()
+    """Types for which it leaves out experts under other names without an error."""
+    is_silent: bool = False
+    """It compares nothing: it raises no error for a parameter that no tensor fills."""
+    is_silent_if_quantized: bool = False
+    """The same, where the checkpoint has a quantization config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +99,11 @@ class QuantizedWeights:
 
 def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
+    from fp8calib.engines.weights.finding import Finding  # noqa: PLC0415 -- `--help` has the rules
+
     model_type = weights.config.get("model_type")
     experts = {
-        each.module
-        for group in weights.groups
-        for each in group.members
-        if group.kind is GroupKind.EXPERTS
+        each.module for group in weights.groups if group.is_experts for each in group.members
     }
     names = {each: find_nearest(each).name for each in set(weights.schemes.values())}
     for rule in rules:
@@ -51,7 +119,6 @@ def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Itera
                 (not rule.schemes or names[scheme] in rule.schemes)
                 and names[scheme] not in excepted
                 and (not rule.endings or module.endswith(rule.endings))
-                and (not rule.has_blocks or scheme.weights is Granularity.BLOCK)
                 and (not rule.has_experts or module in experts)
                 and rule.granularity in (None, scheme.weights)
             ):

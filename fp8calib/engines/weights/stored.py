@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,8 @@ from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.quantization_config import find_modelopt_section
+from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linears import PLAIN_DTYPES, WEIGHT
 from fp8calib.engines.weights.odd_scales import (
@@ -37,6 +39,8 @@ from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
 _PREFERRED_BY_VLLM = "consolidated"
+_UNCHECKED = "what engines do with the FP8 weights is not checked"
+_VALUES_FIX = "write the checkpoint again, with each tensor once"
 
 
 def list_opened_files(folder: ScaleFolder, *, prefers_single: bool = False) -> tuple[str, ...]:
@@ -61,11 +65,106 @@ def locate_tensors(folder: ScaleFolder, *, prefers_single: bool = False) -> Loca
     }
 
 
-def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
+class StoredWeights:
+    """The weights in the files that an engine opens.
+
+    Args:
+        folder: the checkpoint.
+        geometry: the model's.
+        stats: of the unquantized model, if there are any.
+    """
+
+    def __init__(
+        self, folder: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None = None
+    ) -> None:
+        self.folder = folder
+        self.geometry = geometry
+        self.located = locate_tensors(folder)
+        self.tensors = {name: entry for name, (_, entry) in self.located.items()}
+        self.dialect = ""
+        """The name of that of the FP8 weights."""
+        self.schemes: dict[str, StoredScheme] = {}
+        """By the config, of the linears that are stored in FP8, by path."""
+        self.suspicious: list[str] = []
+        """What looks wrong about scales of FP8 weights."""
+        self.odd_scales: set[str] = set()
+        """Their names: they tell nothing of K and V."""
+        self.index_problems = list(_list_index_problems(folder, geometry))
+        """Where the index and the files differ."""
+        self.doubts = [paths] if (paths := _describe_paths(folder)) else []
+        """What engines do with these weights and nobody here knows."""
+        self.unlike_stats: Finding | None = None
+        """A scale that is far from the statistics of the model."""
+        fp8 = {name: each for name, each in self.tensors.items() if each.dtype in WEIGHT_FORMATS}
+        stacks = (name for name, e in fp8.items() if len(e.shape) == 3 and "experts" in name)
+        if (stack := next(stacks, None)) is not None:
+            why = f"{_UNCHECKED} where one tensor holds many experts ({shorten(stack)})"
+            self.doubts.append(why)
+        stored = [
+            name.removesuffix(f".{WEIGHT}")
+            for name, entry in fp8.items()
+            if name.endswith(f".{WEIGHT}") and len(entry.shape) == 2
+        ]
+        configs = (folder.config.get("quantization_config"), folder.modelopt)
+        self.has_old_blocks = bool(stored) and any(
+            OLD_BLOCK_ALGORITHM in str(config).upper() for config in configs
+        )
+        if self.has_old_blocks:
+            why = f"engines accept {OLD_BLOCK_ALGORITHM} only for some of the linears"
+            self.doubts.append(f"{_UNCHECKED}: {why}")
+        elif stored:
+            self._find_schemes(stored, stats)
+
+    @cached_property
+    def values(self) -> ScaleValues:
+        """What the scales hold."""
+        return read_scale_values(self.folder, self.located)
+
+    @cached_property
+    def wrong_values(self) -> Finding | None:
+        """What is wrong with the values that every engine computes with."""
+        return find_wrong_values(self.folder, self.geometry) or self.unlike_stats
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
+        sections = (self.folder.config.get("quantization_config"), self.folder.modelopt)
+        found = [find_modelopt_section(each) for each in sections if isinstance(each, dict)]
+        return any(each.get("quant_algo") == "MIXED_PRECISION" for each in found)
+
+    def _find_schemes(self, stored: Sequence[str], stats: CalibrationStats | None) -> None:
+        """Find the schemes of FP8 weights by the config, and scales that do not fit them."""
+        try:
+            dialect, find_scheme = load_finder(self.folder.path, self.folder.config)
+            for module in stored:
+                with suppress(ContradictionError):
+                    self.schemes[module] = find_scheme(module)
+        except ModelError as error:
+            self.schemes = {}
+            self.doubts.append(f"{_UNCHECKED}: {error.message}")
+            return
+        scales = {
+            name: scheme.weights
+            for module, scheme in self.schemes.items()
+            for name in name_companions(f"{module}.{WEIGHT}").scales
+            if name in self.tensors
+        }
+        self.dialect = refine_dialect(dialect, scales).name
+        unmeasured, largest = self.tensors, self.values.largest
+        if stats is not None:
+            measured = map_measured(stats)
+            unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
+            self.unlike_stats = judge_weight_scales(self.tensors, largest, stats)
+        for text, odd in suspect_weight_scales(unmeasured, largest):
+            self.suspicious.append(text)
+            self.odd_scales.update(odd)
+
+
+def _list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> Iterator[str]:
     """Say where the index and the files differ: tensors, and files with weights of the model."""
     weight_map = folder.indexed
     if weight_map is None:
-        return []
+        return
     named = set(weight_map.values())
     lost = [
         name
@@ -78,40 +177,34 @@ def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[st
         for name in folder.tensors[file]
         if name not in weight_map
     ]
-    problems = []
     if lost:
         what = f"{shorten(lost[0])} ({len(lost)} in all)"
-        problems.append(f"{INDEX_NAME} names {what}, which its file does not contain")
+        yield f"{INDEX_NAME} names {what}, which its file does not contain"
     if unlisted:
         what = f"{shorten(unlisted[0])} ({len(unlisted)} in all)"
-        problems.append(f"{INDEX_NAME} does not name {what}; engines load whole files")
+        yield f"{INDEX_NAME} does not name {what}; engines load whole files"
     for file, held in folder.tensors.items():
         if file not in named and (name := next(filter(geometry.parameters.get, held), None)):
             openers = "TGI and vLLM open" if file.startswith(_PREFERRED_BY_VLLM) else "TGI opens"
-            problems.append(
+            yield (
                 f"{INDEX_NAME} does not name {shorten(file)}, which contains {shorten(name)}: "
                 f"{openers} it, other engines do not"
             )
-    return problems
-
-
-def describe_paths(folder: ScaleFolder) -> str:
-    """Say where the index names files by paths, which engines compare as texts; else empty."""
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    named = weight_map.values() if isinstance(weight_map, dict) else ()
-    path = next((each for each in named if isinstance(each, str) and os.sep in each), "")
-    return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""
 
 
 def find_wrong_values(
     folder: ScaleFolder, geometry: ModelGeometry, *, prefers_single: bool = False
-) -> str:
-    """Say which tensor a later file replaces, or which norm or bias holds NaN or infinity.
+) -> Finding | None:
+    """Find a tensor that a later file replaces, or a norm or bias that holds NaN or infinity.
 
-    Engines give no error for either. Empty where there is none.
+    Engines give no error for either.
     """
+
+    def misread(why: str) -> Finding:
+        return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
+
     if not folder.is_on_disk:
-        return ""
+        return None
     files = list_opened_files(folder, prefers_single=prefers_single)
     # vLLM 0.32.0 and transformers 5.23 keep the last one (run). KV scales are judged elsewhere.
     indexed = folder.indexed or {}
@@ -120,18 +213,15 @@ def find_wrong_values(
             is_meant = indexed.get(name) == last or parse_name(name) is not None
             if not is_meant and not _is_equal(folder, name, first, last):
                 where = f"{shorten(first)} and, with other values, in {shorten(last)}"
-                return f"{shorten(name)} is in {where}: the later file wins"
+                return misread(f"{shorten(name)} is in {where}: the later file wins")
     vectors: dict[str, list[str]] = defaultdict(list)
     for name, (file, entry) in locate_tensors(folder, prefers_single=prefers_single).items():
         if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
             vectors[file].append(name)
-    for file, names in vectors.items():
-        with TensorFile(folder.path / file) as held:
-            held.fetch(names)
-            for name in names:
-                if not bool(held.read(name).isfinite().all()):
-                    return f"{shorten(name)} holds NaN or infinity"
-    return ""
+    for name, values in _read_tensors(folder, vectors):
+        if not bool(values.isfinite().all()):
+            return misread(f"{shorten(name)} holds NaN or infinity")
+    return None
 
 
 def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
@@ -145,7 +235,14 @@ def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
     return torch.equal(*read)
 
 
-_UNCHECKED = "what engines do with the FP8 weights is not checked"
+def _read_tensors(
+    folder: ScaleFolder, names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read tensors by their files, each file in few requests."""
+    for file, held in names.items():
+        with TensorFile(folder.path / file) as opened:
+            opened.fetch(held)
+            yield from ((name, opened.read(name)) for name in held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,20 +266,15 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
     bad: dict[str, str] = {}
     numbers: dict[str, float] = {}
     largest: dict[str, float] = {}
-    for file, names in by_file.items():
-        with TensorFile(folder.path / file) as opened:
-            opened.fetch(names)
-            for name in names:
-                scale = opened.read(name)
-                values = decode_scale(scale)
-                has_exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-                smallest = SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE
-                if what := _describe_bad(values, smallest):
-                    bad[name] = what
-                else:
-                    largest[name] = values.max().item()
-                if values.numel() == 1:
-                    numbers[name] = values.item()
+    for name, scale in _read_tensors(folder, by_file):
+        values = decode_scale(scale)
+        has_exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        if what := _describe_bad(values, SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE):
+            bad[name] = what
+        else:
+            largest[name] = values.max().item()
+        if values.numel() == 1:
+            numbers[name] = values.item()
     return ScaleValues(bad=bad, numbers=numbers, largest=largest)
 
 
@@ -199,87 +291,9 @@ def _describe_bad(values: torch.Tensor, smallest: float) -> str:
     return next((what for what, found in marks.items() if bool(found.any())), "")
 
 
-class StoredWeights:
-    """The weights in the files that an engine opens."""
-
-    def __init__(self, folder: ScaleFolder, stats: CalibrationStats | None = None) -> None:
-        self.folder = folder
-        self.located = locate_tensors(folder)
-        self.tensors = {name: entry for name, (_, entry) in self.located.items()}
-        self.dialect = ""
-        """The name of that of the FP8 weights."""
-        self.schemes: dict[str, StoredScheme] = {}
-        """By the config, of the linears that are stored in FP8, by path."""
-        self.doubts: list[str] = []
-        """What engines do with these weights and nobody here knows."""
-        self.suspicious: list[str] = []
-        """What looks wrong about scales of FP8 weights."""
-        self.odd_scales: set[str] = set()
-        """Their names: they tell nothing of K and V."""
-        self.unlike_stats: Finding | None = None
-        """A scale that is far from the statistics of the model."""
-        if paths := describe_paths(folder):
-            self.doubts.append(paths)
-        fp8 = {name: each for name, each in self.tensors.items() if each.dtype in WEIGHT_FORMATS}
-        stacks = (name for name, e in fp8.items() if len(e.shape) == 3 and "experts" in name)
-        if (stack := next(stacks, None)) is not None:
-            why = f"{_UNCHECKED} where one tensor holds many experts ({shorten(stack)})"
-            self.doubts.append(why)
-        stored = [
-            name.removesuffix(f".{WEIGHT}")
-            for name, entry in fp8.items()
-            if name.endswith(f".{WEIGHT}") and len(entry.shape) == 2
-        ]
-        configs = (folder.config.get("quantization_config"), folder.modelopt)
-        self.has_old_blocks = bool(stored) and any(
-            OLD_BLOCK_ALGORITHM in str(config).upper() for config in configs
-        )
-        if self.has_old_blocks:
-            why = f"engines accept {OLD_BLOCK_ALGORITHM} only for some of the linears"
-            self.doubts.append(f"{_UNCHECKED}: {why}")
-        elif stored:
-            self._describe(stored, stats)
-
-    @cached_property
-    def values(self) -> ScaleValues:
-        """What the scales hold."""
-        return read_scale_values(self.folder, self.located)
-
-    def _describe(self, stored: Sequence[str], stats: CalibrationStats | None) -> None:
-        """Find the schemes of FP8 weights by the config, and scales that do not fit them."""
-        schemes: dict[str, StoredScheme] = {}
-        try:
-            dialect, find_scheme = load_finder(self.folder.path, self.folder.config)
-            for module in stored:
-                with suppress(ContradictionError):
-                    schemes[module] = find_scheme(module)
-        except ModelError as error:
-            self.doubts.append(f"{_UNCHECKED}: {error.message}")
-            return
-        self.schemes = schemes
-        scales = {
-            name: scheme.weights
-            for module, scheme in schemes.items()
-            for name in name_companions(f"{module}.{WEIGHT}").scales
-            if name in self.tensors
-        }
-        self.dialect = refine_dialect(dialect, scales).name
-        unmeasured, largest = self.tensors, self.values.largest
-        if stats is not None:
-            measured = map_measured(stats)
-            unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
-            self.unlike_stats = judge_weight_scales(self.tensors, largest, stats)
-        for text, odd in suspect_weight_scales(unmeasured, largest):
-            self.suspicious.append(text)
-            self.odd_scales.update(odd)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
-        for config in (self.folder.config.get("quantization_config"), self.folder.modelopt):
-            outer = config if isinstance(config, dict) else {}
-            inner = outer.get("quantization")
-            fields = inner if isinstance(inner, dict) else outer
-            if fields.get("quant_algo") == "MIXED_PRECISION":
-                return True
-        return False
+def _describe_paths(folder: ScaleFolder) -> str:
+    """Say where the index names files by paths, which engines compare as texts; else empty."""
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    named = weight_map.values() if isinstance(weight_map, dict) else ()
+    path = next((each for each in named if isinstance(each, str) and os.sep in each), "")
+    return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""

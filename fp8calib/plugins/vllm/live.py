@@ -12,7 +12,7 @@ from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry_from_names import read_replayed_geometry
+from fp8calib.engines.replay.geometry import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
@@ -113,7 +113,7 @@ def _read_table(scales: Stats) -> ScaleTable:
     """
     if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
         path = Path(scales)
-        return read_scales(path, read_replayed_geometry(open_folder(path))[0]).table
+        return read_scales(path, read_replayed_geometry(open_folder(path))).table
     stats = read_stats(scales)[0]
     return compute_kv_scales(stats, E4M3FN, query=bool(stats.list_unfit_queries()))
 

@@ -1,10 +1,17 @@
-"""Scales that a config or a file's header declares to be for another format than e4m3fn."""
+"""The formats that scales are declared to be for, and the dtypes that models are served in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.status import Status
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
@@ -81,3 +88,45 @@ def amend_for_dtype(
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
     amended = report.change(lambda one: one.misread(text, fix))
     return amended.model_copy(update={"only_on": only_on})
+
+
+_READS = "drafter reads the KV cache of this model type"
+
+
+def note_drafter(
+    report: EngineReport, geometry: ModelGeometry, release: Release, *, given_by: Sequence[str] = ()
+) -> EngineReport:
+    """Note that a drafter of such a model reads scaled K and V with 1.0.
+
+    Args:
+        report: what the engine does with the model's own layers.
+        geometry: of the model.
+        release: of the engine.
+        given_by: the parts of the engine that give the drafter the model's scales.
+    """
+    is_scaled = any(one.status is Status.USED and one.value != 1.0 for one in report.verdicts)
+    if geometry.model_type not in release.list_values(_READS) or not is_scaled:
+        return report
+    but = f"; only {', '.join(given_by)} gives it the scales" if given_by else ""
+    return report.add_problems(
+        f"a Gemma 4 drafter (MTP) reads this cache with scale 1.0, so that fewer of its tokens are "
+        f"accepted{but}"
+    )
+
+
+def find_served_dtype(
+    geometry: ModelGeometry,
+    *,
+    bfloat16_types: tuple[str, ...] = (),
+    half_instead_of: tuple[str, ...] = ("float16",),
+) -> torch.dtype:
+    """Find the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
+
+    Args:
+        geometry: the model.
+        bfloat16_types: types that are served in bfloat16 even if the checkpoint is in float16.
+        half_instead_of: the dtypes of checkpoints that are served in float16.
+    """
+    is_half = geometry.checkpoint_dtype in half_instead_of
+    is_half = is_half and geometry.model_type not in bfloat16_types
+    return torch.float16 if is_half else torch.bfloat16

@@ -1,0 +1,320 @@
+"""How vLLM's weight loader treats the names of scales: it loads, ignores or refuses each.
+
+Sources (vLLM 0.32.0, run; the same in 0.33.0): `models/utils.py` (`WeightsMapper`,
+`AutoWeightsLoader`), `quantization/base_config.py` (`get_cache_scale_mapper`,
+`_ignore_unexpected_suffixes`), `quantization/fp8.py`, `quantization/quark/quark.py`,
+`quantization/kv_cache.py`, and the models' own `load_weights`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.facts.release import Release
+from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.kv_method import KvMethod
+from fp8calib.engines.weights.linears import PLAIN_DTYPES
+from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.quantization_config import ContradictionError
+from fp8calib.formats.fp8.registry import load_finder
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
+from fp8calib.formats.kv.parse_names import is_of_draft_layer, parse_name
+from fp8calib.model.module_paths import split_expert
+from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
+
+PLACELESS = "attention of this model type has no parameters for KV scales"
+WRAPPERS = "class with other inputs beside text"
+ADDED_ROOTS = "root that the loader of this model type adds to a name without one"
+_SKIPPED_ROOTS = "loader of this model type skips names that begin with"
+_FUSES_LENIENTLY = (
+    "lenient loader of this model type renames q_proj before it looks for a parameter"
+)
+_IGNORES_COMPANIONS = (
+    "loader of this model type ignores a weight_scale or input_scale without a parameter"
+)
+NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
+_STRAY_FIX = "remove the tensor: no engine has a place for it"
+_CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
+_INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
+_PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
+_WEIGHTS = (".weight", ".weight_packed", ".qweight")
+_ROLES = ("q", "k", "v")
+_REGEXES = (
+    (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
+    (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.qk(?:qk)?v_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.mixer\.[kv]_proj\.([kv])_scale$"), r".mixer.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.q\.scale$"), ".self_attn.attn.q_scale"),
+    (re.compile(r"\.self_attn\.([kv])_cache\.scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_scale$"), r".attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_zero_point$"), r".attn.\1_zero_point"),
+)
+"""`QuantizationConfig.get_cache_scale_mapper`, in its order, applied one after another."""
+_PROJECTION = re.compile(r"\.[qkv]_proj\.")
+_RENAMED = re.compile(r"(?:^|\.)(?:[qkv]_proj|gate_proj|up_proj|experts|lm_head)\.")
+"""Modules that loaders rename before they look for a parameter, which is then an error; and the
+output layer, which the outermost loader fills."""
+_OUTPUTS = {
+    **{f".{role}_proj.output_scale": f".attn.{role}_scale" for role in _ROLES},
+    ".self_attn.prob_output_scale": ".self_attn.attn.prob_scale",
+}
+"""What fp8 and quark map in addition."""
+_SCALES = tuple(f"{role}_scale" for role in _ROLES)
+_IGNORED = (*_SCALES, *(f"{role}_zero_point" for role in _ROLES))
+"""`_ignore_unexpected_suffixes`: parameters that need not exist."""
+_UNMAPPED = (".kv_scale", ".q.scale", ".k_cache.scale", ".v_cache.scale")
+"""More of what `maybe_remap_kv_scale_name` skips; under a quant_method they are mapped before."""
+_BASE_PARAMETERS = (*_SCALES, "prob_scale")
+_PARAMETERS: Mapping[KvMethod | None, tuple[str, ...]] = {
+    KvMethod.COMPRESSED_TENSORS: _IGNORED,
+    **dict.fromkeys((KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK), _BASE_PARAMETERS),
+}
+"""The parameters that a method creates in `Attention`."""
+_KV_NAME = re.compile(
+    r"_*(?:[qkv]|kv|qkv|key|value|query|prob)(?:_cache|_proj|_output)*"
+    r"_(?:scales?|scale_inv|zero_points?|amax)",
+    re.IGNORECASE,
+)
+_COMPANION = re.compile(r"(?:weight|input|output|activation)_(?:scale(?:_inv|_2)?|zero_point)")
+_OWNERS_OF_SCALE = re.compile(r"[qkv]|[kv]_cache|[qkv]_proj")
+"""Modules whose parameter `scale` is one of keys and values."""
+
+
+class LoaderKind(StrEnum):
+    """How the loader of a model treats the names of scales.
+
+    All but STRICT and LENIENT are `AutoWeightsLoader` (`models/utils.py`).
+    """
+
+    BACKEND = "backend"
+    """vLLM runs transformers' own class. It renames k_proj to qkv_proj before the quantization
+    method renames scales, and adds the root `model.` to a name that has none."""
+    FUSES_FIRST = "fuses-first"
+    """The outermost loader has the model's mapper of k_proj to qkv_proj, which goes first."""
+    NAMES_FIRST = "names-first"
+    """The outermost loader renames scales; the mapper of k_proj belongs to an inner one."""
+    UNFORGIVING = "unforgiving"
+    """So it is, but the inner loader sees no `quant_config`: it ignores no scale without a
+    parameter."""
+    STRICT = "strict"
+    """`load_weights` of its own: a name without a parameter is a KeyError."""
+    LENIENT = "lenient"
+    """`load_weights` of its own, which skips k_scale, v_scale, q_scale and their zero points where
+    there is no parameter (`maybe_remap_kv_scale_name`); another name is a KeyError."""
+
+
+def find_loader(model_type: str, release: Release) -> LoaderKind:
+    """Find the loader of vLLM's class for a model type; BACKEND where it has none."""
+    native = (kind for kind in LoaderKind if kind is not LoaderKind.BACKEND)
+    for kind in native:
+        if model_type in release.list_values(f"loader of this model type is {kind}"):
+            return kind
+    return LoaderKind.BACKEND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLoader:
+    """The loader of one model."""
+
+    kind: LoaderKind
+    model_type: str
+    release: Release
+    method: KvMethod | None
+    """None where the model is loaded unquantized: names are not mapped, and few are ignored."""
+    places: Mapping[str, int]
+    """The layer of each `Attention` with parameters for scales, by its path."""
+    attends: Collection[str]
+    """Paths that end in `.attn` and exist in the model's attention."""
+    stored: Collection[str]
+    """Paths of the modules that have weights in the checkpoint."""
+    skips: str = ""
+    """The beginning of names that are skipped; empty for none."""
+
+    def find_slot(self, name: str) -> Slot | None:
+        """Find the k, v or q that a tensor of this name is loaded into."""
+        parent, _, leaf = self.map_name(name).rpartition(".")
+        role = next((role for role in (*KV_ROLES, Role.Q) if leaf == f"{role}_scale"), None)
+        index = self.places.get(parent)
+        return None if role is None or index is None else (index, role)
+
+    def map_name(self, name: str) -> str:
+        """Give the name of the parameter that the loader looks for."""
+        root = self.release.find_value(ADDED_ROOTS, self.model_type)
+        if self.kind is LoaderKind.BACKEND:  # what the checkpoint calls its `model.`
+            root = next((f"{path.partition('.')[0]}." for path in self.attends), "model.")
+        if root and not self._has_root(name):
+            name = f"{root}{name}"
+        if self.method is None:
+            return name
+        for pattern, new in _REGEXES:
+            name = pattern.sub(new, name)
+        suffix = next((each for each in _OUTPUTS if name.endswith(each)), "")
+        if suffix and self.method in (KvMethod.FP8, KvMethod.QUARK) and not self._fuses(name):
+            return name.removesuffix(suffix) + _OUTPUTS[suffix]
+        return name
+
+    def find_fault(self, name: str) -> str:
+        """Say why the loader raises an error for a tensor of this name; empty where it does not."""
+        mapped = self.map_name(name)
+        parent, _, leaf = mapped.rpartition(".")
+        is_parameter = parent in self.places and leaf in _PARAMETERS.get(self.method, ())
+        if is_parameter or self._skips(mapped):
+            return ""
+        if self.kind in (LoaderKind.STRICT, LoaderKind.LENIENT):
+            return "the model has no such parameter (KeyError)"
+        if self.method is None:
+            return "without a quantization_config no module has a place for it (ValueError)"
+        if self._fuses(mapped):
+            return "k_proj becomes qkv_proj before this quant_method maps names (AttributeError)"
+        return "this quant_method maps it to no module or parameter of the model (ValueError)"
+
+    def _skips(self, mapped: str) -> bool:
+        """Check whether the loader skips a name that it finds no parameter for."""
+        parent, _, leaf = mapped.rpartition(".")
+        if self.skips and mapped.startswith(self.skips):
+            return True
+        is_renamed = bool(_RENAMED.search(mapped))
+        is_of_weight = mapped.endswith((".weight_scale", ".input_scale"))
+        if is_of_weight and not is_renamed and self._is_among(_IGNORES_COMPANIONS):
+            return parent in self.stored
+        if self.kind is LoaderKind.LENIENT:
+            is_mapped = leaf in _IGNORED or (self.method is None and mapped.endswith(_UNMAPPED))
+            fuses = not _PROJECTION.search(mapped) or self._is_among(_FUSES_LENIENTLY)
+            return is_mapped and self._has_root(mapped) and not (is_renamed and fuses)
+        if self.kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self.method is None:
+            return False
+        return parent in self.attends and leaf in _IGNORED
+
+    def _is_among(self, fact: str) -> bool:
+        return self.model_type in self.release.list_values(fact)
+
+    def _has_root(self, name: str) -> bool:
+        root = name.partition(".")[0]
+        return any(path.partition(".")[0] == root for path in self.attends)
+
+    def _fuses(self, name: str) -> bool:
+        """Check whether the projection is renamed to qkv_proj before its scale is mapped."""
+        is_first = self.kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST)
+        return (
+            is_first and bool(_PROJECTION.search(name)) and name.rpartition(".")[0] in self.stored
+        )
+
+
+def make_loader(
+    context: LoadContext, method: KvMethod | None, places: Mapping[str, int], release: Release
+) -> WeightLoader:
+    """Make the loader of a model from the names in its checkpoint.
+
+    Args:
+        context: the checkpoint.
+        method: what creates the parameters for scales.
+        places: the layers of the `Attention` modules that have them, by path.
+        release: whose rules hold.
+    """
+    geometry = context.geometry
+    kind = find_loader(geometry.model_type, release)
+    if geometry.is_wrapped:
+        if geometry.architecture not in release.list_values(WRAPPERS):
+            kind = LoaderKind.BACKEND
+        elif kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST):
+            kind = LoaderKind.NAMES_FIRST
+    modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
+    skipped = release.find_value(_SKIPPED_ROOTS, geometry.model_type)
+    return WeightLoader(
+        kind=kind,
+        model_type=geometry.model_type,
+        release=release,
+        method=method,
+        places=places,
+        attends={f"{path}.attn" for path in modules}
+        | {path for path in modules if path.endswith(".attn")},
+        skips="" if geometry.is_wrapped else skipped,
+        stored={name.rpartition(".")[0] for name in context.tensors if not _is_scale_name(name)},
+    )
+
+
+def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
+    """Refuse a folder where the name of a scale stops the loader.
+
+    Scales of quantized weights are judged elsewhere (`weight_replay.py`).
+
+    Raises:
+        Refusal: naming the scale.
+    """
+    is_quantized = _make_test(context)
+    for name in sorted(filter(_is_scale_name, context.tensors)):
+        module = name.rpartition(".")[0]
+        if is_of_draft_layer(context.geometry, module):
+            continue
+        why = loader.find_fault(name)
+        is_of_weight = _is_companion(name) and parse_name(name) is None
+        if why and not (is_of_weight and is_quantized(module)):
+            raise _refuse(context, loader, name, why)
+
+
+def _is_scale_name(name: str) -> bool:
+    """Check whether a name is that of a scale or zero point, in a spelling known or not."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "scale":
+        return _OWNERS_OF_SCALE.fullmatch(parent.rpartition(".")[2]) is not None
+    return _is_companion(name) or _KV_NAME.fullmatch(leaf) is not None
+
+
+def _is_companion(name: str) -> bool:
+    """Check whether a name is that of the scale or zero point of a weight or of its input."""
+    return _COMPANION.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _make_test(context: LoadContext) -> Callable[[str], bool]:
+    """Make a test of whether vLLM may have parameters for the scales of a module's weight."""
+    tensors: Mapping[str, TensorEntry] = context.tensors
+    has_codes = any(
+        (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
+        or (entry.dtype in WEIGHT_FORMATS and not _is_scale_name(name))
+        for name, entry in tensors.items()
+    )
+    if has_codes:
+        linears = {name.rpartition(".")[0] for name, each in tensors.items() if len(each.shape) > 1}
+        meant = {linear.checkpoint_name or "" for _, linear in context.geometry.linears()}
+        linears |= {name.removesuffix(".weight") for name in meant}
+        return lambda module: module in linears or split_expert(module) is not None
+    try:
+        _, find_scheme = load_finder(context.folder.path, context.folder.config)
+    except ModelError:
+        return lambda _: False
+
+    def is_quantized(module: str) -> bool:
+        if f"{module}.weight" not in tensors:
+            return False
+        try:
+            find_scheme(module)
+        except ModelError as error:
+            return not isinstance(error, ContradictionError)
+        return True
+
+    return is_quantized
+
+
+def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> Refusal:
+    geometry, stored = context.geometry, context.scales.get(name)
+    what = shorten(name) if stored is None else str(stored)
+    if is_placeless(geometry, loader.release) and not _is_companion(name):
+        why = f"vLLM's attention of {geometry.model_type} has no parameters for scales (ValueError)"
+        return Refusal(f"{what}: {why}", fix=_PLACELESS_FIX)
+    is_inner = loader.kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in loader.attends
+    fix = _INNER_FIX if is_inner else NAMES_FIX
+    if loader.method is None:
+        fix = _CONFIG_FIX
+    elif stored is None:
+        fix = _STRAY_FIX
+    return Refusal(f"{what}: {why}", fix=fix)
+
+
+def is_placeless(geometry: ModelGeometry, release: Release) -> bool:
+    """Check whether vLLM creates attention of a model type without parameters for scales."""
+    return geometry.model_type in release.list_values(PLACELESS)
