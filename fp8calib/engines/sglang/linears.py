@@ -156,7 +156,7 @@ class SglangReader(LinearReader):
             by_name = self.find_path_target(group.path) or self.find_class_target(group)
             target = by_name or (self.find_part_target(group) if group.state != "joined" else None)
         if target is not None:
-            return self._read_group(target)
+            return self._read_group(target, is_expert=is_expert)
         if is_head or not self.targets:
             return Unquantized(why="no config group has it")
         why = f"no config group has {group.members[0].module}"
@@ -165,22 +165,29 @@ class SglangReader(LinearReader):
             fix="list it in `ignore`, or in a config group",
         )
 
-    def _read_group(self, target: str) -> StoredScheme:
+    def _read_group(self, target: str, *, is_expert: bool) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
         has_own = self.release.has(_GROUP_FORMATS)
         scheme = self.read_group(target, _FORMATS, reads_own_format=has_own)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
-        is_alone = scheme.inputs is InputScaling.NONE
-        if is_alone and scheme.weights is Granularity.BLOCK:
-            raise Unjudged("weights in blocks whose inputs are not quantized")
+        if scheme.inputs is not InputScaling.NONE:
+            return scheme
         is_channel = scheme.weights is Granularity.CHANNEL
-        if is_alone and is_channel and not self.release.has(_CHANNELS_ALONE):
+        if (is_channel or scheme.is_mx) and not self.release.has(_CHANNELS_ALONE):
+            if is_expert and scheme.is_mx:
+                raise Unjudged("MXFP8 of experts whose inputs are not quantized")
+            kind = "FP8 weights per channel" if is_channel else "MXFP8 weights"
             why = (
-                "it takes FP8 weights per channel whose inputs are not quantized for packed "
+                f"it takes {kind} whose inputs are not quantized for packed "
                 "integers (ImportError: W4A16Sparse24 is not supported)"
             )
-            raise Refusal(why, fix="quantize the inputs too, or use a newer SGLang")
+            newer = ", or use a newer SGLang" if is_channel else ""
+            raise Refusal(why, fix=f"quantize the inputs too{newer}")
+        if scheme.weights is Granularity.BLOCK:
+            # `_get_scheme_from_parts` and `get_moe_scheme` end in an error: read
+            why = "it has no scheme for weights in blocks whose inputs are not quantized"
+            raise Refusal(f"{why} (NotImplementedError)", fix="quantize the inputs too")
         return scheme
 
     def _ignores(self, entry: str, path: str) -> bool:
