@@ -32,10 +32,9 @@ from fp8calib.data.sources import split_data
 from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
 from fp8calib.machine import PeakMemory
 from fp8calib.model.load import load_tokenizer
-from fp8calib.text import Answer, Block, Line, Table
+from fp8calib.text import Answer, Block, Line
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.figures import format_db, format_share
 from fp8calib.verification.judge.decide import find_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
@@ -318,9 +317,8 @@ def describe(
     result: VerifyResult, request: VerifyRequest, more: Iterable[Block] = ()
 ) -> Iterator[Block]:
     """Describe the report, with `more` after its candidates: tables only of what is lost."""
-    decision, kv = result.decision, result.kv
-    yield Answer(decision.headline)
-    for line in decision.details.splitlines():
+    yield Answer(result.decision.headline)
+    for line in result.decision.details.splitlines():
         yield Line(line)
     yield Line(
         f"Emulated {result.engine_version or result.engine}: {result.tokens:,} tokens in "
@@ -328,19 +326,12 @@ def describe(
     )
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more
-    is_needed = kv is not None and kv.answer != "no"
-    is_diagnosed = bool(result.diagnosis) and (request.everything or is_needed)
-    for candidate in result.candidates:
-        name = candidate.name
+    for name in (candidate.name for candidate in result.candidates):
         rows = [row for row in result.layers if row.candidate == name]
-        is_told = name == SCALE_ONE and is_diagnosed  # by the table that follows
-        if rows and (request.everything or (find_unfit(name, result) and not is_told)):
+        if rows and (request.everything or find_unfit(name, result)):
             yield Line()
             title = f"{name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
             yield sites_table(rows[:_SHOWN_ROWS], title=title)
-    if is_diagnosed:
-        yield Line()
-        yield _tabulate_diagnosis(result)
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
@@ -370,27 +361,6 @@ def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Blo
                 yield Line(f"  {name} against {pair.base}: {describe_pair(pair)}")
     for refused in report.refused:
         yield Line(f"  {refused}")
-
-
-def _tabulate_diagnosis(report: VerifyReport) -> Table:
-    """List the sites that calibrated scales improve most: those that clip, then by their loss."""
-    ranked = sorted(
-        report.diagnosis, key=lambda row: (-row.unscaled_clipped, -row.unscaled_loss_db)
-    )
-    rows = ranked[:_SHOWN_ROWS]
-    columns = {
-        "tensor": [row.site for row in rows],
-        "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
-        "per tensor": [format_db(row.scaled_db) for row in rows],
-        "per head": [format_db(row.per_head_db) for row in rows],
-        "fitted": [format_db(row.fitted_db) for row in rows],
-        "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
-        "clipped in calibration": [format_share(row.calibration_clipped) for row in rows],
-    }
-    known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
-    of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
-    title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
-    return Table(title=title, columns=list(known), rows=list(zip(*known.values(), strict=True)))
 
 
 verify = as_function("verify", VerifyRequest, run)

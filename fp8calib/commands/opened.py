@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.output import check_output_file
@@ -27,12 +28,13 @@ from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.candidates import Target, find_candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.loadable import judge_loading
 from fp8calib.verification.opened import (
-    CandidateMaker,
     Scales,
+    make_candidates,
+    make_rules,
     require_head,
     warn_of_ignored_kv,
     warn_of_overlap,
@@ -149,26 +151,29 @@ def open_verification(
     require_head(model)
     engine, numerics = find_emulated(request.engine)
     fmt, scheme = FP8_FORMATS[request.fp8_dtype], request.scheme
-    maker = CandidateMaker(
-        *(model, numerics, fmt),
-        scheme=scheme,
-        plain_caches=request.kv_cache_dtype_skip_layers or (),
+    geometry = model.prepared.geometry
+    target = Target(
+        checkpoint=model.checkpoint,
+        fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
+        geometry=geometry,
+        model=model.prepared.model,
+        numerics=numerics,
+        fmt=fmt,
     )
-    opened, candidates, faults = maker.make_all(list_scales(request.scales))
+    plain_caches = request.kv_cache_dtype_skip_layers or ()
+    scales = list_scales(request.scales)
+    opened, candidates, faults = make_candidates(target, scales, scheme, plain_caches)
     plan = read_text()
     refused = tuple(
         RefusedCandidate(name=name, why=error.message, hint=error.hint)
         for name, error in faults.items()
     )
-    scaled = (each for each in opened if each.stats is not None or each.found is not None)
-    diagnosed = None if scheme is not None else next(scaled, None)
     unusable, loading = judge_loading(engine, model, opened, scheme)
     names = ", ".join(list_leftovers(model.prepared.weights))
     leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
-    geometry = model.prepared.geometry
     return Verification(
         model=model.name,
-        fingerprint=maker.target.fingerprint,
+        fingerprint=target.fingerprint,
         geometry=geometry,
         numerics=numerics,
         candidates=tuple(candidates),
@@ -178,10 +183,9 @@ def open_verification(
         engine_version=engine.release,
         dtype=model.dtype,
         device=model.device,
-        rules=maker.make_rules(_read_rules(request), opened),
+        rules=make_rules(target, _read_rules(request), opened, plain_caches),
         opened=tuple(opened),
         fmt=fmt,
-        diagnosis_of="" if diagnosed is None else diagnosed.name,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         unusable=unusable,

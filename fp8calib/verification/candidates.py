@@ -34,9 +34,9 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.numerics.formats import Fp8Format
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.rules import AMAX, Rule
-from fp8calib.numerics.schemes import MX_BLOCK, Scheme
+from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import make_settings
@@ -60,11 +60,16 @@ _ELEMENTS_AT_ONCE = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The unquantized model that candidates are checked against."""
+    """The unquantized model that candidates are made for, and how they are emulated."""
 
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
+    model: LoadedModel
+    """It may be without weights."""
+    numerics: Numerics
+    fmt: Fp8Format = E4M3FN
+    """The format of statistics and of scale 1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +106,17 @@ class OpenedCandidate:
         )
 
 
-def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
+def open_candidate(name: str, target: Target) -> OpenedCandidate:
     """Read the candidate at the path `name`, and check that it belongs to the model.
 
     It is a stats file, or the output folder of a calibration; scales of any dialect; or an FP8
-    checkpoint, whose weights are read as the engine of `numerics` reads them.
+    checkpoint, whose weights are read as the engine reads them.
 
     Raises:
         UsageError: the path does not exist.
         ModelError: the scales or statistics are not valid, or of another model.
     """
-    path = find_candidate(name)
+    path, numerics = find_candidate(name), target.numerics
     if is_stats_file(path):
         return open_stats(name, load_stats(path), target, folder=path.parent)
     if path.is_dir() and is_fp8_checkpoint(path):
@@ -223,17 +228,14 @@ def _check_weights(folder: Path, target: Target) -> None:
 
 
 def build_opened(
-    opened: OpenedCandidate,
-    model: LoadedModel,
-    target: Target,
-    numerics: Numerics,
-    table: ScaleTable | None,
+    opened: OpenedCandidate, target: Target, table: ScaleTable | None = None
 ) -> Candidate:
-    """Build a candidate from what was read: the KV cache by `table`, or else a whole checkpoint."""
-    if table is None:
-        return build_checkpoint(opened, model, target, numerics)
+    """Build a candidate of what was read: a whole checkpoint, or KV scales, by default its own."""
+    if opened.checkpoint is not None:
+        return build_checkpoint(opened, opened.checkpoint, target)
     origin = opened.found.table.dialect if opened.found else "statistics, amax"
-    return build_kv_candidate(opened.name, table, numerics, origin=origin)
+    table = opened.make_table(target.fmt) if table is None else table
+    return build_kv_candidate(opened.name, table, target.numerics, origin=origin)
 
 
 def build_kv_candidate(
@@ -330,41 +332,38 @@ def leave_cache(
 
 def build_scheme(
     name: str,
-    scheme: Scheme,
+    scheme: str,
     target: Target,
-    model: LoadedModel,
-    numerics: Numerics,
+    stats: CalibrationStats | None = None,
     *,
-    fmt: Fp8Format,
-    stats: CalibrationStats | None,
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
-    if scheme.has_static_inputs and stats is None:
+    found, fmt = find_scheme(scheme), target.fmt
+    if found.has_static_inputs and stats is None:
         raise UsageError(
-            f"--scheme {scheme.name}: its input scales come from calibration",
+            f"--scheme {scheme}: its input scales come from calibration",
             hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
         )
     emulation = emulate_planned(
-        make_settings(scheme.name, ignore=ignore),
+        make_settings(scheme, ignore=ignore),
         find_selection(target.checkpoint, ignore=ignore),
         target.geometry,
-        WeightSource(model, target.checkpoint),
-        numerics,
+        WeightSource(target.model, target.checkpoint),
+        target.numerics,
         fmt=fmt,
-        scale_input=InputScales(stats, fmt=fmt).of if stats and scheme.has_static_inputs else None,
+        scale_input=InputScales(stats, fmt=fmt).of if stats and found.has_static_inputs else None,
     )
-    rounding = _describe_rounding(emulation.quantizers, numerics)
-    description = f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}"
+    rounding = _describe_rounding(emulation.quantizers, target.numerics)
+    description = f"{scheme}: {found.description}, {fmt.name}{rounding}"
     return replace(emulation, name=name, description=description)
 
 
 def build_checkpoint(
-    opened: OpenedCandidate, model: LoadedModel, target: Target, numerics: Numerics
+    opened: OpenedCandidate, checkpoint: Fp8Checkpoint, target: Target
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
-    checkpoint = opened.checkpoint
-    assert checkpoint is not None  # noqa: S101 -- checked by the caller
+    model, numerics = target.model, target.numerics
     source = WeightSource(model, checkpoint)
     # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
     original = target.checkpoint
@@ -441,8 +440,5 @@ def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> b
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare values, then bits: NaN differs from itself."""
-    if torch.equal(one, other):
-        return True
-    bits = (each.flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(*bits)
+    """Compare bits: NaN differs from itself."""
+    return torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other)))

@@ -17,7 +17,6 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.decoder import check_runnable
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.hooks import find_attention
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import Fp8CalibWarning, UsageError
 from fp8calib.formats.table import ScaleTable
@@ -26,7 +25,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
-from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS, Fp8Format
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (
     Target,
@@ -93,8 +92,15 @@ def emulate(
         checkpoint = LiveCheckpoint(model)
         prepared = prepare(model, checkpoint)
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-        target = Target(checkpoint=checkpoint, fingerprint=fingerprint, geometry=prepared.geometry)
-        made = _make_candidate(candidate, model, target, numerics, FP8_FORMATS[fp8_dtype])
+        target = Target(
+            checkpoint=checkpoint,
+            fingerprint=fingerprint,
+            geometry=prepared.geometry,
+            model=model,
+            numerics=numerics,
+            fmt=FP8_FORMATS[fp8_dtype],
+        )
+        made = _make_candidate(candidate, target)
         check_sites(made, target.geometry)
         if made.weights:
             checkpoint.hold()
@@ -111,9 +117,7 @@ def emulate(
         yield made
 
 
-def _make_candidate(
-    given: object, model: LoadedModel, target: Target, numerics: Numerics, fmt: Fp8Format
-) -> Candidate:
+def _make_candidate(given: object, target: Target) -> Candidate:
     """Make the candidate that a caller describes.
 
     Raises:
@@ -123,20 +127,16 @@ def _make_candidate(
     if isinstance(given, Candidate):
         return given
     if isinstance(given, ScaleTable):
-        return build_kv_candidate("scales", given, numerics, origin="given")
+        return build_kv_candidate("scales", given, target.numerics, origin="given")
     if given == SCALE_ONE:
-        return build_unscaled(SCALE_ONE, target.geometry, fmt, numerics)
+        return build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
     if isinstance(given, str) and given in SCHEMES:
-        scheme = SCHEMES[given]
-        return build_scheme(given, scheme, target, model, numerics, fmt=fmt, stats=None)
+        return build_scheme(given, given, target)
     if isinstance(given, CalibrationStats):
-        opened = open_stats("statistics", given, target)
-    elif isinstance(given, str | Path):
-        opened = open_candidate(str(given), target, numerics)
-    else:
-        raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
-    table = opened.make_table(fmt) if opened.checkpoint is None else None
-    return build_opened(opened, model, target, numerics, table)
+        return build_opened(open_stats("statistics", given, target), target)
+    if isinstance(given, str | Path):
+        return build_opened(open_candidate(str(given), target), target)
+    raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
 
 
 class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped

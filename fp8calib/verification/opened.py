@@ -6,17 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import SPARSE_LATENTS, Numerics
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
-from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.rules import AMAX, Rule
-from fp8calib.numerics.schemes import find_scheme
+from fp8calib.numerics.rules import Rule
 from fp8calib.verification.candidates import (
     OpenedCandidate,
     Target,
@@ -50,126 +47,98 @@ def require_head(model: RunModel) -> None:
         )
 
 
-class CandidateMaker:
-    """Makes candidates for a model.
+def make_candidates(
+    target: Target, scales: Iterable[Scales], scheme: str | None, plain_caches: Collection[int]
+) -> tuple[list[OpenedCandidate], list[Candidate], dict[str, Fp8CalibError]]:
+    """Read and make candidates; give the faults of those that are left out.
+
+    Without any that quantizes weights, scale 1.0 is one more.
 
     Args:
-        model: the unquantized model.
-        numerics: how the engine computes.
-        fmt: the format of statistics and of scale 1.0.
+        target: the unquantized model, and how candidates are emulated.
+        scales: statistics, scales and FP8 checkpoints.
         scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
         plain_caches: the layers whose KV cache stays in 16 bits.
+
+    Raises:
+        UsageError: a scheme needs statistics.
+        ModelError | VerificationError: no candidate is left: the fault of the first.
     """
+    opened: list[OpenedCandidate] = []
+    candidates: list[Candidate] = []
+    faults: dict[str, Fp8CalibError] = {}
 
-    def __init__(
-        self,
-        model: RunModel,
-        numerics: Numerics,
-        fmt: Fp8Format,
-        *,
-        scheme: str | None,
-        plain_caches: Collection[int],
-    ) -> None:
-        self.target = Target(
-            checkpoint=model.checkpoint,
-            fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
-            geometry=model.prepared.geometry,
-        )
-        self._model = model.prepared.model
-        self._numerics, self._fmt = numerics, fmt
-        self._scheme, self._plain_caches = scheme, plain_caches
+    def add(candidate: Candidate) -> None:
+        made = leave_cache(candidate, plain_caches, target.geometry)
+        check_sites(made, target.geometry)
+        candidates.append(made)
 
-    def make_all(
-        self, scales: Iterable[Scales]
-    ) -> tuple[list[OpenedCandidate], list[Candidate], dict[str, Fp8CalibError]]:
-        """Read and make candidates; give the faults of those that are left out.
-
-        Without any that quantizes weights, scale 1.0 is one more.
-
-        Raises:
-            ModelError | VerificationError: no candidate is left: the fault of the first.
-        """
-        opened: list[OpenedCandidate] = []
-        candidates: list[Candidate] = []
-        faults: dict[str, Fp8CalibError] = {}
-        for index, item in enumerate(scales):
-            is_stats = isinstance(item, CalibrationStats)
-            name = (f"statistics-{index}" if index else "statistics") if is_stats else str(item)
-            try:
-                found = (
-                    open_stats(name, item, self.target)
-                    if isinstance(item, CalibrationStats)
-                    else open_candidate(name, self.target, self._numerics)
-                )
-                candidate = self._finish(self._make(found))
-            except (ModelError, VerificationError) as error:
-                faults[name] = error
+    for index, item in enumerate(scales):
+        try:
+            if isinstance(item, CalibrationStats):
+                name = f"statistics-{index}" if index else "statistics"
+                found = open_stats(name, item, target)
             else:
-                opened.append(found)
-                candidates.append(candidate)
-        if faults and not opened:
-            raise next(iter(faults.values()))
-        if self._scheme is not None and not opened:
-            candidates.append(self._finish(self._make_scheme(self._scheme, None, self._scheme)))
-        geometry = self.target.geometry
-        # A model without a KV cache has nothing that scale 1.0 could change.
-        if geometry.kv_elements_per_token or not candidates:
-            unscaled = build_unscaled(SCALE_ONE, geometry, self._fmt, self._numerics)
-            candidates.append(self._finish(unscaled))
-        return opened, candidates, faults
+                name = str(item)
+                found = open_candidate(name, target)
+            add(_make(found, target, scheme))
+        except (ModelError, VerificationError) as error:
+            faults[name] = error
+        else:
+            opened.append(found)
+    if faults and not opened:
+        raise next(iter(faults.values()))
+    if scheme is not None and not opened:
+        add(build_scheme(scheme, scheme, target))
+    # A model without a KV cache has nothing that scale 1.0 could change.
+    if target.geometry.kv_elements_per_token or not candidates:
+        add(build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics))
+    return opened, candidates, faults
 
-    def make_rules(
-        self, rules: Iterable[Rule], opened: Sequence[OpenedCandidate]
-    ) -> Mapping[str, Candidate]:
-        """Make a candidate for each rule, from the first statistics.
 
-        Raises:
-            UsageError: there are no statistics.
-        """
-        first = next((each for each in opened if each.stats is not None), None)
-        found = {}
-        for rule in rules:
-            if first is None:
-                raise UsageError(
-                    "--rules needs statistics, and no --scales holds any",
-                    hint="pass the stats.safetensors that calibrate wrote",
-                )
-            table, name = self._read_table(first, rule=rule), str(rule)
-            found[name] = self._finish(build_kv_candidate(name, table, self._numerics, origin=name))
-        return found
+def make_rules(
+    target: Target,
+    rules: Iterable[Rule],
+    opened: Sequence[OpenedCandidate],
+    plain_caches: Collection[int],
+) -> Mapping[str, Candidate]:
+    """Make a candidate for each rule, from the first statistics.
 
-    def _make(self, opened: OpenedCandidate) -> Candidate:
-        if self._scheme is not None:
-            if opened.stats is None:
-                raise UsageError(
-                    f"--scheme {self._scheme} needs statistics, and {opened.name} holds none",
-                    hint="leave out --scheme to verify the scales of the file",
-                )
-            return self._make_scheme(self._scheme, opened.stats, opened.name)
-        table = self._read_table(opened) if opened.checkpoint is None else None
-        return build_opened(opened, self._model, self.target, self._numerics, table)
-
-    def _make_scheme(self, scheme: str, stats: CalibrationStats | None, name: str) -> Candidate:
-        """Make the candidate that `quantize` would write."""
-        context = (self.target, self._model, self._numerics)
-        return build_scheme(name, find_scheme(scheme), *context, fmt=self._fmt, stats=stats)
-
-    def _finish(self, candidate: Candidate) -> Candidate:
-        """Leave the caches that are named, and refuse what does not fit the model."""
-        found = leave_cache(candidate, self._plain_caches, self.target.geometry)
-        check_sites(found, self.target.geometry)
-        return found
-
-    def _read_table(self, opened: OpenedCandidate, *, rule: Rule = AMAX) -> ScaleTable:
-        """Give the KV scales of a candidate: from its file, or from its statistics."""
-        table = opened.make_table(self._fmt, rule=rule)
-        if table.fmt is not self._fmt:  # e4m3fn and e4m3fnuz differ in range
-            raise ModelError(
-                f"{opened.name}: the scales are for {table.fmt.name}, but the KV "
-                f"cache is emulated in {self._fmt.name}",
-                hint=f"use --fp8-dtype {table.fmt.name}",
+    Raises:
+        UsageError: there are no statistics.
+    """
+    first = next((each for each in opened if each.stats is not None), None)
+    found = {}
+    for rule in rules:
+        if first is None:
+            raise UsageError(
+                "--rules needs statistics, and no --scales holds any",
+                hint="pass the stats.safetensors that calibrate wrote",
             )
-        return table
+        name, table = str(rule), first.make_table(target.fmt, rule=rule)
+        made = build_kv_candidate(name, table, target.numerics, origin=name)
+        found[name] = leave_cache(made, plain_caches, target.geometry)
+    return found
+
+
+def _make(opened: OpenedCandidate, target: Target, scheme: str | None) -> Candidate:
+    if scheme is not None:
+        if opened.stats is None:
+            raise UsageError(
+                f"--scheme {scheme} needs statistics, and {opened.name} holds none",
+                hint="leave out --scheme to verify the scales of the file",
+            )
+        return build_scheme(opened.name, scheme, target, opened.stats)
+    if opened.checkpoint is not None:
+        return build_opened(opened, target)
+    table = opened.make_table(target.fmt)
+    if table.fmt is not target.fmt:  # e4m3fn and e4m3fnuz differ in range
+        raise ModelError(
+            f"{opened.name}: the scales are for {table.fmt.name}, but the KV "
+            f"cache is emulated in {target.fmt.name}",
+            hint=f"use --fp8-dtype {table.fmt.name}",
+        )
+    return build_opened(opened, target, table)
 
 
 def warn_of_overlap(text: DataPlan, opened: Iterable[OpenedCandidate]) -> Iterator[str]:

@@ -199,28 +199,6 @@ class SiteFit:
     """Shares of the values of that head, beyond those of the fitted scale."""
 
 
-class DiagnosisResult(_Model):
-    """What K, V or q of one layer would lose with kinds of scales, on the reference's tensors.
-
-    `fitted`: the smallest power of two with which nothing clips, where the engine uses a scale;
-    `scaled`: the per-tensor scales of the first candidate with KV scales; `per_head`: its per-head
-    scales, if known.
-    """
-
-    site: str
-    layer: int
-    fitted_db: float | None = None
-    unscaled_loss_db: float = 0.0
-    """How much the SQNR of a head is lower at scale 1.0 than with the fitted scale, at most."""
-    unscaled_db: float | None
-    unscaled_clipped: float
-    unscaled_flushed: float
-    scaled_db: float | None
-    per_head_db: float | None
-    calibration_clipped: float | None = None
-    """Share that clips at scale 1.0, by the log2 histogram of the statistics; None without one."""
-
-
 class HistogramResult(_Model):
     """Magnitudes that calibration observed at one site, with the range of its scale."""
 
@@ -341,9 +319,6 @@ class VerifyReport(_Model):
     comparisons: tuple[PairedResult, ...] = ()
     """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
     other engine."""
-    diagnosis: tuple[DiagnosisResult, ...] = ()
-    diagnosis_of: str = ""
-    """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone, as the next two."""
     sequence_klds: Mapping[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -16,21 +15,23 @@ from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences,
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
 from fp8calib.verification.candidates import OpenedCandidate
-from fp8calib.verification.damage_rows import PER_HEAD, diagnose, list_layers, measure_fits
+from fp8calib.verification.damage_rows import list_layers, measure_fits
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import (
+    FITTED,
     Fits,
     assess_need,
     describe_damage,
+    find_fitting,
+    find_unknown_cost,
     list_losing,
 )
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
@@ -40,10 +41,8 @@ from fp8calib.verification.report import (
     CandidateResult,
     Decision,
     HistogramResult,
-    KvNeed,
     LayerResult,
     NoiseResult,
-    PairedResult,
     ReferenceResult,
     RefusedCandidate,
     RuleResult,
@@ -59,10 +58,9 @@ from fp8calib.verification.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.token_scores import TokenScores, split_sequences
+from fp8calib.verification.token_scores import split_sequences
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
-_FITTED_NAME = "scales that fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +88,6 @@ class Verification:
     """What the candidates of files were made from."""
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
-    diagnosis_of: str = ""
-    """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     gate: Gate | None = None
     """None: each candidate's own."""
     is_strict: bool = False
@@ -111,11 +107,6 @@ class Verification:
     def measured(self) -> OpenedCandidate | None:
         """The first candidate of statistics."""
         return next((each for each in self.opened if each.stats is not None), None)
-
-    @property
-    def diagnosed(self) -> OpenedCandidate | None:
-        """What `diagnosis_of` was made from."""
-        return next((each for each in self.opened if each.name == self.diagnosis_of), None)
 
     def list_scored(self, others: Sequence[Candidate] = ()) -> list[Candidate]:
         """List what is scored together: the candidates, what runs beside them, and the rules."""
@@ -138,7 +129,6 @@ class Verification:
             candidates=left,
             refused=(*self.refused, refused),
             warnings=(*self.warnings, str(refused)),
-            diagnosis_of="" if self.diagnosis_of == name else self.diagnosis_of,
         )
 
 
@@ -185,7 +175,7 @@ def verify(
     started = time.monotonic()
     text = asked.batches
     while True:
-        hooks = _make_hooks(asked)
+        hooks = _make_hooks(asked.candidates)
         try:
             scores = score(
                 *(model, asked.list_scored(others), text, hooks),
@@ -198,60 +188,44 @@ def verify(
             asked = asked.leave_out(error)
     _require_quantized(asked.candidates, scores)
     layer_of = asked.geometry.index_modules()
-    fits = {each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates}
-    maker = _ReportMaker(asked, scores, {name: found for name, found in fits.items() if found})
-    fitted = None
-    if maker.needs_fitted:
-        unscaled = next(each for each in asked.candidates if each.name == SCALE_ONE)
-        scaled = Candidate(name=_FITTED_NAME, quantizers=unscaled.fitted)
-        again = score(model, [scaled], text, progress=progress, stage=_FITTED_NAME)
-        fitted = again.candidates[_FITTED_NAME]
+    measured = {
+        each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates
+    }
+    fits = {name: found for name, found in measured.items() if found}
+    klds = {name: found.klds for name, found in scores.candidates.items()}
+    if unknown := find_unknown_cost(asked.candidates, fits):
+        scaled = Candidate(name=FITTED, quantizers=unknown)
+        again = score(model, [scaled], text, progress=progress, stage=FITTED)
+        klds[FITTED] = again.candidates[FITTED].klds
     noise = None
     if measures_noise:
         few, size = choose_noise_text(asked.plan, asked.batch_size)
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
-    diagnosed, measured = asked.diagnosed, asked.measured
-    is_per_head = bool(diagnosed and diagnosed.found and diagnosed.found.table.per_head)
-    report = maker.make(
-        fitted,
-        vocab_size=int(model.model.config.get_text_config(decoder=True).vocab_size),
-        noise=noise,
-        diagnosis=tuple(
-            diagnose(
-                *(hooks.found, fits.get(SCALE_ONE, ())),
-                "" if is_per_head else asked.diagnosis_of,
-                measured.stats if measured else None,
-                asked.fmt,
-            )
-        ),
-        duration_s=time.monotonic() - started,
+    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
+    report = _make_report(asked, scores, klds, fits, vocab_size)
+    more = {"noise": noise, "duration_s": time.monotonic() - started}
+    return Verified(
+        verification=asked, report=conclude(report.model_copy(update=more)), scores=scores
     )
-    return Verified(verification=asked, report=conclude(report), scores=scores)
 
 
-def _make_hooks(asked: Verification) -> MeasurementHooks:
-    """Measure each candidate's scales of K, V and q, and per-head ones, beside fitted ones."""
+def _make_hooks(candidates: Sequence[Candidate]) -> MeasurementHooks:
+    """Measure the scales of K, V and q of each candidate, static ones beside fitted ones."""
     kinds = {
         candidate.name: {
             site: quantizer
             for site, quantizer in candidate.quantizers.items()
             if site in candidate.fitted and site.role is not Role.P
         }
-        for candidate in asked.candidates
+        for candidate in candidates
     }
     scalable = {
         (candidate.name, site)
-        for candidate in asked.candidates
+        for candidate in candidates
         for site, quantizer in candidate.fitted.items()
         if not isinstance(quantizer.scale, torch.Tensor)
     }
-    kinds[PER_HEAD] = {}
-    if (diagnosed := asked.diagnosed) is not None and asked.numerics.kv_per_head:
-        table, own = diagnosed.make_table(asked.fmt, per_head=True), kinds[diagnosed.name]
-        if table.per_head:
-            scaled = emulate_kv(table, asked.numerics).items()
-            kinds[PER_HEAD] = {site: each for site, each in scaled if site in own}
     return MeasurementHooks(kinds, scalable)
 
 
@@ -298,170 +272,153 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-class _ReportMaker:
-    """Makes the report of scores, without its conclusion."""
+def _make_report(
+    asked: Verification,
+    scores: Scores,
+    klds: Mapping[str, torch.Tensor],
+    fits: Fits,
+    vocab_size: int,
+) -> VerifyReport:
+    """Make the report, without its conclusion.
 
-    def __init__(self, asked: Verification, scores: Scores, fits: Fits) -> None:
-        self._asked, self._scores, self._fits = asked, scores, fits
-        self._lengths = asked.plan.lengths
-        self._layers = tuple(self._list_layers())
-        self._klds = {name: each.klds for name, each in scores.candidates.items()}
-        others = [each for each in asked.candidates if each.name != SCALE_ONE]
-        cached = [each.name for each in others if not each.weights]
-        is_asked = bool(cached) or not others
-        self._is_lossy = is_asked and bool(list_losing(fits.get(SCALE_ONE, ())))
-        # Scales that fit tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it
-        # adds nothing; where the scales of a candidate fit, that candidate tells.
-        fitting = (name for name in cached if name in fits and not list_losing(fits[name]))
-        self._fitting = next(fitting, None)
-        self.needs_fitted = self._is_lossy and self._fitting is None
+    `klds` are those of the candidates, and of scales that fit if they were run.
+    """
+    lengths, reference = asked.plan.lengths, scores.reference
+    ppl = compute_ppl(reference.logprobs)
+    broken = explain_broken(ppl, vocab_size)
+    layers = tuple(_list_layers(asked, scores))
+    results = [_judge(each, asked, scores, layers, fits, broken) for each in asked.candidates]
+    # KV scales and scale 1.0 are compared with each other, and candidates with FP8 weights.
+    cached = [one.name for one in results if has_kv_only(one.name, layers)]
+    weights = [one.name for one in results if one.name not in cached]
+    pairs = tuple(
+        compare_paired(name, base, klds, lengths)
+        for kind in (cached, weights)
+        for name in kind
+        for base in kind
+        if name not in {base, SCALE_ONE}
+    )
+    kv = None
+    if SCALE_ONE in fits and (len(results) == 1 or set(cached) - {SCALE_ONE}):
+        losing, added = list_losing(fits[SCALE_ONE]), None
+        fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, fits)
+        if fitting := fitting if losing else "":
+            both = {SCALE_ONE: klds[SCALE_ONE], FITTED: klds[fitting]}
+            added = compare_paired(SCALE_ONE, FITTED, both, lengths)
+        fp8 = average(klds[fitting or SCALE_ONE], lengths)
+        kv = assess_need(losing, fp8, added, [pair for pair in pairs if pair.base == SCALE_ONE])
+    return VerifyReport(
+        model=asked.model,
+        engine=asked.engine or asked.numerics.name,
+        engine_version=asked.engine_version,
+        dtype=asked.dtype,
+        device=asked.device,
+        data=asked.plan.sources,
+        tokens=len(reference.logprobs),
+        sequences=len(lengths),
+        seq_len=asked.plan.seq_len,
+        duration_s=0.0,
+        reference=ReferenceResult(ppl=ppl),
+        candidates=tuple(results),
+        refused=asked.refused,
+        layers=layers,
+        decision=Decision(headline=""),
+        kv=kv,
+        comparisons=pairs,
+        rules=_rank_rules(asked, scores),
+        warnings=(*asked.warnings, *_list_unmet_sites(asked, scores)),
+        fits=fits,
+        unusable=tuple(asked.unusable),
+        has_gate=asked.gate is not None,
+        is_strict=asked.is_strict,
+        broken=broken,
+    )
 
-    def make(self, fitted: TokenScores | None, *, vocab_size: int, **more: Any) -> VerifyReport:
-        """Make the report; `fitted` are the scores with scales that fit, if these are needed."""
-        asked, reference = self._asked, self._scores.reference
-        ppl = compute_ppl(reference.logprobs)
-        broken = explain_broken(ppl, vocab_size)
-        results = [self._judge(each, broken) for each in asked.candidates]
-        pairs = self._pair_candidates(results)
-        return VerifyReport(
-            model=asked.model,
-            engine=asked.engine or asked.numerics.name,
-            engine_version=asked.engine_version,
-            dtype=asked.dtype,
-            device=asked.device,
-            data=asked.plan.sources,
-            tokens=len(reference.logprobs),
-            sequences=len(self._lengths),
-            seq_len=asked.plan.seq_len,
-            reference=ReferenceResult(ppl=ppl),
-            candidates=tuple(results),
-            refused=asked.refused,
-            layers=self._layers,
-            decision=Decision(headline=""),
-            kv=self._assess_need(results, fitted, pairs),
-            comparisons=pairs,
-            diagnosis_of=asked.diagnosis_of,
-            rules=self._rank_rules(),
-            warnings=(*asked.warnings, *self._list_unmet_sites()),
-            fits=self._fits,
-            unusable=tuple(asked.unusable),
-            has_gate=asked.gate is not None,
-            is_strict=asked.is_strict,
-            broken=broken,
-            **more,
-        )
 
-    def _list_layers(self) -> Iterator[LayerResult]:
-        layer_of = self._asked.geometry.index_modules()
-        for candidate in self._asked.candidates:
-            name, quantizers = candidate.name, candidate.quantizers
-            scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-            scales |= self._scores.weight_scales[name]
-            yield from list_layers(name, self._scores.damage[name], scales, layer_of)
+def _list_layers(asked: Verification, scores: Scores) -> Iterator[LayerResult]:
+    layer_of = asked.geometry.index_modules()
+    for candidate in asked.candidates:
+        name, quantizers = candidate.name, candidate.quantizers
+        scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
+        scales |= scores.weight_scales[name]
+        yield from list_layers(name, scores.damage[name], scales, layer_of)
 
-    def _judge(self, candidate: Candidate, broken: str) -> CandidateResult:
-        name, asked, lengths = candidate.name, self._asked, self._lengths
-        mine, reference = self._scores.candidates[name], self._scores.reference
-        summary = summarize(mine, reference, lengths)
-        gate = asked.gate or GATES[candidate.default_gate]
-        damage = describe_damage(name, self._layers, self._fits)
-        verdict, why = judge(summary, gate)
-        verdict, why = correct_if_misleading(
-            *(verdict, why), damage=damage, summary=summary, gate=gate
-        )
-        if overflowing := self._find_overflow(candidate):
-            verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
-        if broken and verdict is not Verdict.FAIL:  # only a failure is certain
-            verdict = Verdict.CANNOT_TELL
-            why = f"{why}, but the unquantized model predicts no better than chance"
-        return CandidateResult(
-            name=name,
-            description=candidate.description,
-            **list_figures(summary),
-            verdict=verdict,
-            verdict_why=why,
-            gate=gate.name,
-            by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
-        )
 
-    def _find_overflow(self, candidate: Candidate) -> str:
-        """Describe values that overflow because the engine does not saturate; empty without any."""
-        for site, sums in self._scores.damage[candidate.name].items():
-            quantizer = candidate.quantizers.get(site)
-            count = Damage(*sums.tolist()).clipped
-            if quantizer is not None and not quantizer.saturates and count:
-                return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
-        return ""
+def _judge(
+    candidate: Candidate,
+    asked: Verification,
+    scores: Scores,
+    layers: Sequence[LayerResult],
+    fits: Fits,
+    broken: str,
+) -> CandidateResult:
+    name, lengths = candidate.name, asked.plan.lengths
+    mine, reference = scores.candidates[name], scores.reference
+    summary = summarize(mine, reference, lengths)
+    gate = asked.gate or GATES[candidate.default_gate]
+    verdict, why = correct_if_misleading(
+        *judge(summary, gate),
+        damage=describe_damage(name, layers, fits),
+        summary=summary,
+        gate=gate,
+    )
+    if overflowing := _find_overflow(candidate, scores.damage[name]):
+        verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
+    if broken and verdict is not Verdict.FAIL:  # only a failure is certain
+        verdict = Verdict.CANNOT_TELL
+        why = f"{why}, but the unquantized model predicts no better than chance"
+    return CandidateResult(
+        name=name,
+        description=candidate.description,
+        **list_figures(summary),
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
+    )
 
-    def _pair_candidates(self, results: Sequence[CandidateResult]) -> tuple[PairedResult, ...]:
-        """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
-        cached = [one for one in results if has_kv_only(one.name, self._layers)]
-        weights = [one for one in results if one not in cached]
-        return tuple(
-            compare_paired(one.name, base.name, self._klds, self._lengths)
-            for kind in (cached, weights)
-            for one in kind
-            for base in kind
-            if one is not base and one.name != SCALE_ONE
-        )
 
-    def _assess_need(
-        self,
-        results: Sequence[CandidateResult],
-        fitted: TokenScores | None,
-        pairs: Sequence[PairedResult],
-    ) -> KvNeed | None:
-        """Answer whether KV scales are needed; None where only FP8 weights are compared."""
-        others = [one.name for one in results if one.name != SCALE_ONE]
-        is_asked = not others or any(has_kv_only(name, self._layers) for name in others)
-        if SCALE_ONE not in self._fits or not is_asked:
-            return None
-        klds, fp8, added = self._klds, self._klds[SCALE_ONE], None
-        if self._is_lossy and self._fitting is not None:
-            fitted = self._scores.candidates[self._fitting]
-        if fitted is not None:
-            fp8 = fitted.klds
-            pair = {SCALE_ONE: klds[SCALE_ONE], _FITTED_NAME: fp8}
-            added = compare_paired(SCALE_ONE, _FITTED_NAME, pair, self._lengths)
-        removed = [pair for pair in pairs if pair.base == SCALE_ONE]
-        losing = list_losing(self._fits[SCALE_ONE])
-        return assess_need(losing, average(fp8, self._lengths), added, removed)
+def _find_overflow(candidate: Candidate, damage: Mapping[Site, torch.Tensor]) -> str:
+    """Describe values that overflow because the engine does not saturate; empty without any."""
+    for site, sums in damage.items():
+        quantizer, count = candidate.quantizers.get(site), Damage(*sums.tolist()).clipped
+        if quantizer is not None and not quantizer.saturates and count:
+            return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
+    return ""
 
-    def _list_unmet_sites(self) -> Iterator[str]:
-        """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
-        for candidate in self._asked.candidates:
-            met = self._scores.damage[candidate.name]
-            if missed := [site for site in candidate.quantizers if site not in met]:
-                yield (
-                    f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
-                    f"{self._asked.numerics.name} but not emulated: the model computes it without "
-                    "a hook"
-                )
 
-    def _rank_rules(self) -> tuple[RuleResult, ...]:
-        """Rank the rules, the smallest divergence first."""
-        measured = self._asked.measured
-        mine = {rule: self._scores.candidates[_rule_key(rule)] for rule in self._asked.rules}
-        klds = {rule: each.klds for rule, each in mine.items()}
-        found = {
-            rule: summarize(each, self._scores.reference, self._lengths)
-            for rule, each in mine.items()
-        }
-        ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
-        return tuple(
-            RuleResult(
-                candidate="" if measured is None else measured.name,
-                rule=rule,
-                ppl_ratio=found[rule].ppl_ratio,
-                ppl_ratio_se=found[rule].ppl_ratio_se,
-                kld_mean=found[rule].kld_mean or 0.0,
-                kld_se=found[rule].kld_se,
-                against_best=None
-                if rule == ranked[0]
-                else compare_paired(rule, ranked[0], klds, self._lengths),
+def _list_unmet_sites(asked: Verification, scores: Scores) -> Iterator[str]:
+    """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
+    for candidate in asked.candidates:
+        met = scores.damage[candidate.name]
+        if missed := [site for site in candidate.quantizers if site not in met]:
+            yield (
+                f"{candidate.name}: {cut_list(missed, 1)}: quantized by {asked.numerics.name} but "
+                "not emulated: the model computes it without a hook"
             )
-            for rule in ranked
+
+
+def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
+    """Rank the rules, the smallest divergence first."""
+    lengths = asked.plan.lengths
+    mine = {rule: scores.candidates[_rule_key(rule)] for rule in asked.rules}
+    klds = {rule: each.klds for rule, each in mine.items()}
+    found = {rule: summarize(each, scores.reference, lengths) for rule, each in mine.items()}
+    ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
+    return tuple(
+        RuleResult(
+            candidate="" if asked.measured is None else asked.measured.name,
+            rule=rule,
+            ppl_ratio=found[rule].ppl_ratio,
+            ppl_ratio_se=found[rule].ppl_ratio_se,
+            kld_mean=found[rule].kld_mean or 0.0,
+            kld_se=found[rule].kld_se,
+            against_best=None
+            if rule == ranked[0]
+            else compare_paired(rule, ranked[0], klds, lengths),
         )
+        for rule in ranked
+    )
 
 
 def _rule_key(rule: str) -> str:

@@ -36,6 +36,7 @@ from fp8calib.errors import (
     UsageError,
     VerificationError,
 )
+from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.verification.candidates import Target, open_candidate
 from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, run
@@ -98,6 +99,8 @@ def bench(calibrated: tuple[Path, Outcome], model: Path, tmp_path_factory: Any) 
         checkpoint=checkpoint,
         fingerprint=fingerprint_model(checkpoint.load_config(), checkpoint),
         geometry=load_stats(calibrated[0] / "stats.safetensors").geometry,
+        model=build_skeleton(open_source(str(model))),
+        numerics=find_emulated("vllm")[1],
     )
     return Bench(model=model, calibrated=calibrated[0], target=target, outside=outside)
 
@@ -221,7 +224,7 @@ def _extract(bench: Bench, path: Path, folder: Path) -> None:
 
 def _verify(bench: Bench, path: Path) -> None:
     try:
-        opened = open_candidate(str(path), bench.target, find_emulated("vllm")[1])
+        opened = open_candidate(str(path), bench.target)
     except REFUSALS:
         return
     assert opened.found is not None

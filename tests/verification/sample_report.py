@@ -10,7 +10,6 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
-    DiagnosisResult,
     HistogramResult,
     LayerResult,
     PositionResult,
@@ -46,7 +45,6 @@ def make_report() -> VerifyReport:
             headline="k of layers 0 and 16 clips at scale 1.0: calibrate. One scale a tensor is "
             "enough; scales by head change nothing that can be measured."
         ),
-        diagnosis=_make_diagnosis(random, amax),
         histograms=_make_histograms(random, amax),
         sequence_klds={
             one.name: tuple(one.kld_mean * np.exp(random.normal(0, 0.4, SEQUENCES)))
@@ -155,24 +153,6 @@ def _make_linear_layers(random: np.random.Generator) -> tuple[LayerResult, ...]:
         for role in ("input", "weight")
         for layer in range(LAYERS)
         for projection in _PROJECTIONS
-    )
-
-
-def _make_diagnosis(
-    random: np.random.Generator, amax: dict[str, np.ndarray]
-) -> tuple[DiagnosisResult, ...]:
-    return tuple(
-        DiagnosisResult(
-            site=f"model.layers.{layer}.self_attn.{role}",
-            layer=layer,
-            unscaled_db=_draw_sqnr(random, -0.6, amax[role][layer], SCALE_ONE),
-            unscaled_clipped=3e-4 if amax[role][layer] > 448 else 0.0,
-            unscaled_flushed=0.002,
-            scaled_db=31.2 + float(random.normal(0, 0.2)),
-            per_head_db=32.1 + float(random.normal(0, 0.2)),
-        )
-        for role in ("k", "v")
-        for layer in range(LAYERS)
     )
 
 

@@ -25,7 +25,7 @@ from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.rules import AMAX, parse_rule
-from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, find_scheme
+from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.quantization.ignored import span_layers
 from fp8calib.quantization.layer_schemes import join_linears
@@ -191,13 +191,8 @@ class Choices:
 
     def _split(self, name: str, model: LoadedModel) -> dict[str, Candidate]:
         """Split the emulation of a scheme by unit; what no hook sees is left out."""
-        target = self._opened.target
-        whole = build_scheme(
-            *(name, find_scheme(name), target, model, self._opened.numerics),
-            fmt=E4M3FN,
-            stats=self._stats,
-            ignore=self._list_ignored(name),
-        )
+        target = replace(self._opened.target, model=model)
+        whole = build_scheme(name, name, target, self._stats, ignore=self._list_ignored(name))
         source = WeightSource(model, target.checkpoint)
         unit_of = {each.source: unit for unit, found in self._members.items() for each in found}
         modules: dict[str, set[str]] = defaultdict(set)

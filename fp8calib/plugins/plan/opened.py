@@ -142,6 +142,8 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
                 checkpoint=model.checkpoint,
                 fingerprint=fingerprint,
                 geometry=model.prepared.geometry,
+                model=model.prepared.model,
+                numerics=numerics,
             ),
             recipe=recipe,
             engines=engines,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median_high
+from typing import Literal
 
+from fp8calib.model.shapes import Site
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
+from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.report import (
+    SCALE_ONE,
     KvNeed,
     LayerResult,
     PairedAnswer,
@@ -123,6 +128,9 @@ def _stands_out(row: LayerResult, rows: Sequence[LayerResult]) -> bool:
 
 # --- the need of scales --------------------------------------------------------------------------
 
+FITTED = "scales that fit"
+"""Names the divergences of a KV cache whose scales fit every tensor."""
+
 
 def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
     """List the sites that lose more than rounding alone varies, the largest loss first."""
@@ -130,6 +138,25 @@ def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
     if not losing and fits and sum(fit.loss_db for fit in fits) / len(fits) >= _MEAN_LOSS_DB:
         losing = [fit for fit in fits if fit.loss_db >= _MEAN_LOSS_DB]
     return sorted(losing, key=lambda fit: -fit.loss_db)
+
+
+def find_fitting(candidates: Sequence[Candidate], fits: Fits) -> str:
+    """Name the first candidate with KV scales that all fit; empty without one."""
+    cached = (each.name for each in candidates if not each.weights and each.name != SCALE_ONE)
+    return next((name for name in cached if name in fits and not list_losing(fits[name])), "")
+
+
+def find_unknown_cost(candidates: Sequence[Candidate], fits: Fits) -> Mapping[Site, Quantizer]:
+    """Give quantizers with scales that fit, if only they tell what scale 1.0 adds to FP8's cost.
+
+    Where scale 1.0 loses nothing, it adds nothing; where the scales of a candidate fit, that
+    candidate tells.
+    """
+    others = [each for each in candidates if each.name != SCALE_ONE]
+    is_asked = not others or any(not each.weights for each in others)
+    if not is_asked or not list_losing(fits.get(SCALE_ONE, ())) or find_fitting(others, fits):
+        return {}
+    return next(each.fitted for each in candidates if each.name == SCALE_ONE)
 
 
 def assess_need(
@@ -149,17 +176,12 @@ def assess_need(
         added: scale 1.0 against such scales; None where they were not run.
         removed: candidates with KV scales against scale 1.0.
     """
-    answer = {
-        None: "cannot-tell",
-        PairedAnswer.WORSE: "yes",
-        PairedAnswer.CANNOT_TELL: "cannot-tell",
-        PairedAnswer.NO_DIFFERENCE: "no",
-        PairedAnswer.BETTER: "no",
-    }[None if added is None else added.answer]
-    if not losing:
-        answer = "no"
-    elif any(map(is_damaged, losing)):
+    told = PairedAnswer.CANNOT_TELL if added is None else added.answer
+    answer: Literal["yes", "no", "cannot-tell"] = "no"
+    if any(map(is_damaged, losing)) or (losing and told is PairedAnswer.WORSE):
         answer = "yes"
+    elif losing and told is PairedAnswer.CANNOT_TELL:
+        answer = "cannot-tell"
     return KvNeed(
         answer=answer,
         sites=tuple(fit.site for fit in losing),

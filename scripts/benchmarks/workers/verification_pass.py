@@ -18,7 +18,6 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
@@ -64,17 +63,16 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
 def build_candidates(setup: Setup, numerics: Numerics) -> dict[str, Candidate]:
     """Calibrate, and build a KV candidate and a static W8A8 one from the statistics."""
     stats = setup.calibrate()
+    target = Target(
+        checkpoint=setup.checkpoint,
+        fingerprint="",
+        geometry=setup.prepared.geometry,
+        model=setup.model,
+        numerics=numerics,
+    )
     return {
         "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), numerics, origin="bench"),
-        "w8a8": build_scheme(
-            "w8a8",
-            find_scheme("fp8-static"),
-            Target(checkpoint=setup.checkpoint, fingerprint="", geometry=setup.prepared.geometry),
-            setup.model,
-            numerics,
-            fmt=E4M3FN,
-            stats=stats,
-        ),
+        "w8a8": build_scheme("w8a8", "fp8-static", target, stats),
     }
 
 
