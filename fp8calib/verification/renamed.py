@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -17,15 +16,19 @@ def rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibratio
     loaded from its folder. Layers correspond by index, and modules by their order in a layer.
 
     Raises:
-        ModelError: a layer of one has no counterpart in the other; the message names it.
+        ModelError: a layer of one has no counterpart in the other.
     """
     own, other = stats.geometry.layers, geometry.layers
-    if len(own) != len(other):
+    if list(map(_find_shape, own)) != list(map(_find_shape, other)):
         raise ModelError(
-            f"the statistics are of {len(own)} layers, and the model has {len(other)}",
+            f"the statistics are of {len(own)} layers, and not of the {len(other)} of the model",
             hint="calibrate this model",
         )
-    paths = {old: new for pair in zip(own, other, strict=True) for old, new in _pair(*pair)}
+    paths = {}
+    for one, two in zip(own, other, strict=True):
+        if one.attention is not None and two.attention is not None:
+            paths[one.attention.module] = two.attention.module
+        paths |= {a.module: b.module for a, b in zip(one.linears, two.linears, strict=True)}
     if all(old == new for old, new in paths.items()):
         return stats
     sites = {
@@ -34,18 +37,6 @@ def rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibratio
     }
     renamed = stats.header.model_copy(update={"geometry": geometry})
     return replace(stats, header=renamed, sites=sites)
-
-
-def _pair(own: Layer, other: Layer) -> Iterator[tuple[str, str]]:
-    if _find_shape(own) != _find_shape(other):
-        raise ModelError(
-            f"the statistics of {own.module} have another shape than {other.module} of the model",
-            hint="calibrate this model",
-        )
-    if own.attention is not None and other.attention is not None:
-        yield own.attention.module, other.attention.module
-    for one, two in zip(own.linears, other.linears, strict=True):
-        yield one.module, two.module
 
 
 def _find_shape(layer: Layer) -> tuple[object, ...]:

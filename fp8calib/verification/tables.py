@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
@@ -11,34 +11,16 @@ from fp8calib.verification.figures import (
     format_kld,
     format_mean_kld,
     format_ratio,
-    format_share,
 )
 from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
-    CandidateResult,
     LayerResult,
     PairedResult,
     RuleResult,
     VerifyReport,
     describe_pair,
 )
-
-
-def figures_table(candidates: Iterable[CandidateResult]) -> Table:
-    """Make the table of the figures that the table of candidates leaves out."""
-    columns = ["candidate", "perplexity", "KLD median", "KLD max", "top-1 ties"]
-    rows = [
-        [
-            each.name,
-            f"{each.ppl:.5g}",
-            format_kld(each.kld_median),
-            format_kld(each.kld_max),
-            format_share(each.top1_ties),
-        ]
-        for each in candidates
-    ]
-    return Table(columns=columns, rows=rows)
 
 
 def sites_table(

@@ -269,25 +269,6 @@ def test_a_cache_that_stays_in_16_bits_is_not_emulated(
     assert len(told) == (0 if is_used else 1)
 
 
-def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
-    model: Path, held_out: Path, files: Path
-) -> None:
-    command = ("verify", model, "--data", held_out, *QUICK, "--all")
-    alone = succeed(*command).out
-    title = "K, V and q at scale 1.0: SQNR in dB of the 6 that lose most\n"
-    assert title in alone
-    header = alone.partition(title)[2].splitlines()[0]
-    assert "per tensor" not in header
-    assert "per head" not in header
-    assert "in calibration" not in header
-    scales = files / "kv-overlay-head"
-    per_head = succeed(*command, "--scales", scales).out
-    title = f"K, V and q at scale 1.0 and with the scales of {scales}: SQNR in dB of the 6 "
-    header = per_head.partition(title)[2].splitlines()[1]
-    assert "per head" in header
-    assert "per tensor" not in header
-
-
 def test_one_scored_token_gives_no_verdict(model: Path, files: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "two.jsonl", [{"input_ids": [1, 2]}])
     command = ("verify", model, "--data", rows, "--dtype", "float32", "--scales", files)

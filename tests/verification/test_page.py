@@ -94,14 +94,6 @@ def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
         "1.0123 \u00b1 0.0045",
         "92.87%",
     ]
-    others = reader.words.index("Top-1 ties") + 1
-    assert reader.words[others : others + 5] == [
-        "out/overlay",
-        "12.346",
-        "0.0213",
-        "3.4500",
-        "2.50%",
-    ]
 
 
 def test_the_page_ends_with_what_it_was_made_from() -> None:
@@ -148,7 +140,7 @@ def test_a_verdict_is_a_word_and_not_a_colour_alone(verdict: Verdict, badge: str
 
 def test_what_fp64_could_not_hold_is_short() -> None:
     broken = make_candidate("a", ppl=sys.float_info.max, ppl_ratio=sys.float_info.max)
-    assert {"1.7977e+308", "1.8e+308"} <= set(read(make_small(candidates=(broken,))).words)
+    assert "1.8e+308" in set(read(make_small(candidates=(broken,))).words)
 
 
 def test_the_texts_that_lose_most_are_quoted() -> None:
@@ -174,7 +166,6 @@ def test_the_texts_that_lose_most_are_quoted() -> None:
                 "SQNR by layer",
                 "Tensors that lose most",
                 "Scale rules",
-                "Other figures of the candidates",
                 "Provenance",
             ],
         ),
@@ -183,7 +174,6 @@ def test_the_texts_that_lose_most_are_quoted() -> None:
             "",
             [
                 "KLD by sequence and by position",
-                "Other figures of the candidates",
                 "Provenance",
             ],
         ),
@@ -194,7 +184,6 @@ def test_the_texts_that_lose_most_are_quoted() -> None:
                 "KLD by sequence and by position",
                 "SQNR by layer",
                 "Tensors of lowest SQNR",
-                "Other figures of the candidates",
                 "Provenance",
             ],
         ),

@@ -50,25 +50,29 @@ def conclude(report: VerifyReport) -> VerifyReport:
     decided = [_decide_weights(report, weights)] if weights else []
     if (need := report.kv) is not None:
         decided.append(_decide_kv(report, need, scaled))
-        update = {"why": decided[-1].headline}
-        if report.broken:
-            update = {"answer": "cannot-tell", "why": _BROKEN}
-        need = need.model_copy(update=update)
+        need = need.model_copy(update={"why": decided[-1].headline})
     if report.broken:
-        decided = [Decision(headline=_BROKEN, details=report.broken)]
+        decided = [_decide(_BROKEN, report.broken)]
+        need = need and need.model_copy(update={"answer": "cannot-tell", "why": _BROKEN})
     elif not decided:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
-        decided = [Decision(headline=f"{verdicts or 'nothing was compared'}.")]
+        decided = [_decide(f"{verdicts or 'nothing was compared'}.")]
     unfit = (_describe_unfit(one.name, report) for one in others)
     details = [*_list_collapses(report), *(each.details for each in decided), *unfit]
     used = (each for each in decided if each.remedy is Remedy.USE)
-    decision = next(used, decided[-1]).model_copy(
-        update={
-            "headline": " ".join(each.headline for each in decided),
-            "details": "\n".join(filter(None, details)),
-        }
-    )
+    update = {
+        "headline": " ".join(each.headline for each in decided),
+        "details": "\n".join(filter(None, details)),
+    }
+    decision = next(used, decided[-1]).model_copy(update=update)
     return report.model_copy(update={"decision": decision, "kv": need})
+
+
+def _decide(
+    headline: str, *details: str, remedy: Remedy = Remedy.NONE, candidate: str = ""
+) -> Decision:
+    lines = "\n".join(details)
+    return Decision(headline=headline, details=lines, remedy=remedy, candidate=candidate)
 
 
 def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
@@ -122,15 +126,15 @@ def _describe_unfit(candidate: str, report: VerifyReport) -> str:
 
 
 def _describe_fit(fit: SiteFit, scale: float | None) -> str:
-    clips = _clips(fit)
-    share = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
+    clips, damage = _clips(fit), fit.damage
+    share = fit.clipped or damage.clipped_share if clips else fit.flushed
     # The loss of the worst head is, within a factor of two, that of the tensor.
-    most = max(fit.damage.clipped_share, fit.damage.flushed_share)
+    most = max(damage.clipped_share, damage.flushed_share)
     heads = "" if most >= max(fit.clipped, fit.flushed) / 2 else " of one head"
-    lost = f"{_format_percent(share)} of the values{heads} {'clip' if clips else 'become zero'}"
-    if not share:
-        lost = f"which costs {fit.loss_db:.1f} dB"
-    return _describe_scale(fit, fit.damage.amax, scale, lost, clips=clips)
+    lost = (
+        _describe_lost(share, heads, clips=clips) if share else f"which costs {fit.loss_db:.1f} dB"
+    )
+    return _describe_scale(fit, damage.amax, scale, lost, clips=clips)
 
 
 def _clips(fit: SiteFit) -> bool:
@@ -149,9 +153,12 @@ def _describe_row(row: LayerResult) -> str:
     if not clips and not (row.flushed and is_far_below):
         where = _describe_place(row, row.amax, row.scale)
         return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
-    share = row.clipped if clips else row.flushed
-    lost = f"{_format_percent(share)} of the values {'clip' if clips else 'become zero'}"
+    lost = _describe_lost(row.clipped if clips else row.flushed, clips=clips)
     return _describe_scale(row, row.amax, row.scale, lost, clips=clips)
+
+
+def _describe_lost(share: float, heads: str = "", *, clips: bool) -> str:
+    return f"{_format_percent(share)} of the values{heads} {'clip' if clips else 'become zero'}"
 
 
 def _describe_scale(
@@ -192,8 +199,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     if need.answer == "cannot-tell":
         if paired is not None:
             where += f", which changes the KLD by {changed}{tell_more(paired)}"
-        headline = "This text cannot tell whether the model needs KV scales."
-        return Decision(headline=headline, details=f"{where}.")
+        return _decide("This text cannot tell whether the model needs KV scales.", f"{where}.")
     if paired is None:
         one = _find(report, SCALE_ONE)
         where += f" (KLD {format_mean_kld(one.kld_mean, one.kld_se)})"
@@ -209,20 +215,15 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     queries = [fit for fit in losing if fit.role == "q"]
     repaired = [one for one in scaled if _needs_query_only(one.name, unfit[one.name], report)]
     if repaired and queries:
-        best = min(repaired, key=get_kld)
+        best = min(repaired, key=get_kld).name
         layers = _join_layers(sorted({fit.layer for fit in queries}))
-        headline = f"{_NEEDED}, and {best.name} has no scale for q of {layers}."
-        return Decision(
-            headline=headline, details=where, remedy=Remedy.SCALE_QUERY, candidate=best.name
-        )
+        headline = f"{_NEEDED}, and {best} has no scale for q of {layers}."
+        return _decide(headline, where, remedy=Remedy.SCALE_QUERY, candidate=best)
     misfits = (f"In {name} {describe_losing(fits)}." for name, fits in unfit.items())
     of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""
     others = ", and those of the candidates do not fit" if scaled else ""
-    return Decision(
-        headline=f"{_NEEDED}{others}: calibrate{of_query}.",
-        details="\n".join([where, *misfits]),
-        remedy=Remedy.CALIBRATE,
-    )
+    headline = f"{_NEEDED}{others}: calibrate{of_query}."
+    return _decide(headline, where, *misfits, remedy=Remedy.CALIBRATE)
 
 
 def _decide_without(
@@ -234,8 +235,7 @@ def _decide_without(
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
     one, kept = _find(report, SCALE_ONE), "any scale"
     why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
-    if need.sites:
-        assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
+    if need.added_by_one is not None and need.sites:
         kept, changed = "scales that fit", format_difference(need.added_by_one)
         why = f"At scale 1.0 {describe_losing(losing)}, but the KLD changes by {changed}."
     details = [
@@ -247,25 +247,20 @@ def _decide_without(
         paired = _find_pair(report, each.name, SCALE_ONE)
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
-    headline, remedy, candidate = f"{_NOT_NEEDED}.", Remedy.SERVE, SCALE_ONE
-    if _is_unusable(one, report) and (passing := _list_passing(scaled, report)):
-        best = min(passing, key=get_kld)
-        headline = f"Scale 1.0 does not pass the {one.gate} gate: use {best.name}."
-        remedy, candidate = Remedy.USE, best.name
-    elif _fails(one, report):
+    is_unknown = one.verdict is Verdict.CANNOT_TELL
+    if (_fails(one, report) or is_unknown) and (passing := _list_passing(scaled, report)):
+        best = min(passing, key=get_kld).name
+        headline = f"Scale 1.0 does not pass the {one.gate} gate: use {best}."
+        return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
+    if _fails(one, report):
         headline = f"{_NOT_NEEDED}, but an FP8 cache fails the {one.gate} gate."
-        details.append(_LEAVE_LAYERS)
-        remedy = Remedy.FIND_LAYERS
-    elif one.verdict is Verdict.CANNOT_TELL:
-        headline = f"{_NOT_NEEDED}, but whether an FP8 cache passes cannot be told."
-        remedy, candidate = Remedy.NONE, ""
-    elif SCALE_ONE in report.unusable:
-        headline = f"{_NOT_NEEDED}, but the engine cannot load it."
-        details.append(_OTHER_ENGINE)
-        remedy, candidate = Remedy.NONE, ""
-    return Decision(
-        headline=headline, details="\n".join(details), remedy=remedy, candidate=candidate
-    )
+        lines = (*details, _LEAVE_LAYERS)
+        return _decide(headline, *lines, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
+    if is_unknown:
+        return _decide(f"{_NOT_NEEDED}, but whether an FP8 cache passes cannot be told.", *details)
+    if SCALE_ONE in report.unusable:
+        return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
+    return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
 
 
 def _needs_query_only(name: str, losing: Sequence[SiteFit], report: VerifyReport) -> bool:
@@ -282,28 +277,22 @@ def _choose_scaled(
     if not loadable:
         named = ", ".join(one.name for one in fitting)
         headline = f"{_NEEDED}; {named} would fit, but the engine cannot use it."
-        return Decision(headline=headline, details=f"{where}\n{_OTHER_ENGINE}")
+        return _decide(headline, where, _OTHER_ENGINE)
     passing = _list_passing(fitting, report)
     best = min(passing or loadable, key=get_kld)
-    cost = f"{best.name} costs KLD {format_mean_kld(best.kld_mean, best.kld_se)}"
+    name = best.name
+    cost = f"{name} costs KLD {format_mean_kld(best.kld_mean, best.kld_se)}"
     if _fails(best, report):
-        return Decision(
-            headline=f"{_NEEDED}, and with {best.name} it still fails the {best.gate} gate.",
-            details=f"{where}\n{cost}. {_LEAVE_LAYERS}",
-            remedy=Remedy.FIND_LAYERS,
-            candidate=best.name,
-        )
+        headline = f"{_NEEDED}, and with {name} it still fails the {best.gate} gate."
+        details = (where, f"{cost}. {_LEAVE_LAYERS}")
+        return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=name)
     if best.verdict is Verdict.CANNOT_TELL:
-        headline = f"{_NEEDED}. {best.name} fits, but whether it passes cannot be told."
-        return Decision(headline=headline, details=f"{where}\n{cost}.")
-    removed = format_difference(_find_pair(report, best.name, SCALE_ONE))
+        headline = f"{_NEEDED}. {name} fits, but whether it passes cannot be told."
+        return _decide(headline, where, f"{cost}.")
+    removed = format_difference(_find_pair(report, name, SCALE_ONE))
+    details = (where, f"{cost}: {removed} against scale 1.0.")
     others = _compare_with_best(best, passing, report)
-    return Decision(
-        headline=f"{_NEEDED}: use {best.name}.",
-        details="\n".join([where, f"{cost}: {removed} against scale 1.0.", *others]),
-        remedy=Remedy.USE,
-        candidate=best.name,
-    )
+    return _decide(f"{_NEEDED}: use {name}.", *details, *others, remedy=Remedy.USE, candidate=name)
 
 
 def describe_losing(fits: Sequence[SiteFit]) -> str:
@@ -335,26 +324,22 @@ def _join_layers(layers: Sequence[int]) -> str:
 
 def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
-    loadable = [one for one in found if one.name not in report.unusable]
+    failed = [one for one in found if one.name not in report.unusable and _fails(one, report)]
     unusable = [
         f"The engine cannot use {one.name}." for one in found if one.name in report.unusable
     ]
+    only = found[0] if len(found) == 1 else None
     if passing := _list_passing(found, report):
         best = min(passing, key=get_kld)
+        headline = _judge(only) if only else f"Use {best.name}: {_cost(best)}."
         others = _compare_with_best(best, passing, report)
-        headline = _judge(best) if len(found) == 1 else f"Use {best.name}: {_cost(best)}."
-        remedy, candidate, advice = Remedy.USE, best.name, [*unusable, *others]
-    elif failed := [one for one in loadable if _fails(one, report)]:
-        worst = min(failed, key=get_kld)
-        headline = _judge(worst) if len(found) == 1 else "No candidate passes."
-        advice = ["Leave the most sensitive layers in 16 bits, or use another scheme.", *unusable]
-        remedy, candidate = Remedy.FIND_LAYERS, worst.name
-    else:
-        headline = _judge(found[0]) if len(found) == 1 else "No candidate is known to pass."
-        remedy, candidate, advice = Remedy.NONE, "", unusable
-    return Decision(
-        headline=headline, details="\n".join(advice), remedy=remedy, candidate=candidate
-    )
+        return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
+    if failed:
+        worst = min(failed, key=get_kld).name
+        headline = _judge(only) if only else "No candidate passes."
+        advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
+        return _decide(headline, advice, *unusable, remedy=Remedy.FIND_LAYERS, candidate=worst)
+    return _decide(_judge(only) if only else "No candidate is known to pass.", *unusable)
 
 
 _VERDICTS = {
@@ -400,13 +385,12 @@ def _fails(one: CandidateResult, report: VerifyReport) -> bool:
 def _list_passing(found: Sequence[CandidateResult], report: VerifyReport) -> list[CandidateResult]:
     """List the candidates that the engine loads and that pass."""
     return [
-        one for one in found if one.name not in report.unusable and not _is_unusable(one, report)
+        one
+        for one in found
+        if one.name not in report.unusable
+        and not _fails(one, report)
+        and one.verdict is not Verdict.CANNOT_TELL
     ]
-
-
-def _is_unusable(one: CandidateResult, report: VerifyReport) -> bool:
-    """Whether a candidate fails, or cannot be judged."""
-    return _fails(one, report) or one.verdict is Verdict.CANNOT_TELL
 
 
 def get_kld(one: CandidateResult) -> float:

@@ -186,8 +186,6 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Se
     rules = tables.rules_table(report.rules) if report.rules else None
     yield Section(title="Scale rules", table=rules)
     yield Section(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
-    others = tables.figures_table(report.candidates)
-    yield Section(title="Other figures of the candidates", table=others, is_folded=True)
 
 
 def _rank(row: LayerResult) -> float:
