@@ -41,7 +41,6 @@ from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.page.page import write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
-    CandidateResult,
     Remedy,
     RunProvenance,
     Verdict,
@@ -71,53 +70,44 @@ class VerifyResult(VerifyReport, Result):
     """None where only a server and an unquantized one or a dump are compared."""
 
     @property
-    def passed(self) -> bool:
-        """Whether all candidates that were asked for pass, and the engine can use them.
+    def _fault(self) -> tuple[int, str, Sequence[str]]:
+        """The exit code of a gate, why, and the candidates that it is about; 0 if all pass.
 
-        A verdict that cannot be given is a failure; a warning is one where the gate is strict.
+        Without any candidate that was asked for, scale 1.0 is judged. A warning is a failure where
+        the gate is strict; so is a verdict that cannot be given, with a code of its own.
         """
-        return self._failure is None and not self.refused and not self._left
+        code = VerificationError.exit_code
+        if self.refused:
+            return code, "refused", [each.name for each in self.refused]
+        asked = [each for each in self.candidates if each.name != SCALE_ONE] or self.candidates
+        if left := [each.name for each in asked if each.name in self.unusable]:
+            return code, "the engine cannot use it", left
+        codes = {Verdict.FAIL: code}
+        if self.is_strict:
+            codes[Verdict.WARN] = code
+        codes[Verdict.CANNOT_TELL] = CANNOT_TELL
+        for verdict, code_of_verdict in codes.items():
+            if names := [each.name for each in asked if each.verdict is verdict]:
+                is_unknown = code_of_verdict == CANNOT_TELL
+                why = "the gate cannot tell" if is_unknown else "the gate fails"
+                return code_of_verdict, why, names
+        return 0, "", []
+
+    @property
+    def passed(self) -> bool:
+        """Whether all candidates that were asked for pass, and the engine can use them."""
+        return not self._fault[0]
 
     @property
     def exit_code(self) -> int:
         """8 if a candidate is refused, or fails the gate; 9 where the gate cannot tell; else 0."""
-        if self.refused or (self.has_gate and self._left):
-            return VerificationError.exit_code
-        if not self.has_gate or self._failure is None:
-            return 0
-        is_unknown = self._failure is Verdict.CANNOT_TELL
-        return CANNOT_TELL if is_unknown else VerificationError.exit_code
+        return self._fault[0] if self.has_gate or self.refused else 0
 
     @property
     def exit_why(self) -> str:
         """Why the exit code is not 0; empty where it is."""
-        if not self.exit_code:
-            return ""
-        why, names = "refused", [each.name for each in self.refused]
-        if not self.refused and self._left:
-            why, names = "the engine cannot use it", self._left
-        elif not self.refused:
-            why = "the gate cannot tell" if self.exit_code == CANNOT_TELL else "the gate fails"
-            names = [each.name for each in self._judged if each.verdict is self._failure]
-        return f"exit code {self.exit_code}: {why}: {', '.join(names)}"
-
-    @property
-    def _judged(self) -> Sequence[CandidateResult]:
-        """The candidates that were asked for; without any, scale 1.0."""
-        asked = [each for each in self.candidates if each.name != SCALE_ONE]
-        return asked or self.candidates
-
-    @property
-    def _left(self) -> list[str]:
-        """The judged candidates that the engine cannot load, or whose KV scales it ignores."""
-        return [each.name for each in self._judged if each.name in self.unusable]
-
-    @property
-    def _failure(self) -> Verdict | None:
-        """The worst verdict that a gate does not let pass; None without one."""
-        failing = (Verdict.FAIL, *([Verdict.WARN] if self.is_strict else []), Verdict.CANNOT_TELL)
-        verdicts = {each.verdict for each in self._judged}
-        return next((verdict for verdict in failing if verdict in verdicts), None)
+        code, why, names = self._fault
+        return f"exit code {code}: {why}: {', '.join(names)}" if self.exit_code else ""
 
 
 _SETTINGS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,60 +28,61 @@ from fp8calib.verification.candidates import (
 from fp8calib.verification.report import SCALE_ONE
 
 
-def note_version(engine: Engine) -> list[str]:
-    """Note that an engine has another version than that of the rules."""
-    return [f"{engine.title}: {engine.note}"] if engine.note else []
-
-
 def judge_loading(
     engine: Engine, model: RunModel, opened: Sequence[OpenedCandidate], scheme: str | None
 ) -> tuple[list[str], list[str]]:
     """Find the candidates that the engine cannot load, or whose KV scales it does not use.
 
     Returns:
-        Their names, and warnings of them and of those that it may not load.
+        Their names, and warnings: of them, of those that it may not load, and of a version of the
+        engine that the rules are not of.
     """
+    warnings = [f"{engine.title}: {engine.note}"] if engine.note else []
     if engine.replay_folder is None:
-        return [], note_version(engine)
-    folders = {
+        return [], warnings
+    reports = dict(_replay_all(engine, model, opened, scheme))
+    unusable = {
+        name: f"{engine.release} cannot load it ({report.load_fault}); the figures are those of "
+        "its arithmetic alone"
+        for name, report in reports.items()
+        if report.load_fault
+    }
+    unusable |= {
+        each.name: f"{engine.release} does not use its KV scales ({why}); the figures are those of "
+        "its arithmetic with them"
+        for each in opened
+        if each.name not in unusable
+        and (why := _find_unused(each, reports.get(each.name), model, engine))
+    }
+    doubts = {
+        name: f"whether {engine.release} loads it is unknown ({report.unknown[0]})"
+        for name, report in reports.items()
+        if report.unknown and not report.load_fault
+    }
+    for name, text in (*unusable.items(), *doubts.items()):
+        warnings.append(f"{'the unquantized model' if name == SCALE_ONE else name}: {text}")
+    return list(unusable), warnings
+
+
+def _replay_all(
+    engine: Engine, model: RunModel, opened: Sequence[OpenedCandidate], scheme: str | None
+) -> Iterator[tuple[str, EngineReport]]:
+    """Replay the loader on the folders of candidates and the model, and on what a scheme writes."""
+    places = {
         each.name: find_candidate(each.name)
         for each in opened
         if each.stats is None and Path(each.name).is_dir()
     }
     has_folder = not model.is_live and model.checkpoint.has_weights
-    is_unquantized = has_folder and not model.checkpoint.form
-    if is_unquantized:
-        folders[SCALE_ONE] = model.source.folder
-    reports = {name: _replay(path, engine) for name, path in folders.items()}
+    if is_unquantized := has_folder and not model.checkpoint.form:
+        places[SCALE_ONE] = model.source.folder
+    for name, path in places.items():
+        if (report := _replay(path, engine)) is not None:
+            yield name, report
     if scheme is not None and is_unquantized:
         report = _replay_scheme(model, find_scheme(scheme), engine)
-        reports |= dict.fromkeys([each.name for each in opened] or [scheme], report)
-    known = {name: report for name, report in reports.items() if report is not None}
-    faults = {name: report.load_fault for name, report in known.items()}
-    unused = {each.name: _find_unused(each, known.get(each.name), model, engine) for each in opened}
-    refused = {name: why for name, why in faults.items() if why}
-    unused = {name: why for name, why in unused.items() if why and not faults.get(name)}
-    doubts = {
-        n: report.unknown[0] for n, report in known.items() if report.unknown and not faults[n]
-    }
-    warnings = note_version(engine)
-    for name, why in refused.items():
-        warnings.append(
-            f"{_name(name)}: {engine.release} cannot load it ({why}); the figures are those of its "
-            "arithmetic alone"
-        )
-    for name, why in unused.items():
-        warnings.append(
-            f"{_name(name)}: {engine.release} does not use its KV scales ({why}); the figures are "
-            "those of its arithmetic with them"
-        )
-    for name, why in doubts.items():
-        warnings.append(f"{_name(name)}: whether {engine.release} loads it is unknown ({why})")
-    return [*refused, *unused], warnings
-
-
-def _name(candidate: str) -> str:
-    return "the unquantized model" if candidate == SCALE_ONE else candidate
+        if report is not None:
+            yield from dict.fromkeys([each.name for each in opened] or [scheme], report).items()
 
 
 def _find_unused(

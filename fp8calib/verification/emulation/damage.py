@@ -78,8 +78,8 @@ def measure_damage(
         _sum_squares(fake.values - exact),
         clipped,
         flushed * (exact.numel() / max(chosen.numel(), 1)),
-        torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
-        (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
+        torch.full((), x.numel(), dtype=torch.float64, device=x.device),
+        tensor_amax(x.detach()).double(),
     )
     return torch.stack(sums)
 

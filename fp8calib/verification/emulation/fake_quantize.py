@@ -29,10 +29,8 @@ class FakeQuantized(NamedTuple):
     values: torch.Tensor
     """Quantized and dequantized, fp32."""
     scaled: torch.Tensor | None
-    """x / scale before saturation, fp32, the shape of `values`; None where nothing exceeds the
+    """x / scale before saturation, fp32, the shape of `values`; None where nothing can exceed the
     largest value of the format."""
-    amax: torch.Tensor | None = None
-    """Largest magnitude of x, fp32; None where it was not computed."""
     scale: torch.Tensor | None = None
     """The scale of each element, as `Quantizer.scale_for`; None where a cache type has its own."""
 
@@ -135,35 +133,17 @@ class Quantizer:
             return is_equal and replace(self, scale=b) == other
         return a is b and self == other
 
-    def fake(self, x: torch.Tensor, *, is_within: bool = False) -> FakeQuantized:
-        """Quantize and dequantize in fp32, and keep what measuring the damage needs.
-
-        `is_within` tells that no magnitude exceeds the largest value of the format.
-        """
+    def fake(self, x: torch.Tensor) -> FakeQuantized:
+        """Quantize and dequantize in fp32, and keep what measuring the damage needs."""
         if self.round_trip is not None:
             return FakeQuantized(self.round_trip(x), None)
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
-        before, amax = None, None
-        if self.clips and not is_within:
-            before, amax = self._find_excess(x, scale, scaled)
+        before = scaled if self.clips else None
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)
-        return FakeQuantized(values.mul_(scale), before, amax, scale)
-
-    def _find_excess(
-        self, x: torch.Tensor, scale: torch.Tensor, scaled: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Give `FakeQuantized.scaled` and `FakeQuantized.amax`."""
-        if x.device.type != "cpu":  # asking would synchronize
-            return scaled, None
-        amax, largest = None, scaled
-        if scale.numel() == 1 and x.numel():  # one scale keeps the order of magnitudes
-            amax = tensor_amax(x.detach())
-            largest = self.divide(amax.to(x.dtype), scale)
-        is_within = not x.numel() or tensor_amax(largest).item() <= self.fmt.max * AT_THE_EDGE
-        return None if is_within else scaled, amax
+        return FakeQuantized(values.mul_(scale), before, scale)
 
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         """Give the scale of each element: fp32, broadcasts to `x`."""

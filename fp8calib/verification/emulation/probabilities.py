@@ -84,8 +84,8 @@ def attend_in_fp32(
             before = _take_rows(p, counted)
             if p.device.type == "cpu":
                 p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
-            else:  # no P exceeds the largest value of the format
-                p = quantizer.fake(p, is_within=True).values
+            else:
+                p = quantizer.fake(p).values
             if chunk.sequence == 0:
                 measured.append((before, _take_rows(p, counted)))
             if measured and p.device.type != "cpu":

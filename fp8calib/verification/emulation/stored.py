@@ -20,7 +20,7 @@ from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, ScaleRange
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.weights import (
-    ChangedWeight,
+    Changed,
     WeightChange,
     WeightParameter,
     explain_inputs,
@@ -167,7 +167,7 @@ class StoredWeights(WeightChange):
     scales: ScaleRange
     """Those of the checkpoint."""
 
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Copy the stored weight over the values, expert by expert."""
         (parameter,), damage = self.parameters, []
         for piece, stored, limits in zip(
@@ -182,7 +182,7 @@ class StoredWeights(WeightChange):
             clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
             damage.append(measure_damage(piece, FakeQuantized(became, clipped), self.fmt))
             piece.copy_(became)
-        yield ChangedWeight(parameter, sum_damage(damage), self.scales)
+        yield parameter, sum_damage(damage), self.scales
 
 
 def find_clipped(
@@ -218,7 +218,7 @@ class CopiedParameter(WeightChange):
 
     source: WeightSource
 
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Copy the tensor, which is not quantized: there is nothing to tell."""
         (parameter,) = self.parameters
         found = self.source.read(parameter.name)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +54,10 @@ class WeightParameter:
             yield source.read(self.name)
 
 
+Changed = tuple[WeightParameter, torch.Tensor, ScaleRange]
+"""A parameter, the sums of `measure_damage`, and the scales that the unquantized weight has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChange:
     """A change to weights that are replaced together."""
@@ -66,19 +69,9 @@ class WeightChange:
     again: Quantizer | None = None
     """How the engine quantizes the quantized weights again at load; None: it does not."""
 
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Replace `values` (by parameter name) in place; tell of each that is quantized."""
         raise NotImplementedError
-
-
-class ChangedWeight(NamedTuple):
-    """What a change did to one parameter."""
-
-    parameter: WeightParameter
-    damage: torch.Tensor
-    """As `measure_damage` gives it."""
-    scales: ScaleRange
-    """Those that the unquantized weight has; of experts, the extremes of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +87,7 @@ class Requantized(WeightChange):
     through_float16: bool = False
     """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
 
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Quantize in place, expert by expert."""
         per = self.quantizer.scale
         assert isinstance(per, Granularity)  # noqa: S101 -- a scheme's always is
@@ -114,8 +107,7 @@ class Requantized(WeightChange):
                 ]
         for parameter in self.parameters:
             damage, scales = zip(*parts[parameter.name], strict=True)
-            extremes = ScaleRange.of(torch.stack(scales), per=per)
-            yield ChangedWeight(parameter, sum_damage(damage), extremes)
+            yield parameter, sum_damage(damage), ScaleRange.of(torch.stack(scales), per=per)
 
     def _list_exact(
         self, parameter: WeightParameter, value: torch.Tensor
@@ -186,7 +178,7 @@ def changed_weights(
     """Apply `changes` to the model while the context is open.
 
     At the end, the unquantized weights are read again from `originals`. `damage` and `scales`
-    receive those of each weight (`ChangedWeight`).
+    receive those of each weight (`Changed`).
 
     Raises:
         VerificationError: a weight is offloaded, so it cannot be replaced.
@@ -202,9 +194,9 @@ def changed_weights(
                         hint="omit --device-map: the model is then streamed layer by layer",
                     )
             touched += change.parameters
-            for found in change.apply(values):
-                damage.update(dict.fromkeys(found.parameter.sites, found.damage))
-                scales.update(dict.fromkeys(found.parameter.sites, found.scales))
+            for parameter, sums, extremes in change.apply(values):
+                damage.update(dict.fromkeys(parameter.sites, sums))
+                scales.update(dict.fromkeys(parameter.sites, extremes))
         yield
     finally:
         for parameter in touched:
