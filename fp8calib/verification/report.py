@@ -19,8 +19,6 @@ from fp8calib.verification.figures import format_kld, format_mean_kld, format_ra
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
-FP8_CACHE = "fp8"
-"""The cache type whose scales are calibrated."""
 
 
 class Verdict(StrEnum):

@@ -286,7 +286,7 @@ class Choices:
                     site = attention.site(role)
                     scales[site] = self._find_table(rule).scales[site]
         mixed = replace(table, scales=scales)
-        whole = build_kv_candidate("", mixed, self._opened.numerics, origin="")
+        whole = build_kv_candidate("", mixed, self._opened.target.numerics, origin="")
         both = [unit for unit in self.units if unit.sites and rules.keys() >= set(unit.sites)]
         layers = {layer for unit in both for layer in unit.layers}
         modules = {a.module for layer, a in geometry.attentions() if layer.index in layers}

@@ -124,7 +124,7 @@ def _plan(
         searched, held_out = run_on(opened.search, "searching"), run_on(opened.held_out, "judging")
         can_skip = all(engine.can_skip_caches for engine in opened.engines)
         search = Search(choices, searched, passes=request.passes, can_skip=can_skip)
-        if opened.budget.is_share:
+        if opened.budget.kind == "bytes" and opened.budget.limit <= 1:  # a share
             limit = opened.budget.limit * choices.unquantized_bytes
             opened = replace(opened, budget=replace(opened.budget, limit=limit))
         best = search.run(opened.budget, request.rules or RULES, points=request.points)
@@ -143,7 +143,6 @@ def _plan(
 def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
     """Describe the run without running text."""
     request, model, text = opened.request, opened.model, opened.calibration
-    mode = _make_job(opened, reporter).choose_mode()
     return RunPlan(
         plan={
             "model": str(request.model),
@@ -163,7 +162,7 @@ def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
             ],
             "data": list(text.sources),
             "out": str(opened.out),
-            **mode.as_json(),
+            **_make_job(opened, reporter).choose_mode().as_json(),
         }
     )
 

@@ -137,7 +137,7 @@ def open_model(opened: OpenedPlan, choices: Choices, reporter: Reporter) -> Iter
     asked = Verification(
         model=model.name,
         geometry=model.prepared.geometry,
-        numerics=opened.numerics,
+        numerics=opened.target.numerics,
         candidates=(choices.emulate(whole),) * AT_ONCE,
         plan=replace_sequences(first, texts, {**first.media, **moved}),
         batch_size=opened.request.batch_size,

@@ -20,7 +20,6 @@ from fp8calib.data.sequences import (
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import DataError, ModelError, UsageError
 from fp8calib.model.load import ModelSource
@@ -49,11 +48,6 @@ class Budget:
     """`bytes`, `kld` or `ratio`."""
     limit: float
 
-    @property
-    def is_share(self) -> bool:
-        """Whether the limit is a share of the unquantized bytes."""
-        return self.kind == "bytes" and self.limit <= 1
-
     def read_most(self, summary: Summary) -> float:
         """Give the loss and a standard error more: other text may lose more."""
         if self.kind == "ratio":
@@ -75,7 +69,6 @@ class OpenedPlan:
     """All have to load the checkpoint."""
     emulated: Engine
     """The first whose arithmetic is known."""
-    numerics: Numerics
     gpu: Gpu | None
     schemes: tuple[str, ...]
     """To choose from, as far as the engines load them."""
@@ -148,7 +141,6 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
             recipe=recipe,
             engines=engines,
             emulated=emulated,
-            numerics=numerics,
             gpu=gpu,
             schemes=schemes,
             calibration=calibration,

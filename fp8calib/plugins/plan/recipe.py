@@ -21,7 +21,6 @@ from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.quantization.settings import make_settings
 
 RECIPE_NAME = "recipe.yaml"
-_OVERLAY = "kv-overlay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +103,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
 def spell_recipe(opened: OpenedPlan, planned: PlannedScheme) -> str:
     """Spell the recipe as YAML."""
     engines = ", ".join(engine.key for engine in opened.engines)
-    served = opened.numerics.spell_skip(planned.plain_caches)
+    served = opened.target.numerics.spell_skip(planned.plain_caches)
     document: dict[str, Any] = {
         "name": "planned",
         "description": f"A plan for {engines}: {opened.budget.name}. {served}".rstrip(),
@@ -136,6 +135,6 @@ def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
     engine = opened.engines[0]
     if engine.launch is None or (planned.quantize is None and not planned.has_kv):
         return ""
-    folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/{_OVERLAY}"
+    folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/kv-overlay"
     command = engine.launch.spell(folder, has_kv=planned.has_kv)
-    return f"{command} {opened.numerics.spell_skip(planned.plain_caches)}".rstrip()
+    return f"{command} {opened.target.numerics.spell_skip(planned.plain_caches)}".rstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,19 +85,6 @@ def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
     )
 
 
-def refused_table(result: PlanResult) -> Table | None:
-    """List why schemes are no choices, with the number of groups; None if all are."""
-    counts = Counter(pair for group in result.groups for pair in group.refused.items())
-    if not counts:
-        return None
-    return Table(
-        title="what is no choice",
-        columns=["scheme", "groups", "why"],
-        rows=[[name, str(count), why] for (name, why), count in counts.items()],
-        words=(0, 2),
-    )
-
-
 def write_plan_page(result: PlanResult, path: Path) -> None:
     """Write the page atomically.
 
@@ -108,7 +94,6 @@ def write_plan_page(result: PlanResult, path: Path) -> None:
     sections = [
         Section(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
         Section(title="Groups, by their most costly choice", table=groups_table(result)),
-        Section(title="What is no choice", table=refused_table(result), is_folded=True),
     ]
     page = render(
         title="FP8 plan of ",

@@ -85,11 +85,7 @@ class Tried(NamedTuple):
     size_bytes: int
     plan: Plan
     summary: Summary
-
-    @property
-    def kld(self) -> float:
-        """The loss."""
-        return self.summary.kld_mean or 0.0
+    kld: float
 
 
 class Search:
@@ -194,7 +190,9 @@ class Search:
 
     def _try(self, plans: Sequence[Plan]) -> list[Tried]:
         found = [
-            Tried(self._fixed + count_bytes(self._units, plan), plan, summary)
+            Tried(
+                self._fixed + count_bytes(self._units, plan), plan, summary, summary.kld_mean or 0.0
+            )
             for plan, summary in zip(plans, self.measure.summarize(plans), strict=True)
         ]
         self._tried += found
