@@ -24,7 +24,7 @@ from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementH
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import (
-    ChangedWeight,
+    Changed,
     Requantized,
     WeightParameter,
 )
@@ -109,10 +109,10 @@ class _Failing:
     def __init__(self, parameters: tuple[WeightParameter, ...]) -> None:
         self.parameters = parameters
 
-    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         values[self.parameters[0].name].fill_(7.0)
         damage = torch.zeros(6, dtype=torch.float64)
-        yield ChangedWeight(self.parameters[0], damage, ScaleRange(per=Granularity.TENSOR))
+        yield self.parameters[0], damage, ScaleRange(per=Granularity.TENSOR)
         raise Interrupted
 
 
