@@ -52,9 +52,7 @@ from fp8calib.verification.tables import list_shown_pairs, rules_table, sites_ta
 from fp8calib.verification.verify import (
     Verification,
     Verified,
-    list_histograms,
-    list_sequence_klds,
-    quote_worst_texts,
+    list_shown_on_page,
 )
 from fp8calib.verification.verify import verify as compare
 
@@ -256,11 +254,7 @@ def _list_shown_on_page(
             return " ".join(map(str, ids))
         return fit_line(tokenizer.decode(ids, skip_special_tokens=False))
 
-    return {
-        "histograms": tuple(list_histograms(verified.verification)),
-        "sequence_klds": list_sequence_klds(verified),
-        "worst_texts": tuple(quote_worst_texts(verified, decode)),
-    }
+    return list_shown_on_page(verified, decode)
 
 
 def finish(

@@ -425,7 +425,33 @@ def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
 
 
-def list_histograms(asked: Verification) -> Iterator[HistogramResult]:
+_MOST_TEXTS, _TOKENS_BEFORE = 5, 24
+
+
+def list_shown_on_page(verified: Verified, decode: Callable[[list[int]], str]) -> dict[str, object]:
+    """List the fields of a report that the page alone shows.
+
+    The texts that lose most are quoted for the candidate that the decision is about.
+    """
+    asked, report = verified.verification, verified.report
+    klds = {
+        each.name: list(
+            split_sequences(verified.scores.candidates[each.name].klds, asked.plan.lengths)
+        )
+        for each in asked.candidates
+    }
+    means = {
+        name: tuple(float(each.double().mean()) for each in parts) for name, parts in klds.items()
+    }
+    name = report.decision.candidate or report.candidates[0].name
+    return {
+        "histograms": tuple(_list_histograms(asked)),
+        "sequence_klds": means,
+        "worst_texts": tuple(_quote_texts(name, klds[name], means[name], asked.plan, decode)),
+    }
+
+
+def _list_histograms(asked: Verification) -> Iterator[HistogramResult]:
     """List what the first statistics saw at the sites that its candidate scales statically."""
     measured = asked.measured
     made = (each for each in asked.candidates if measured and each.name == measured.name)
@@ -453,44 +479,25 @@ def list_histograms(asked: Verification) -> Iterator[HistogramResult]:
         )
 
 
-_MOST_TEXTS, _TOKENS_BEFORE = 5, 24
-
-
-def list_sequence_klds(verified: Verified) -> dict[str, tuple[float, ...]]:
-    """Give the mean divergence of each sequence, by candidate."""
-    asked = verified.verification
-    return {
-        each.name: tuple(
-            float(klds.double().mean())
-            for klds in split_sequences(
-                verified.scores.candidates[each.name].klds, asked.plan.lengths
-            )
-        )
-        for each in asked.candidates
-    }
-
-
-def quote_worst_texts(verified: Verified, decode: Callable[[list[int]], str]) -> list[WorstText]:
-    """Quote the texts that lose most with the candidate that the decision is about."""
-    report, plan = verified.report, verified.verification.plan
-    name = report.decision.candidate or report.candidates[0].name
-    klds = list(split_sequences(verified.scores.candidates[name].klds, plan.lengths))
-    ranked = sorted(range(len(klds)), key=lambda index: -float(klds[index].double().mean()))
+def _quote_texts(
+    name: str,
+    klds: Sequence[torch.Tensor],
+    means: Sequence[float],
+    plan: DataPlan,
+    decode: Callable[[list[int]], str],
+) -> Iterator[WorstText]:
     text = list(batches(plan, 1))
-    quoted = []
-    for index in ranked[:_MOST_TEXTS]:
+    for index in sorted(range(len(klds)), key=lambda index: -means[index])[:_MOST_TEXTS]:
+        if not means[index] > 0:
+            return
         worst = int(klds[index].argmax())
         at = int(text[index].scored[0][worst]) + 1
         ids = plan.sequences[index][max(at - _TOKENS_BEFORE, 0) : at + 1].tolist()
-        cut = "... " * (at > _TOKENS_BEFORE)
-        quoted.append(
-            WorstText(
-                candidate=name,
-                sequence=index + 1,
-                kld=float(klds[index].double().mean()),
-                before=f"{cut}{decode(ids[:-1])}",
-                worst=decode(ids[-1:]),
-                worst_kld=float(klds[index][worst]),
-            )
+        yield WorstText(
+            candidate=name,
+            sequence=index + 1,
+            kld=means[index],
+            before=f"{'... ' * (at > _TOKENS_BEFORE)}{decode(ids[:-1])}",
+            worst=decode(ids[-1:]),
+            worst_kld=float(klds[index][worst]),
         )
-    return [each for each in quoted if each.kld > 0]

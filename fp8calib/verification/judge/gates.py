@@ -188,12 +188,13 @@ def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:
     pass_at, fail_above = math.log(gate.pass_at), math.log(gate.fail_above)
     if abs(ratio) <= error and abs(ratio) + error <= pass_at:
         return Verdict.NO_DIFFERENCE, "is within one standard error of 1"
-    if ratio <= pass_at:
-        return Verdict.PASS, f"is at most {gate.pass_at:g}"
-    if ratio <= pass_at + error:
-        return Verdict.PASS, f"is within one standard error of {gate.pass_at:g}"
-    if ratio <= fail_above:
-        return Verdict.WARN, f"is between {gate.pass_at:g} and {gate.fail_above:g}"
-    if ratio <= fail_above + error:
-        return Verdict.WARN, f"is within one standard error of {gate.fail_above:g}"
+    limits = (
+        (pass_at, Verdict.PASS, f"is at most {gate.pass_at:g}"),
+        (pass_at + error, Verdict.PASS, f"is within one standard error of {gate.pass_at:g}"),
+        (fail_above, Verdict.WARN, f"is between {gate.pass_at:g} and {gate.fail_above:g}"),
+        (fail_above + error, Verdict.WARN, f"is within one standard error of {gate.fail_above:g}"),
+    )
+    for limit, verdict, why in limits:
+        if ratio <= limit:
+            return verdict, why
     return Verdict.FAIL, f"is above {gate.fail_above:g} by more than one standard error"
