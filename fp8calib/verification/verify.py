@@ -300,9 +300,10 @@ def _make_report(
     )
     kv = None
     if SCALE_ONE in fits and (len(results) == 1 or set(cached) - {SCALE_ONE}):
-        losing, added = list_losing(fits[SCALE_ONE]), None
-        fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, fits)
-        if fitting := fitting if losing else "":
+        losing, added, fitting = list_losing(fits[SCALE_ONE]), None, ""
+        if losing:
+            fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, fits)
+        if fitting:
             both = {SCALE_ONE: klds[SCALE_ONE], FITTED: klds[fitting]}
             added = compare_paired(SCALE_ONE, FITTED, both, lengths)
         fp8 = average(klds[fitting or SCALE_ONE], lengths)
