@@ -82,8 +82,10 @@ def attend_in_fp32(
         if quantizer is not None:
             counted = _find_counted(kept, chunk) if chunk.sequence == 0 else slice(0)
             before = _take_rows(p, counted)
-            assert isinstance(quantizer.scale, torch.Tensor)  # noqa: S101 -- a power of two
-            p = round_positive_(p, quantizer.fmt, scale=quantizer.scale.item())
+            if p.device.type == "cpu":
+                p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
+            else:
+                p = quantizer.fake(p).values
             if chunk.sequence == 0:
                 measured.append((before, _take_rows(p, counted)))
             if measured and p.device.type != "cpu":
@@ -204,10 +206,10 @@ def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | sl
 
 
 def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    """Copy the measured rows: P is rounded in place."""
+    """Take the measured rows; on a CPU as a copy, because P is rounded in place there."""
     taken: torch.Tensor
     taken = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows.to(x.device))
-    return taken.clone()
+    return taken.clone() if x.device.type == "cpu" else taken
 
 
 def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> DamageRow:
