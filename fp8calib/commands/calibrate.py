@@ -68,7 +68,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
     shard: str | None = option(
         "--shard I/N",
-        "Run only part I of N (from 1), without formats; `fp8calib export` joins all.",
+        "Run only part I of N (from 1); `fp8calib export` joins all.",
         default=None,
     )
     show_text: int | None = option(
