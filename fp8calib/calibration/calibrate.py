@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
+
+import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
@@ -102,8 +105,9 @@ def calibrate(
             passes = LayerPass(streamed, linears, progress, journal, work)
         has_rest = linears is not None and group.is_first and (shard is None or shard.index == 1)
         names = [name for name in checkpoint.tensors if has_rest and name not in passes.tensors]
-        check_other_weights(checkpoint, names)
-        unquantized = hash_unquantized(checkpoint.stored) if group.is_first else {}
+        find_hashes = stack.enter_context(
+            _reading_files(checkpoint, names, passes.device, is_hashed=group.is_first)
+        )
         try:
             if todo and engine is None:
                 recorder = Recorder(header.num_sequences, work)
@@ -121,8 +125,10 @@ def calibrate(
         except CalibrationError:
             # NaN in a weight is the cause of that in an activation
             settle_weights(passes.weights, prepared)
+            find_hashes()
             raise
         sites |= settle_weights(passes.weights, prepared)
+        unquantized = find_hashes()
     sites = merge_sites([*group.gather(sites), *([] if journal is None else [journal.sites])])
     if plan is not None and observe.kv and group.is_first:
         _require_kv(prepared, sites)
@@ -181,6 +187,29 @@ def make_header(
         text_start=plan.start if plan else "",
         modality_tokens=plan.tokens_by_modality if plan else {},
     )
+
+
+@contextmanager
+def _reading_files(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device, *, is_hashed: bool
+) -> Iterator[Callable[[], dict[str, str]]]:
+    """Look for NaN in tensors, and give what waits for the hashes of the header.
+
+    It happens in a thread while the context is open; at once where the passes need the same cores,
+    or the tensors are not in files.
+    """
+
+    def read() -> dict[str, str]:
+        check_other_weights(checkpoint, names)
+        return hash_unquantized(checkpoint.stored) if is_hashed else {}
+
+    if device.type != "cuda" or not checkpoint.weight_files:
+        hashes = read()
+        yield lambda: hashes
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="read-files") as pool:
+        reading = pool.submit(read)
+        yield reading.result
 
 
 def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:
