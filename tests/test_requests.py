@@ -134,7 +134,7 @@ def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> Non
     printed = succeed(*command, "--out", tmp_path / "one", "--format", "kv-scales", "--json").json
     with pytest.warns(fp8calib.Fp8CalibWarning) as warned:
         result = fp8calib.extract_kv_scales(
-            str(source), str(model), tmp_path / "two", formats=["kv-scales"]
+            str(source), str(model), tmp_path / "two", formats="kv-scales"
         )
     assert [str(each.message) for each in warned] == printed["notes"]
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")

@@ -37,7 +37,7 @@ from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import hash_run
+from fp8calib.commands.hashes import Digests, hash_run, hashing
 from fp8calib.commands.job import (
     CalibrationJob,
     UnwrittenError,
@@ -168,7 +168,9 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header) as journal:
+    model = job.model
+    hashed = None if model.is_live or not group.is_first else model.source.folder
+    with work_folder(job, header) as journal, hashing(hashed, model.device) as find_known:
         if isinstance(journal, CalibrateResult):
             job.reporter.say(f"{job.out} is finished already")
             return journal
@@ -176,7 +178,7 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
         if not group.is_first:
             return None
         with _keeping_statistics(job, stats, journal.folder):
-            return _write_outputs(job, request, stats, cost, journal.folder)
+            return _write_outputs(job, request, stats, cost, journal.folder, find_known)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -317,8 +319,9 @@ def _write_outputs(
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
+    find_known: Callable[[], Digests],
 ) -> CalibrateResult:
-    """Write all output, the report last."""
+    """Write all output, the report last; `find_known` gives hashes that are known already."""
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
     formats, notes = write_formats(
@@ -364,6 +367,7 @@ def _write_outputs(
             None if job.model.is_live else job.model.source.folder,
             job.specs,
             {name: folder / name for name in places},
+            find_known(),
         ),
     )
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,21 +20,49 @@ _NUM_THREADS = 4
 """One hashes some 2 GB a second."""
 
 
-def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+Digests = Mapping[tuple[int, int], str]
+"""SHA-256 (hex) of files by device and inode."""
+
+
+@contextmanager
+def hashing(model: Path | None, device: str) -> Iterator[Callable[[], Digests]]:
+    """Hash the files of a model in threads beside passes on a GPU; give what waits for them.
+
+    On a CPU, whose cores the passes need, nothing is hashed here.
+    """
+    paths = [] if model is None or device == "cpu" else _list_files(model)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
+        running = {_identify(path): pool.submit(_hash, path) for path in paths}
+        try:
+            yield lambda: {key: each.result() for key, each in running.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def hash_run(
+    model: Path | None,
+    specs: Iterable[str],
+    scales: Mapping[str, Path],
+    known: Digests | None = None,
+) -> RunHashes:
     """Hash the files of a run; those that are linked to each other once.
 
     Args:
         model: the folder of the unquantized model; None for one in memory.
         specs: values of `--data`.
         scales: files and folders of scales by the names they are known by.
+        known: what `hashing` has given.
     """
+    known = known or {}
     texts = [path for spec in specs for path in parse_spec(spec).files]
     weights = [] if model is None else _list_files(model)
     places = {name: _list_files(place) for name, place in scales.items()}
     paths = [*weights, *texts, *(path for files in places.values() for path in files)]
     by_inode = {_identify(path): path for path in paths}
+    left = {key: path for key, path in by_inode.items() if key not in known}
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = dict(zip(by_inode, pool.map(_hash, by_inode.values()), strict=True))
+        found = dict(zip(left, pool.map(_hash, left.values()), strict=True))
+    digests = {**known, **found}
 
     def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
         return tuple(

@@ -42,10 +42,11 @@ DEFAULT_SEQ_LEN = 2048
 _DEFAULT_SAMPLES = 512
 
 
-def split_names(values: Sequence[str] | None) -> list[str] | None:
+def split_names(values: str | Sequence[str] | None) -> list[str] | None:
     """Split `a,b` into two names and drop repetitions; None stays None (not given)."""
     if values is None:
         return None
+    values = [values] if isinstance(values, str) else values
     names = [name.strip() for value in values for name in value.split(",")]
     if not any(names):
         raise UsageError("--format: no name given")
