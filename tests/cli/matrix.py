@@ -40,9 +40,9 @@ STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time,
 REPORT_DESCRIPTION = "coverage, saturation, warnings, serving commands, duration"
 _TRANSFORMERS = "engines/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),
-    ("kv-overlay-head", "vllm"): ("real_engines/test_vllm_overlays.py", '"kv-overlay-head"'),
-    ("tgi", "vllm"): ("real_engines/test_vllm_limits.py", '"tgi"'),
+    ("kv-overlay", "vllm"): ("real_engines/test_live_scales.py", "exports(name)"),
+    ("kv-overlay-head", "vllm"): ("real_engines/test_live_scales.py", '"kv-overlay-head"'),
+    ("tgi", "vllm"): ("real_engines/fuzz/forms.py", '_write_dialect("tgi")'),
     ("rfc", "sglang"): ("real_engines/test_sglang_scales.py", '"rfc"'),
     ("compressed-tensors, `attn_head`", "vllm"): (
         "real_engines/test_foreign_files.py",

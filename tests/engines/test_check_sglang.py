@@ -93,7 +93,7 @@ def test_models_that_do_not_remap_know_the_parameters_own_name_alone(
 def test_models_whose_loaders_have_ways_of_their_own(
     tmp_path: Path, model_type: str, suffixes: tuple[str, ...], status: str
 ) -> None:
-    """All loaders of the wheel are run on names by `tests/real_engines/test_sglang_models.py`."""
+    """All loaders of the wheel are run on names by `tests/real_engines/test_sglang_releases.py`."""
     folder = save_folder(tmp_path / "f", spell(*suffixes), quantization=FP8)
 
     assert statuses(ask("sglang", folder, plain_geometry(model_type=model_type))) == both(status)

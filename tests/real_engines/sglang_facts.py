@@ -37,8 +37,14 @@ from tests.real_engines.sglang_attention import (
 )
 from tests.real_engines.sglang_loader import list_models_with_scales
 from tests.real_engines.sglang_sources import REQUIREMENT, list_entries
-from tests.real_engines.sglang_survey import gives_parameters, hold_zeros, survey
-from tests.real_engines.test_sglang_models import MODELS, OTHERS, WRAPPERS
+from tests.real_engines.sglang_survey import (
+    MODELS,
+    OTHERS,
+    WRAPPERS,
+    gives_parameters,
+    hold_zeros,
+    survey,
+)
 from tests.real_engines.type_facts import read_demanded, read_own_types
 from tests.real_engines.vllm_sources import take
 

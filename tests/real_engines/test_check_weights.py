@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,47 +15,32 @@ from safetensors.torch import load_file
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.linears import GroupKind
+from fp8calib.formats.kv.overlay import IGNORED
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (
-    PAIRS,
     WHOLE,
     ask,
     describe,
     explain_refusal,
-    forget,
     make,
 )
-from tests.kit.checkpoints import change_quantization, change_tensors
-from tests.real_engines.test_vllm_fp8_weights import Tensors, spread_blocks
+from tests.real_engines.test_vllm_weights import Tensors, list_modules, spread_blocks
 from tests.real_engines.vllm_job import PYTHON, load_or_refuse
 
-K_PROJ = "model.layers.1.self_attn.k_proj"
 SMALL = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
 BLOCK_FORMS = ("compressed-tensors", "autofp8")
 Sizes = tuple[tuple[str, int], ...]
-Case = tuple[str, str, str, str, Sizes]
-"""Family, form, scheme, what is ignored, and other sizes than whole blocks."""
-CASES: list[Case] = [
-    *(("llama", form, scheme, "", ()) for form, scheme in PAIRS),
-    *(("llama", form, scheme, K_PROJ, ()) for form, scheme in PAIRS),
-    *(("mixtral", form, scheme, "", (("intermediate_size", 128),)) for form, scheme in PAIRS),
-    *(("mixtral", form, "fp8-block", "", (("intermediate_size", 144),)) for form in BLOCK_FORMS),
+Case = tuple[str, str, Sizes]
+"""Family, form, and other sizes than whole blocks; random checkpoints (`fuzz/`) have those."""
+CASES = [
+    *(("mixtral", form, (("intermediate_size", 144),)) for form in BLOCK_FORMS),
+    *(("qwen3_moe", form, (("moe_intermediate_size", 144),)) for form in BLOCK_FORMS),
     *(
-        ("qwen3_moe", form, "fp8-block", "", (("moe_intermediate_size", 144),))
-        for form in BLOCK_FORMS
-    ),
-    *(
-        ("llama", form, "fp8-block", "", ((name, size),))
+        ("llama", form, ((name, size),))
         for form in BLOCK_FORMS
         for name, size in (
-            ("intermediate_size", 130),
-            ("intermediate_size", 192),
-            ("intermediate_size", 250),
-            ("intermediate_size", 300),
-            ("head_dim", 16),
-            ("head_dim", 32),
-            ("head_dim", 48),
-            ("head_dim", 56),
+            *(("intermediate_size", size) for size in (130, 192, 250, 300)),
+            *(("head_dim", size) for size in (16, 32, 48, 56)),
             ("hidden_size", 192),
         )
     ),
@@ -62,99 +48,53 @@ CASES: list[Case] = [
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, Tensors | str]]:
+    """Quantize models, and let vLLM load them."""
     outs = {}
-    for number, case in enumerate(CASES):
-        family, form, scheme, ignore, sizes = case
+    for case in CASES:
+        family, form, sizes = case
         plain = WHOLE if family == "llama" else SMALL
-        folder = tmp_path_factory.mktemp(f"case{number}")
-        outs[case] = make(folder, form, scheme, family, ignore, **{**plain, **dict(sizes)})
-    return outs
-
-
-@pytest.fixture(scope="module")
-def loaded(written: dict[Case, Path]) -> dict[Case, Tensors | str]:
-    """Let vLLM load them."""
-    return load_or_refuse(written)
+        folder = tmp_path_factory.mktemp(family)
+        outs[case] = make(folder, form, "fp8-block", family, **{**plain, **dict(sizes)})
+    return {case: (outs[case], answer) for case, answer in load_or_refuse(outs).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_loads_what_check_says_it_does(
-    written: dict[Case, Path], loaded: dict[Case, Tensors | str], case: Case
+    loaded: dict[Case, tuple[Path, Tensors | str]], case: Case
 ) -> None:
-    report, answer = ask(written[case], "vllm==0.32"), loaded[case]
+    folder, answer = loaded[case]
+    report = ask(folder, "vllm==0.32")
     # What is unknown, or stops or misreads, may be either.
     may_stop = report.unknown or (report.weights and "it stops, or" in report.weights.why)
     assert isinstance(answer, str) == bool(explain_refusal(report)) or may_stop, answer
-    if isinstance(answer, str) or case[0] != "llama" or case[2] != "fp8-block":
+    if isinstance(answer, str) or case[0] != "llama":
         return
-    is_right = all(
-        torch.equal(spread(answer, f"{path}.{fused}"), join(written[case], path, parts))
-        for path, fused, parts in FUSED
-    )
-    assert is_right is (report.weights is None)
-
-
-FUSED = [
-    (f"model.layers.{layer}.{block}", fused, parts)
-    for layer in (0, 1)
-    for block, fused, parts in (
-        ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
-    )
-]
-
-
-def spread(tensors: Tensors, name: str) -> torch.Tensor:
-    """Give every element of a joined weight its scale, as vLLM's kernels find it."""
-    scale = next(
-        tensors[f"loaded.{name}.{suffix}"]
-        for suffix in ("weight_scale_inv", "weight_scale")
-        if f"loaded.{name}.{suffix}" in tensors
-    )
-    return spread_blocks(scale, tensors[f"loaded.{name}.weight"].shape)
-
-
-def join(folder: Path, path: str, parts: tuple[str, ...]) -> torch.Tensor:
-    """Give every element of the stored weights its scale, and join them."""
     stored = load_file(folder / "model.safetensors")
-    found = []
-    for part in parts:
-        weight = stored[f"{path}.{part}.weight"]
-        scale = stored.get(f"{path}.{part}.weight_scale_inv")
-        scale = stored[f"{path}.{part}.weight_scale"] if scale is None else scale
-        found.append(spread_blocks(scale, weight.shape))
-    return torch.cat(found)
+    joined = [
+        torch.equal(
+            spread(answer, f"loaded.{begin}"),
+            torch.cat([spread(stored, f"{member}.") for member in members]),
+        )
+        for begin, members in list_modules(f"{i}.{name}" for i in (0, 1) for name in JOINED)
+    ]
+    assert all(joined) is (report.weights is None)
 
 
-DOWN = "model.layers.1.mlp.down_proj"
-EDITS: dict[str, tuple[dict[str, object], dict[str, torch.Tensor]]] = {
-    "whole": ({}, {}),
-    "ignored": ({"ignore": ["lm_head", DOWN]}, {}),
-    "no groups": ({"config_groups": {}}, {}),
-    "one number": ({}, {f"{DOWN}.weight_scale": torch.ones(())}),
-}
-"""What is changed in the quantization config, and in the tensors."""
+JOINED = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_vllm_stops_at_configs_that_the_scales_do_not_fit(tmp_path: Path, edit: str) -> None:
-    changes, tensors = EDITS[edit]
-    folder = make(tmp_path / "case", "compressed-tensors", "fp8-dynamic", **WHOLE)
-    change_quantization(folder, **changes)
-    change_tensors(folder, lambda held: held.update(tensors))
-    answer = load_or_refuse({edit: folder})[edit]
-    assert isinstance(answer, str) is (edit != "whole")
-    assert ask(folder, "vllm==0.32").ok is (edit == "whole")
+def spread(tensors: Tensors, begin: str) -> torch.Tensor:
+    """Give every element of a weight its scale, as vLLM's kernels find it."""
+    suffix = "weight_scale_inv" if f"{begin}weight_scale_inv" in tensors else "weight_scale"
+    return spread_blocks(tensors[f"{begin}{suffix}"], tensors[f"{begin}weight"].shape)
 
 
 QUESTION = """
-import json, sys
 from types import SimpleNamespace
 import vllm.distributed
 from vllm.model_executor.layers.quantization.utils import fp8_utils
-answers = []
-for tp, inputs, outputs, rank_inputs, rank_outputs in json.load(sys.stdin):
+for tp, inputs, outputs, rank_inputs, rank_outputs in questions:
     vllm.distributed.get_tensor_model_parallel_world_size = lambda: tp
     try:
         fp8_utils.validate_fp8_block_shape(
@@ -163,8 +103,28 @@ for tp, inputs, outputs, rank_inputs, rank_outputs in json.load(sys.stdin):
         answers.append(True)
     except ValueError:
         answers.append(False)
+"""
+ASK = """
+import json, sys
+questions, answers = json.load(sys.stdin), []
+{}
 json.dump(answers, sys.stdout)
 """
+
+
+def ask_vllm(code: str, questions: object) -> list[Any]:
+    """Run lines in vLLM's environment that append an answer to each question."""
+    done = subprocess.run(
+        [PYTHON, "-c", ASK.format(code)],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers: list[Any] = json.loads(done.stdout)
+    return answers
+
+
 SIZES = [64, 128, 192, 256, 384, 512, 640, 768, 1024]
 
 
@@ -181,14 +141,7 @@ def test_blocks_are_cut_where_vllms_own_function_says_so() -> None:
         cut = [size // tp if shard == "column" else size for size in rows]
         rank_inputs = columns // tp if shard == "row" else columns
         questions.append((tp, columns, sum(rows), rank_inputs, cut))
-    done = subprocess.run(
-        [PYTHON, "-c", QUESTION],
-        input=json.dumps(questions),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    expected = json.loads(done.stdout)
+    expected = ask_vllm(QUESTION, questions)
     assert {True, False} == set(expected)
     for case, is_fine in zip(cases, expected, strict=True):
         assert (not list_refusals(*case)) is is_fine, case
@@ -219,14 +172,11 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
 
 
 FINER = """
-import json, sys
 from types import SimpleNamespace
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
-answers = []
-for tp, rank, hidden in json.load(sys.stdin):
+for tp, rank, hidden in questions:
     sizes = SimpleNamespace(tp_size=tp, intermediate_size_per_partition=rank, hidden_dim=hidden)
     answers.append(refine_fp8_moe_block_shape(sizes, [128, 128]))
-json.dump(answers, sys.stdout)
 """
 
 
@@ -238,10 +188,7 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
         for rank in (48, 64, 80, 96, 128, 160, 192, 256)
         for hidden in (64, 128, 208)
     ]
-    done = subprocess.run(
-        [PYTHON, "-c", FINER], input=json.dumps(cases), capture_output=True, text=True, check=True
-    )
-    for case, expected in zip(cases, json.loads(done.stdout), strict=True):
+    for case, expected in zip(cases, ask_vllm(FINER, cases), strict=True):
         tp, rank, hidden = case
         linears = {"model.layers.0.mlp.experts.0.gate_proj": (rank * tp, hidden)}
         weights = describe(linears, "fp8-block", dialect="autofp8", kind=GroupKind.EXPERTS)
@@ -255,15 +202,24 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
         assert bool(faults) is (rank % 128 != 0), case
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
-def test_vllm_casts_a_linear_that_the_config_takes_for_fp8(tmp_path: Path, form: str) -> None:
-    folder = make(
-        tmp_path / "case", form, "fp8-dynamic" if form[0] == "c" else "fp8-static", **WHOLE
-    )
-    forget(folder)
-    assert ask(folder, "vllm==0.32").weights is not None
-    answer = load_or_refuse({form: folder})[form]
-    assert not isinstance(answer, str), answer
-    weight = answer["loaded.model.layers.1.mlp.down_proj.weight"]
-    assert weight.dtype is torch.float8_e4m3fn
-    assert bool((weight.float() == 1).all())
+MATCHED = """
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+fused = dict(qkv_proj=["q_proj", "k_proj", "v_proj"], gate_up_proj=["gate_proj", "up_proj"])
+ignore, names = questions
+answers = [name for name in names if should_ignore_layer(name, ignore, fused)]
+"""
+LINEARS = (
+    *("lm_head", "model.embed_tokens", "model.layers.0.self_attn.qkv_proj"),
+    *("model.layers.0.self_attn.o_proj", "model.layers.11.mlp.gate_up_proj"),
+    *("model.layers.3.mlp.experts", "model.layers.3.mlp.gate", "transformer.h.0.attn.c_attn"),
+    *("model.layers.1.linear_attn.in_proj_qkvz", "visual.blocks.0.attn.qkv"),
+)
+ATTENTION = (
+    *("model.layers.0.self_attn.attn", "transformer.h.0.attn.attn"),
+    *("backbone.layers.3.mixer.attn", "language_model.model.layers.7.self_attn.attn"),
+)
+
+
+def test_vllm_ignores_every_linear_of_an_overlay_and_no_attention_layer() -> None:
+    """VLLM on TPUs asks it for attention layers too, on GPUs and CPUs only for linears."""
+    assert ask_vllm(MATCHED, [[IGNORED], [*LINEARS, *ATTENTION]]) == [*LINEARS]

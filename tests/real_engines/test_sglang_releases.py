@@ -44,7 +44,7 @@ from tests.real_engines.release_configs import (
     open_sglang_configs,
 )
 from tests.real_engines.sglang_sources import REQUIREMENT
-from tests.real_engines.test_sglang_models import MODELS, OTHERS, SPELLINGS, WRAPPERS
+from tests.real_engines.sglang_survey import MODELS, OTHERS, SPELLINGS, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS: Mapping[str, object] = {

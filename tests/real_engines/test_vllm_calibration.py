@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.cli import main_inner
-from fp8calib.model.shapes import Role, Site
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
 from tests.cli.quantized_children import save_fp4, save_int
@@ -30,17 +29,8 @@ SERVED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "opt", "falcon", "gptj", "arcee"),
     *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "ernie4_5"),
     *("exaone4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "ministral", "nemotron"),
-    *(
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-        "bloom",
-        "apertus",
-    ),
+    *("olmo", "olmo2", "olmo3", "seed_oss", "smollm3", "stablelm", "starcoder2", "bloom"),
+    "apertus",
     *("falcon_h1", "nemotron_h"),  # hybrid
     *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe", "granitemoe"),
     *("olmoe", "lfm2_moe"),
@@ -155,57 +145,6 @@ def test_every_site_is_what_transformers_computes(
         torch.testing.assert_close(
             found.sites[site].amax, own.sites[site].amax, rtol=1e-5, atol=1e-7, msg=str(site)
         )
-
-
-def test_the_demo_model_is_as_near_as_its_arithmetic_allows(
-    calibrate: Calibrator, demo_model: Path, tmp_path: Path
-) -> None:
-    """One rank, three (it has nine heads) and two stages; `docs/vllm.md` has figures."""
-    (tmp_path / "observe.yaml").write_text(
-        "name: all\nobserve: {kv: true, query: true, inputs: true}\nformats: []\n"
-    )
-    options = ["--recipe", tmp_path / "observe.yaml", "--samples", 8, "--seq-len", 256]
-
-    def run_own(dtype: str) -> Amax:
-        out, command = tmp_path / f"own-{dtype}", [*options, "--dtype", dtype]
-        assert main_inner(["calibrate", *map(str, [demo_model, *command, "--out", out])]) == 0
-        return load_amax(out)
-
-    def run(dtype: str, tp: int, pp: int) -> Amax:
-        out, command = tmp_path / f"{dtype}-{tp}-{pp}", [*options, "--dtype", dtype]
-        command += ["--tensor-parallel-size", tp, "--pipeline-parallel-size", pp]
-        code, printed = calibrate(demo_model, out, *command, ranks=tp * pp)
-        assert code == 0, printed
-        return load_amax(out)
-
-    own, one = run_own("float32"), run("float32", 1, 1)
-    for found in (one, run("float32", 3, 1)):
-        assert measure(found, own, KV) < 1e-5
-        # oneDNN sums in another order: our own run is itself 1.5e-5 from one in float64
-        assert measure(found, own, [Role.INPUT]) < 7e-5
-    stages = run("float32", 1, 2)
-    assert all(torch.equal(stages[site], amax) for site, amax in one.items())
-    rounded = measure(run_own("bfloat16"), own, KV)
-    assert measure(run("bfloat16", 1, 1), own, KV) < 2 * rounded < 2**-5
-
-
-Amax = dict[Site, torch.Tensor]
-KV = (Role.K, Role.V, Role.Q)
-
-
-def load_amax(out: Path) -> Amax:
-    return {
-        site: stats.amax
-        for site, stats in load_stats(out).sites.items()
-        if site.role is not Role.WEIGHT
-    }
-
-
-def measure(found: Amax, expected: Amax, roles: Sequence[Role]) -> float:
-    """Give the largest relative difference at sites of some roles."""
-    assert found.keys() == expected.keys()
-    sites = (site for site in expected if site.role in roles)
-    return max(float((found[s] / expected[s] - 1).abs().max()) for s in sites)
 
 
 @pytest.mark.parametrize("form", QUANTIZED)

@@ -134,35 +134,20 @@ def test_check_says_used_and_transformers_gives_the_same_logits(
     assert torch.equal(before, after)
 
 
-def test_vllms_weight_loader_holds_every_scale(written: Written) -> None:
-    overlays = {form: written(form)[1] for form in OWN}
-    check_held({form: written(form)[1] for form in OWN}, load_in_vllm(overlays))
-
-
-@pytest.mark.parametrize(
-    "form", [form for form in FORMS[len(OWN) :] if not form.startswith(NO_KERNEL)]
-)
-def test_vllms_weight_loader_holds_the_scales_beside_a_tools_weights(
-    written: Written, form: str
-) -> None:
-    overlays = {form: written(form)[1]}
-    check_held(overlays, load_in_vllm(overlays))
-
-
-def check_held(
-    overlays: Mapping[str, Path], answers: Mapping[str, Mapping[str, torch.Tensor]]
-) -> None:
-    """Compare with the files; vLLM keeps the scales of other methods in the model's dtype."""
-    for form, held in answers.items():
-        expected = read_scales(overlays[form])
-        config = json.loads((overlays[form] / "config.json").read_text())
-        method = config["quantization_config"]["quant_method"]
-        rounding = 1e-6 if method == "compressed-tensors" else 2**-8
-        assert len(expected) == 30
-        for layer, pair in expected.items():
-            for role, values in zip("kv", pair, strict=True):
-                found = held[f"held.model.layers.{layer}.self_attn.attn.{role}"]
-                assert float(found.max()) == pytest.approx(values[0], rel=rounding), form
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(NO_KERNEL)])
+def test_vllms_weight_loader_holds_every_scale(written: Written, form: str) -> None:
+    """VLLM keeps the scales of methods other than compressed-tensors in the model's dtype."""
+    _, overlay = written(form)
+    held = load_in_vllm({form: overlay})[form]
+    expected = read_scales(overlay)
+    config = json.loads((overlay / "config.json").read_text())
+    method = config["quantization_config"]["quant_method"]
+    rounding = 1e-6 if method == "compressed-tensors" else 2**-8
+    assert len(expected) == 30
+    for layer, pair in expected.items():
+        for role, values in zip("kv", pair, strict=True):
+            found = held[f"held.model.layers.{layer}.self_attn.attn.{role}"]
+            assert float(found.max()) == pytest.approx(values[0], rel=rounding)
 
 
 @pytest.mark.parametrize("form", RUNNING)

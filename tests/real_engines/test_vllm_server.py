@@ -148,18 +148,20 @@ def test_a_cache_without_scales(place: Path, ask: Callable[..., Any]) -> None:
     assert report["advice"].endswith(": your k/v scales are not in use.")
 
 
-def test_one_layer_whose_scales_are_too_small(place: Path, ask: Callable[..., Any]) -> None:
-    folder = save_overlay(place, "small", lambda name, x: x / 8 if ".2." in name else x)
-    with serve(folder, place / "small.log") as url:
-        report = ask(url)
-    assert report["advice"].endswith(": values of layer 2 clip, as its scales are too small.")
+CHANGES: dict[str, Callable[[str, float], float]] = {
+    "values of layer 2 clip, as its scales are too small.": (
+        lambda name, x: x / 8 if ".2." in name else x
+    ),
+    "the k/v scales of layer 1 are not in use.": lambda name, x: 1.0 if ".1." in name else x,
+}
 
 
-def test_one_layer_at_one(place: Path, ask: Callable[..., Any]) -> None:
-    folder = save_overlay(place, "lost", lambda name, x: 1.0 if ".1." in name else x)
-    with serve(folder, place / "lost.log") as url:
+@pytest.mark.parametrize("advice", CHANGES)
+def test_one_layer_with_other_scales(place: Path, ask: Callable[..., Any], advice: str) -> None:
+    folder = save_overlay(place, advice[:8], CHANGES[advice])
+    with serve(folder, place / "changed.log") as url:
         report = ask(url)
-    assert report["advice"].endswith(": the k/v scales of layer 1 are not in use.")
+    assert report["advice"].endswith(f": {advice}")
 
 
 def test_the_scales_of_another_model(place: Path, ask: Callable[..., Any]) -> None:

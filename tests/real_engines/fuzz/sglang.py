@@ -14,7 +14,7 @@ from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.fuzz.observation import HeldPair, Observation
 from tests.real_engines.sglang_attention import gives_scales_a_place
 from tests.real_engines.sglang_models import hold_kv_scales, load, read_classes
-from tests.real_engines.test_sglang_models import MODELS, STRIPPED
+from tests.real_engines.sglang_survey import MODELS, STRIPPED
 
 _FORMS = (
     *("kv-overlay", "ct-kv_scale", "ct-modelopt-names", "ct-cache-names", "ct-inner-names"),

@@ -1,0 +1,269 @@
+"""FP8 checkpoints through vLLM's own weight loader: every code and every scale in its place.
+
+The vision-language families with stacks of experts want torchvision, which vLLM's environment
+lacks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.registry import list_written
+from fp8calib.quantization.plan import CalibratedScales
+from tests import zoo
+from tests.engines.test_check_weights import make
+from tests.quantization.by_hand import run, separate_scales
+from tests.quantization.stacked import STACKED
+from tests.real_engines.vllm_job import load_in_vllm
+
+Tensors = dict[str, torch.Tensor]
+Case = tuple[str, str, str, bool]
+"""Family, form, scheme, and whether fused weights share a scale."""
+WIDE: dict[str, Any] = {"hidden_size": 256, "vocab_size": 128}
+HEADS: dict[str, Any] = {**WIDE, "head_dim": 64}
+"""Query heads and KV heads fill whole blocks."""
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**HEADS, "intermediate_size": 384},
+    "mixtral": {**HEADS, "intermediate_size": 128},
+    "qwen3_moe": {**HEADS, "moe_intermediate_size": 128},
+}
+STACKS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "moe_intermediate_size": 128},
+    "granitemoe": {},
+    "granitemoehybrid": {"mamba_d_head": 64, "shared_intermediate_size": 128},
+    "granitemoe_swa": {},
+    "granitemoeshared": {"shared_intermediate_size": 128},
+    "llama4_text": {"head_dim": 64, "intermediate_size_mlp": 128},
+}
+"""Families with stacks of experts, and what makes a model large enough for vLLM."""
+NAMES = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp.experts", *NAMES),
+    "gemma4_text": ("experts", *NAMES),
+    "llama4_text": ("feed_forward.experts", *NAMES),
+    **{name: ("block_sparse_moe.experts", *NAMES) for name in STACKS if "granite" in name},
+}
+"""Where experts lie in a layer, and what their projections are called."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic"), ("mxfp8", "mxfp8")}
+"""Of experts, by vLLM, as `fp8calib.engines.weights.rules` says."""
+WRITTEN = [(form.name, scheme) for form in list_written() for scheme in form.schemes]
+DENSE: list[Case] = [
+    # The names of scales in MXFP8's own form are refused: `test_vllm_mx.py`.
+    *(("llama", *written, True) for written in WRITTEN if written[0] != "mxfp8"),
+    *(("llama", form, "fp8-static", False) for form, s in WRITTEN if s == "fp8-static"),
+]
+CASES: list[Case] = [
+    *DENSE,
+    *(
+        (family, *written, True)
+        for family in ("mixtral", "qwen3_moe")
+        for written in WRITTEN
+        if written not in REFUSED
+    ),
+    *((family, "compressed-tensors", "fp8-dynamic", True) for family in STACKS),
+    *(
+        (family, "compressed-tensors", "fp8-block", True)
+        for family in ("gemma4_text", "granitemoe", "llama4_text")
+    ),
+]
+IGNORED = {
+    ("llama4_text", "fp8-block"): ("*.self_attn.[qkv]_proj",),
+    ("llama4_text", "fp8-dynamic"): ("*.0.feed_forward.experts",),
+}
+"""vLLM reorders q and k at load, which blocks do not survive (`fp8calib.engines.weights.rules`).
+The experts of single layers may stay unquantized."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
+    """Quantize every family; those without stacks by statistics."""
+    outs = {}
+    for case in CASES:
+        family, form, scheme, is_shared = case
+        folder = tmp_path_factory.mktemp(family)
+        if family in SIZES:
+            with nullcontext() if is_shared else separate_scales():
+                outs[case] = make(folder, form, scheme, family, **SIZES[family])
+            continue
+        changes = {**WIDE, "intermediate_size": 128, **STACKS[family]}
+        made = replace(STACKED[family], changes={**STACKED[family].changes, **changes})
+        made.save(made.build(family), folder / "model")
+        ignored = IGNORED.get((family, scheme), ())
+        outs[case] = run(folder / "model", folder / "out", scheme, ignore=ignored).out
+    return outs
+
+
+@pytest.fixture(scope="module")
+def loaded(written: dict[Case, Path]) -> dict[Case, Tensors]:
+    """Let vLLM load them all, and give its parameters."""
+    return load_in_vllm(written)
+
+
+def list_modules(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """List modules of vLLM below `model.layers`: the begin of its parameters, and its members."""
+    for name in names:
+        parent, _, own = f"model.layers.{name}".rpartition(".")
+        yield f"{parent}.{own}.", [f"{parent}.{part}" for part in FUSED.get(own, (own,))]
+
+
+def list_experts(family: str) -> Iterator[tuple[str, list[str]]]:
+    """List both stacks of each layer likewise: gate above up, one expert after another."""
+    place, gate, up, down = EXPERTS[family]
+    for path in (f"model.layers.{layer}.{place}" for layer in (0, 1)):
+        for stack, parts in (("w13_", (gate, up)), ("w2_", (down,))):
+            members = [f"{path}.{expert}.{part}" for expert in range(4) for part in parts]
+            yield f"{path}.routed_experts.{stack}", members
+
+
+def expect_bytes(held: Tensors, folder: Path, modules: Iterable[tuple[str, list[str]]]) -> None:
+    """Compare all that vLLM holds of modules with the file, as bytes."""
+    stored = load_file(folder / "model.safetensors")
+    for begin, members in modules:
+        first = f"{members[0]}."
+        suffixes = [name.removeprefix(first) for name in stored if name.startswith(first)]
+        assert "weight" in suffixes
+        for suffix in suffixes:
+            found = held[f"loaded.{begin}{suffix}"]
+            parts = [as_loaded(stored[f"{member}.{suffix}"]) for member in members]
+            if "experts" in begin and found.numel() * 2 == len(parts):
+                parts = parts[::2]  # gate and up have one input, and one place for its scale
+            raw = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+            assert torch.equal(found.reshape(-1).view(torch.uint8), raw), (begin, suffix)
+
+
+def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """Round what is not quantized to the dtype that vLLM is told to use."""
+    is_weight = tensor.dtype is torch.float32 and tensor.numel() >= 128 * 128
+    return tensor.bfloat16() if is_weight else tensor
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_arrive(
+    written: dict[Case, Path], loaded: dict[Case, Tensors], case: Case
+) -> None:
+    dense = list_modules(f"{layer}.{name}" for layer in (0, 1) for name in LINEARS)
+    modules = dense if case[0] == "llama" else list_experts(case[0])
+    expect_bytes(loaded[case], written[case], modules)
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_the_weights_that_vllm_computes_with_are_those_we_emulate(
+    written: dict[Case, Path], loaded: dict[Case, Tensors], case: Case
+) -> None:
+    """After vLLM has prepared them, which rounds per-tensor weights once more."""
+    with Fp8Checkpoint.open(
+        written[case], fuse=True, through_float16=True, keeps_equal_scales=True
+    ) as checkpoint:
+        for begin, members in list_modules(f"{i}.{name}" for i in (0, 1) for name in LINEARS):
+            found = dequantize(loaded[case], f"ready.{begin}")
+            parts = [checkpoint.read(f"{member}.weight") for member in members]
+            torch.testing.assert_close(found, torch.cat(parts), rtol=1e-6, atol=0)
+
+
+def dequantize(tensors: Tensors, begin: str) -> torch.Tensor:
+    """Multiply the codes that vLLM holds by their scales: fp32 [out, in]."""
+    codes = tensors[f"{begin}weight"].float()
+    if f"{begin}weight_scale_inv" in tensors:
+        return codes * spread_blocks(tensors[f"{begin}weight_scale_inv"], codes.shape)
+    scale = tensors[f"{begin}weight_scale"]
+    if scale.dtype is torch.uint8:
+        powers = (scale.float() - 127).exp2()
+        return codes * powers.repeat_interleave(32, 1)
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        return codes * spread_blocks(scale, codes.shape)
+    return codes.T * (scale.reshape(-1, 1) if scale.numel() > 1 else scale)
+
+
+def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Give every element the scale of its 128 x 128 block."""
+    rows, columns = (torch.arange(size) // 128 for size in shape)
+    return scale[rows][:, columns]
+
+
+STATIC, DYNAMIC, WEIGHTS, BLOCK = "fp8-static", "fp8-dynamic", "w8a16", "fp8-block"
+LINEAR = {
+    STATIC: "CompressedTensorsW8A8Fp8 tensor static",
+    DYNAMIC: "CompressedTensorsW8A8Fp8 channel dynamic",
+    WEIGHTS: "CompressedTensorsW8A16Fp8 channel dynamic",
+    BLOCK: "CompressedTensorsW8A8Fp8 block dynamic",
+}
+PATTERNS: dict[str, dict[str, str]] = {
+    "llama": {"*.down_proj": WEIGHTS, "*.layers.1.mlp": BLOCK, "*.o_proj": STATIC},
+    "llama-parts": {"re:.*[.](q_proj|k_proj|v_proj)": WEIGHTS, "*.layers.0.mlp.down_proj": STATIC},
+    "mixtral": {"*.layers.1.*.experts": BLOCK, "*.self_attn": WEIGHTS},
+    "qwen3_moe": {"*.experts": STATIC, "*.o_proj": BLOCK},
+}
+EXPECTED: dict[str, dict[str, str]] = {
+    "llama": {
+        **{f"{i}.self_attn.qkv_proj": DYNAMIC for i in (0, 1)},
+        **{f"{i}.self_attn.o_proj": STATIC for i in (0, 1)},
+        **{f"{i}.mlp.down_proj": WEIGHTS for i in (0, 1)},
+        "0.mlp.gate_up_proj": DYNAMIC,
+        "1.mlp.gate_up_proj": BLOCK,
+    },
+    "llama-parts": {
+        **{f"{i}.self_attn.qkv_proj": WEIGHTS for i in (0, 1)},
+        **{f"{i}.self_attn.o_proj": DYNAMIC for i in (0, 1)},
+        **{f"{i}.mlp.gate_up_proj": DYNAMIC for i in (0, 1)},
+        "0.mlp.down_proj": STATIC,
+        "1.mlp.down_proj": DYNAMIC,
+    },
+    "mixtral": {
+        **{f"{i}.self_attn.{name}": WEIGHTS for i in (0, 1) for name in ("qkv_proj", "o_proj")},
+        "0.block_sparse_moe.experts.routed_experts": DYNAMIC,
+        "1.block_sparse_moe.experts.routed_experts": BLOCK,
+    },
+    "qwen3_moe": {
+        **{f"{i}.self_attn.qkv_proj": DYNAMIC for i in (0, 1)},
+        **{f"{i}.self_attn.o_proj": BLOCK for i in (0, 1)},
+        **{f"{i}.mlp.experts.routed_experts": STATIC for i in (0, 1)},
+    },
+}
+"""By hand, by the names of vLLM's modules below `model.layers`."""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensors]]:
+    """Quantize by several schemes, and let vLLM load it."""
+    folder = tmp_path_factory.mktemp("mixed")
+    halves: Mapping[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.5))
+    scales = CalibratedScales(inputs=halves, kv={})
+    outs = {}
+    for case, choice in PATTERNS.items():
+        family = case.removesuffix("-parts")
+        zoo.save(family, folder / case, **SIZES[family])
+        out = folder / f"{case}-fp8"
+        outs[case] = run(folder / case, out, DYNAMIC, scales=scales, layer_schemes=choice).out
+    return {case: (outs[case], held) for case, held in load_in_vllm(outs).items()}
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_each_weight_has_the_scheme_of_its_pattern(
+    mixed: dict[str, tuple[Path, Tensors]], case: str
+) -> None:
+    folder, held = mixed[case]
+    found = {
+        name.removeprefix("scheme.model.layers."): bytes(text.tolist()).decode()
+        for name, text in held.items()
+        if name.startswith("scheme.")
+    }
+    assert found == {
+        name: LINEAR[scheme].replace("Fp8 ", "Fp8MoEMethod ")
+        if "experts" in name
+        else LINEAR[scheme]
+        for name, scheme in EXPECTED[case].items()
+    }
+    expect_bytes(held, folder, list_modules(n for n in EXPECTED[case] if "experts" not in n))
