@@ -68,6 +68,9 @@ class ShardIndex(Record):
     index: int
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.index} of {self.count}"
+
 
 class LayerScheme(Record):
     """A pattern that gives linears another scheme, and the number of these linears."""
@@ -75,6 +78,9 @@ class LayerScheme(Record):
     pattern: str
     scheme: str
     linears: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.scheme} ({self.linears} linears)"
 
 
 class RunPlan(Result):
@@ -85,12 +91,48 @@ class RunPlan(Result):
     """Describes the rows of the text."""
 
     def describe(self) -> Iterator[Block]:
-        """Give the plan as a table, without keys that have no value, and the rows of the text."""
-        known = {key: value for key, value in self.plan.items() if value not in (None, [], {})}
-        rows = [[key, _format(key, value)] for key, value in known.items() if key != "rows"]
+        """Say how the run uses memory, then give the plan as a table, and the rows of the text.
+
+        Keys without a value are left out of the table.
+        """
+        yield from map(Line, _describe_memory(self.plan))
         title = "plan (nothing was run or written)"
-        yield Table(title=title, columns=["what", "value"], rows=rows)
+        yield Table(title=title, columns=["what", "value"], rows=list(_list_rows(self.plan)))
         yield from map(Line, self.text)
+
+
+_TITLES = {
+    "weights_size_bytes": "weights",
+    "out": "output",
+    "memory_limit_bytes": "memory limit",
+    "device_peak_bytes": "peak memory of the GPU",
+    "scratch_bytes": "scratch disk",
+}
+"""Titles of rows whose JSON key is not plain English."""
+_BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
+"""Keys that are shown in parentheses in the row of another key."""
+_IN_WORDS = frozenset(("streamed", "why", "read_bytes", "peak_bytes", "peak_parts", "rows"))
+"""Keys that are no rows of the table."""
+
+
+def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
+    if not plan.get("peak_bytes"):
+        return
+    yield f"{plan.get('why') or 'the model is held whole'}."
+    parts = plan.get("peak_parts") or {}
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    named = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest)
+    read = format_gib(plan.get("read_bytes") or 0)
+    yield f"it reads {read} of weights, and needs {format_gib(plan['peak_bytes'])}: mostly {named}."
+
+
+def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
+    beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
+    for key, value in plan.items():
+        if key in _BESIDE or key in _IN_WORDS or value is None or value == []:
+            continue
+        text = _format(key, value)
+        yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
 
 
 def _format(key: str, value: object) -> str:
@@ -99,8 +141,10 @@ def _format(key: str, value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_gib(size)}" for name, size in value.items())
     if key.endswith("_bytes") and isinstance(value, int):
-        return format_gib(value)
-    return f"{value:,}" if type(value) is int else str(value)
+        return format_gib(value) if value else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 class Failure(Record):

@@ -145,7 +145,7 @@ def test_other_formats_have_one_scheme(model: Path, tmp_path: Path, form: str, s
     ("changes", "says"),
     [
         ({"layer_schemes": {"*.o_proj": "w8a17"}}, "layer_schemes.*.o_proj: must be one of"),
-        ({"layer_scheme": {"*.o_proj": "w8a16"}}, "did you mean layer_schemes?"),
+        ({"layer_scheme": {"*.o_proj": "w8a16"}}, "did you mean quantize.layer_schemes?"),
         ({"layer_schemes": {"*.o_proj": "fp8-static"}}, "fp8-static needs observe.inputs"),
     ],
 )

@@ -251,7 +251,7 @@ def test_other_commands_refuse_several_processes(
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     told = fail(2, "quantize", tmp_path, "--scheme", "w8a16", "--out", "x")
-    assert told.startswith("quantize: 2 processes were started")
+    assert told.startswith("2 processes were started")
 
 
 def test_hessians_are_summed_over_processes(mixtral: Path, tmp_path: Path) -> None:

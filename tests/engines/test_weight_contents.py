@@ -275,4 +275,4 @@ def test_blocks_whose_inputs_are_not_quantized_are_refused_after_loading(
     folder = damage(find_base(PAIRS[2]), tmp_path / "x", edit)
 
     assert tell(ask(folder, "vllm")) == "refused"
-    assert tell(ask(folder, "sglang")) == "unknown"
+    assert tell(ask(folder, "sglang")) == "refused"
