@@ -116,13 +116,13 @@ def test_the_overlay_is_confirmed_and_its_divergence_estimated(
     overlay = place / "model-out" / "kv-overlay"
     with serve(overlay, place / "overlay.log") as url:
         report = ask(url)
-        assert report["advice"].startswith(f"the server is explained by {overlay} (correlation ")
+        assert report["advice"].startswith(f"The server is explained by {overlay} (correlation ")
         with serve(place / "model", place / "plain.log") as plain:
             both = ask(url, "--reference-server", plain)
-            assert both["advice"].startswith(f"the server is explained by {overlay} (correlation ")
+            assert both["advice"].startswith(f"The server is explained by {overlay} (correlation ")
             assert both["server"]["engine"]["change_rms"] < 0.01
             unquantized = ask(plain)
-            assert unquantized["advice"].startswith("the server behaves like the unquantized model")
+            assert unquantized["advice"].startswith("The server behaves like the unquantized model")
         sampled = ask(url, "--sampled", "--server-logprobs", 20)
     emulated = sampled["candidates"][0]["kld_mean"]
     estimates = sampled["server"]
@@ -137,14 +137,14 @@ def test_no_false_alarm_in_10_runs(dtype: str, place: Path, ask: Callable[..., A
         for seed in range(10, 20):
             write_ids(place / "text.jsonl", SEQUENCES, LENGTH, seed=seed)
             report = ask(url, "--dtype", dtype, text="text.jsonl")
-            plain = "the server behaves like the unquantized model: its KV cache is not FP8"
+            plain = "The server behaves like the unquantized model: its KV cache is not FP8"
             assert report["advice"].startswith(plain), (seed, report["advice"])
 
 
 def test_a_cache_without_scales(place: Path, ask: Callable[..., Any]) -> None:
     with serve(place / "model", place / "unscaled.log", *FP8) as url:
         report = ask(url)
-    assert report["advice"].startswith("the server behaves like scale-1.0 (correlation ")
+    assert report["advice"].startswith("The server behaves like scale-1.0 (correlation ")
     assert report["advice"].endswith(": your k/v scales are not in use.")
 
 
