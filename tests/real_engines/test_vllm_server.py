@@ -173,4 +173,4 @@ def test_the_scales_of_another_model(place: Path, ask: Callable[..., Any]) -> No
     folder = save_overlay(place, "others", lambda name, _: 3 * float(others[name]))
     with serve(folder, place / "others.log") as url:
         report = ask(url)
-    assert report["advice"].startswith("the server differs from ")
+    assert report["advice"].startswith("The server differs from ")
