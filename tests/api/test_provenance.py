@@ -14,12 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
+from fp8calib.commands.hashes import hash_run, hashing
 from fp8calib.commands.result import RunHashes
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.verification.verify import choose_noise_text, compare_noise
+from tests import zoo
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS
 
@@ -160,3 +162,18 @@ def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
         found = compare_noise(before, torch.full((scored,), -1.1), plan, few)
         assert found.tokens == tokens
         assert found.kld == pytest.approx(kld, rel=1e-5)
+
+
+def test_files_that_were_hashed_beside_a_run_are_not_hashed_again(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+
+    with hashing(tmp_path / "model", "cuda") as find_known:
+        known = find_known()
+    with hashing(tmp_path / "model", "cpu") as find_none:
+        assert not find_none()
+
+    plain = hash_run(tmp_path / "model", (), {})
+    assert hash_run(tmp_path / "model", (), {}, known) == plain
+    assert sorted(known.values()) == sorted(each.sha256 for each in plain.model)
+    others = hash_run(tmp_path / "model", (), {}, dict.fromkeys(known, "other"))
+    assert {each.sha256 for each in others.model} == {"other"}
