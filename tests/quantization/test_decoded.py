@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.decoded import open_model
+from fp8calib.quantization.sources.packed import unpack
 from tests import zoo
 from tests.cli.quantized_children import (
     BASE,
@@ -240,3 +241,11 @@ def test_forms_of_several_groups_are_decoded_together(tmp_path: Path) -> None:
                 for name in names:
                     if find_form(name) == form:
                         assert torch.equal(opened.read(name), single.read(name)), name
+
+
+def test_zero_points_of_few_rows_are_a_column_of_words() -> None:
+    words = torch.tensor([[0x76543210, -0x12345679]], dtype=torch.int32)
+
+    found = unpack(words.T, 8, 4)
+
+    assert found.tolist() == [[*range(-8, 0)], [*range(-1, 7)]]

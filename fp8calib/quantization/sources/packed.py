@@ -231,7 +231,7 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
     Returns:
         int16 [R, num_columns]; of 4 bits from -8 to 7.
     """
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.flatten().view(torch.uint8)  # a column alone keeps its stride
     if bits == 4:
         numbers = _INT4_PAIRS.index_select(0, octets.flatten().to(torch.int32)).view(torch.int16)
     else:
