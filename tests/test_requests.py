@@ -147,5 +147,4 @@ def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_function_takes_a_path_where_it_takes_a_model(command: str) -> None:
     options = {each.name: each.type for each in list_options(find_request(command))}
-    named = [options[name] for name in ("model", "base") if name in options]
-    assert all("Path" in kind for kind in named)
+    assert "Path" in options.get("model", "Path")

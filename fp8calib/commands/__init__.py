@@ -1,8 +1,8 @@
 """The commands: a module here for each of `COMMANDS`; the others are what several of them share.
 
 The module of a command has its request, its result, `run` and `describe`. It is imported with the
-parser; what imports torch is imported in `run`. A plug-in's package has the same in the modules
-`request`, `command` and `render`.
+parser; what imports torch is imported in `run`, but for `verify`: all but its request is in
+`_verify`. A plug-in's package has the same in the modules `request`, `command` and `render`.
 """
 
 from __future__ import annotations

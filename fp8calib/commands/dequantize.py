@@ -190,12 +190,12 @@ def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -
         # norms and embeddings are those of the source, and so are their hashes
         origin = found.table.origin and replace(found.table.origin, model=model)
         found = replace(found, table=replace(found.table, origin=origin))
-        owned = _list_owned(found, checkpoint)
+        owned, dialect = _list_owned(found, checkpoint), _choose_dialect(found)
         with output_folder(out, owned=owned, force=force, inputs=[plain]) as folder:
             return write_tables(
                 found,
-                convert_scales(found, _choose_dialect(found), E4M3FN, [1], model),
-                *(_choose_dialect(found), folder),
+                convert_scales(found, dialect, E4M3FN, [1], model),
+                *(dialect, folder),
                 files=[path.name for path in found.files],
                 source=checkpoint,
                 shown=out,
