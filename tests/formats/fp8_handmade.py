@@ -107,6 +107,48 @@ FBGEMM: dict[str, object] = {
     "modules_to_not_convert": ["lm_head"],
 }
 
+AUTO_ROUND: dict[str, object] = {
+    "act_bits": 8,
+    "act_data_type": "fp",
+    "act_dynamic": False,
+    "act_group_size": 0,
+    "act_sym": True,
+    "activation_scheme": "static",
+    "bits": 8,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "fp",
+    "fmt": "e4m3",
+    "group_size": -1,
+    "packing_format": "auto_round:fp8_static",
+    "quant_method": "auto-round",
+    "sym": True,
+}
+"""What auto-round 0.16.1 writes with `--scheme FP8_STATIC --format auto_round`."""
+AUTO_ROUND_BLOCK = AUTO_ROUND | {
+    "act_dynamic": True,
+    "act_group_size": 128,
+    "activation_scheme": "dynamic",
+    "group_size": [128, 128],
+    "packing_format": "auto_round:fp8",
+}
+AUTO_ROUND_MX = AUTO_ROUND | {
+    "act_data_type": "mx_fp",
+    "act_dynamic": True,
+    "act_group_size": 32,
+    "data_type": "mx_fp",
+    "group_size": 32,
+    "packing_format": "auto_round:llm_compressor",
+}
+AUTO_ROUND_ALONE: dict[str, object] = {
+    "bits": 8,
+    "data_type": "fp",
+    "fmt": "e4m3",
+    "group_size": 0,
+    "quant_method": "auto-round",
+    "sym": True,
+}
+"""With `--scheme FPW8A16`."""
+
 
 def modelopt(algorithm: str) -> dict[str, object]:
     """Write ModelOpt's config of an algorithm that has no groups."""

@@ -18,6 +18,9 @@ from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (
+    AUTO_ROUND,
+    AUTO_ROUND_ALONE,
+    AUTO_ROUND_BLOCK,
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
     CODES,
@@ -143,6 +146,27 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         BY_ROW,
         Activation(kind=InputScaling.TOKEN, upper_bound=1200.0),
         "fbgemm_fp8",
+    ),
+    "auto-round static": (
+        AUTO_ROUND,
+        linear(scale=ROWS, input_scale=INPUT.reshape(1)),
+        BY_ROW,
+        STATIC,
+        "auto-round",
+    ),
+    "auto-round weights only": (
+        AUTO_ROUND_ALONE,
+        linear(scale=HALF.reshape(1)),
+        HALVED,
+        NONE,
+        "auto-round",
+    ),
+    "auto-round block": (
+        AUTO_ROUND_BLOCK,
+        linear() | {f"{LINEAR}.weight_scale_inv": HALF.reshape(1, 1).bfloat16()},
+        HALVED,
+        GROUP,
+        "auto-round",
     ),
 }
 """Beside those of `tests/foreign`, which `test_foreign.py` reads."""

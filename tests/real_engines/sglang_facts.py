@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
+from fp8calib.engines.weights.auto_round import ACCEPTED
 from tests.real_engines.package import Package
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
@@ -45,7 +46,7 @@ from tests.real_engines.sglang_survey import (
     hold_zeros,
     survey,
 )
-from tests.real_engines.type_facts import read_demanded, read_own_types
+from tests.real_engines.type_facts import read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_sources import take
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,11 @@ PROBES: Mapping[str, Probe] = {
     ),
     "--kv-cache-dtype": Probe(
         read=read_cache_types, source=" ".join(_ARGUMENTS), how=Evidence.READ
+    ),
+    ACCEPTED: Probe(
+        read=read_auto_round,
+        source="srt/layers/quantization/auto_round.py AutoRoundConfig",
+        how=Evidence.READ,
     ),
     "class": Probe(
         read=lambda package: sorted(list_entries(package)),

@@ -14,6 +14,9 @@ from tests.real_engines.package import Package, UnavailableError, open_package
 
 TYPES = FOLDER / "transformers_types.json"
 
+_AUTO_ROUND = "srt/layers/quantization/auto_round.py"
+_AUTO_ROUND_KEYS = {"SUPPORTED_DTYPES": "data_type", "SUPPORTED_FORMATS": "packing_format"}
+
 
 def read_demanded(package: Package) -> Iterator[str]:
     """Read the versions of transformers that the metadata of a wheel demands.
@@ -98,3 +101,17 @@ def _list_mapped(package: Package) -> set[str]:
                 elif isinstance(item, ast.Tuple) and isinstance(item.elts[0], ast.Constant):
                     found.add(str(item.elts[0].value))
     return found
+
+
+def read_auto_round(package: Package) -> Iterator[str]:
+    """Read what the engine's class of auto-round's configs accepts, and the experts it loads."""
+    file = "quantization/inc/inc.py" if package.has("quantization/inc/inc.py") else _AUTO_ROUND
+    classes = [node for node in package.parse(file).body if isinstance(node, ast.ClassDef)]
+    for node in (line for each in classes for line in each.body):
+        if not isinstance(node, ast.Assign):
+            continue
+        key = _AUTO_ROUND_KEYS.get(ast.unparse(node.targets[0]))
+        if key is not None:
+            yield from (f"{key} {value}" for value in sorted(ast.literal_eval(node.value)))
+    if package.has("inc/schemes/inc_mxfp8_moe.py"):
+        yield "experts of MXFP8"

@@ -12,6 +12,7 @@ import torch
 
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
+from fp8calib.engines.weights.auto_round import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
 from tests.real_engines.probe import Probe
@@ -25,7 +26,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
-from tests.real_engines.type_facts import read_demanded, read_own_types
+from tests.real_engines.type_facts import read_auto_round, read_demanded, read_own_types
 from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
@@ -318,6 +319,11 @@ PROBES: Mapping[str, Probe] = {
     "served in bfloat16 where the checkpoint is in float16": Probe(
         read=read_bfloat16_types,
         source="config/model.py _FLOAT16_NOT_SUPPORTED_MODELS",
+        how=Evidence.READ,
+    ),
+    ACCEPTED: Probe(
+        read=read_auto_round,
+        source="quantization/inc/inc.py INCConfig; quantization/inc/schemes/",
         how=Evidence.READ,
     ),
     "class": Probe(read=read_classes, source=_REGISTRY, how=Evidence.READ, is_difference=True),

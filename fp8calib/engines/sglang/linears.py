@@ -17,6 +17,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
+from fp8calib.engines.weights.auto_round import require_auto_round
 from fp8calib.engines.weights.forms import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
 from fp8calib.engines.weights.reader import (
@@ -64,6 +65,8 @@ class SglangReader(LinearReader):
             Refusal: SGLang refuses it.
         """
         quantization = find_sglang_config(folder) or {}
+        if quantization.get("quant_method") == "auto-round":
+            require_auto_round(quantization, release)
         is_replaced = quantization.get("quant_method") == "w4afp8"
         section = _W4AFP8_LINEARS if is_replaced else quantization
         return cls(folder, section, geometry, release)

@@ -19,6 +19,7 @@ from fp8calib.engines.replay.quantization_config import (
 )
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
+from fp8calib.engines.weights.auto_round import ACCEPTED, AUTO_ROUND_FIX, require_auto_round
 from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
@@ -54,7 +55,10 @@ class VllmReader(LinearReader):
             Refusal: vLLM refuses it.
         """
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
-        section = section if name_method(section, release) else {}
+        method = name_method(section, release)
+        section = section if method else {}
+        if method in ("inc", "auto-round"):
+            require_auto_round(section, release)
         return cls(folder, section, geometry, release)
 
     def __init__(
@@ -94,6 +98,7 @@ class VllmReader(LinearReader):
         Raises:
             Unjudged: it is created in FP8, and its scales are not set.
         """
+        super().require_judged(tensors)
         created = [each for name in HEADS for each in self.classes.get(name, ())]
         if self.classes and not any(each.is_by_config for each in created):
             return
@@ -114,11 +119,25 @@ class VllmReader(LinearReader):
         found = super().find_scheme(group)
         if not isinstance(found, StoredScheme):
             return found
-        if found.is_mx:
+        if self.method == "auto-round":
+            self._require_auto_round(group, found)
+        elif found.is_mx:
             self.require_mx(self._mx_form, group, "ValueError")
         elif group.kind is GroupKind.HEAD and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
+
+    def _require_auto_round(self, group: LinearGroup, scheme: StoredScheme) -> None:
+        """Require that the release loads experts of this form (inc/schemes/, run in 0.32.0).
+
+        Raises:
+            Refusal: it does not.
+        """
+        if group.kind is GroupKind.EXPERTS:
+            what = "MXFP8" if scheme.is_mx else "FP8 in blocks"
+            if f"experts of {what}" not in self.release.list_values(ACCEPTED):
+                why = f"{self.release.title} loads no experts in {what} of auto-round"
+                raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
 
     def name_as_listed(self, group: LinearGroup) -> LinearGroup:
         """Give a group its paths; one whose parts no list may name has that of the whole."""

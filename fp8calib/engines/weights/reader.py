@@ -27,6 +27,7 @@ from fp8calib.engines.weights.forms import (
 )
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
+from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.modelopt import read_algorithm
 from fp8calib.formats.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
@@ -38,6 +39,8 @@ from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 Section = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
 """Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
+_KNOWN = ("compressed-tensors", "fp8")
+"""Methods whose config is read here; so is that of `modelopt` with its variants."""
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
@@ -110,6 +113,8 @@ class LinearReader(ABC):
         with suppress(ModelError):  # a config that the methods with rules here may still read
             dialect, self._find_stored = load_finder(folder.path, folder.config)
             self._dialect = own or dialect
+        if self._dialect is AUTO_ROUND and is_mx(self.section):
+            self._dialect = AUTO_ROUND_MX
 
     @abstractmethod
     def list_excluded(self) -> list[str]:
@@ -137,8 +142,12 @@ class LinearReader(ABC):
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
-        """Raise `Unjudged` where more than the stored linears tells what the engine does."""
-        del tensors
+        """Raise `Unjudged` where more than the stored linears tells what the engine does.
+
+        A linear whose codes and scales have other names than those of FP8 is not listed as one.
+        """
+        if tensors and self.method not in ("", *_KNOWN) and not self.method.startswith("modelopt"):
+            self._require_finder()
 
     def list_expected(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
@@ -240,15 +249,19 @@ class LinearReader(ABC):
             )
         return found.pop() if found else ""
 
-    def _find_named(self, group: LinearGroup) -> Found:
-        """Find the scheme of a group by the config's own words, each linear by its path."""
+    def _require_finder(self) -> FindScheme:
         if self._find_stored is None:
             raise Unjudged(f"weights of quant_method {self.method!a:.40} are not judged offline")
+        return self._find_stored
+
+    def _find_named(self, group: LinearGroup) -> Found:
+        """Find the scheme of a group by the config's own words, each linear by its path."""
+        find_stored = self._require_finder()
         schemes: dict[str, StoredScheme] = {}
         why = ""
         for each in group.members:
             try:
-                schemes[each.module] = self._find_stored(each.module)
+                schemes[each.module] = find_stored(each.module)
             except ContradictionError as error:
                 why = error.message.partition("is FP8, but ")[2] or error.message
             except ModelError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.errors import UsageError, suggest
+from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.modelopt import MODELOPT
@@ -20,7 +21,10 @@ from fp8calib.numerics.schemes import Granularity, Scheme
 
 FP8_DIALECTS: dict[str, Fp8Dialect] = {
     dialect.name: dialect
-    for dialect in (COMPRESSED_TENSORS, AUTOFP8, FINEGRAINED, MODELOPT, MXFP8, QUARK, FBGEMM)
+    for dialect in (
+        *(COMPRESSED_TENSORS, AUTOFP8, FINEGRAINED, MODELOPT, MXFP8, QUARK, FBGEMM),
+        *(AUTO_ROUND, AUTO_ROUND_MX),
+    )
 }
 """All dialects by name; of several with one method, `load_finder` gives the first."""
 
