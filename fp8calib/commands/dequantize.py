@@ -175,15 +175,15 @@ def _list_owned(found: FoundScales, checkpoint: Checkpoint) -> frozenset[str]:
 
     # the config of a quantization that no longer holds is not copied
     quantizations = {dialect.own_file for dialect in FP8_DIALECTS.values()}
-    name = _choose_dialect(found).name
-    return list_owned(name, 1, found.table.geometry, checkpoint) - quantizations
+    dialect = _choose_dialect(found)
+    return list_owned(dialect, [1], found.table.geometry, checkpoint) - quantizations
 
 
 def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -> tuple[str, ...]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
-    from fp8calib.formats.write import convert_scales, write_tables
+    from fp8calib.formats.write import write_found
 
     with Checkpoint.open(plain) as checkpoint:
         model = fingerprint_model(checkpoint.load_config(), checkpoint)
@@ -192,14 +192,16 @@ def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -
         found = replace(found, table=replace(found.table, origin=origin))
         owned, dialect = _list_owned(found, checkpoint), _choose_dialect(found)
         with output_folder(out, owned=owned, force=force, inputs=[plain]) as folder:
-            return write_tables(
-                found,
-                convert_scales(found, dialect, E4M3FN, [1], model),
-                *(dialect, folder),
+            _, notes = write_found(
+                *(found, dialect, folder),
+                fmt=E4M3FN,
+                tps=[1],
+                model=model,
                 files=[path.name for path in found.files],
                 source=checkpoint,
                 shown=out,
             )
+    return notes
 
 
 def describe(

@@ -136,7 +136,6 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         from fp8calib.formats.dialect import Attachment
         from fp8calib.formats.quantized_model import find_quantized
         from fp8calib.formats.read import check_origin, read_scales
-        from fp8calib.formats.write import convert_scales
         from fp8calib.quantization.related import relate_to_quantized
     names = shared.split_names(request.formats) or ["kv-overlay"]
     if len(names) > 1:
@@ -176,9 +175,11 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
         if not tps:
             is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
             tps = (found.table.tp if is_kept else 1,)
-        fmt = KV_FORMATS[request.fp8_dtype or E4M3FN.name]
-        tables = convert_scales(found, dialect, fmt, tps, fingerprint)
-        result = _write(request, dialect, found, tables, checkpoint, quantized, attachment)
+        result = _write(
+            *(request, dialect, found, checkpoint, quantized, attachment),
+            tps=tps,
+            fingerprint=fingerprint,
+        )
     for note in result.notes:
         reporter.warn(note)
     return result
@@ -188,30 +189,34 @@ def _write(
     request: ExtractRequest,
     dialect: Dialect,
     found: FoundScales,
-    tables: Sequence[ScaleTable],
     checkpoint: Checkpoint,
     quantized: QuantizedModel | None,
     attachment: Attachment,
+    *,
+    tps: Sequence[int],
+    fingerprint: str,
 ) -> ExtractResult:
     from fp8calib.checkpoint.output import output_folder
     from fp8calib.commands.written import finish_checkpoint, require_server
-    from fp8calib.formats.write import list_owned, write_tables
+    from fp8calib.formats.write import list_owned, write_found
     from fp8calib.model.kv_bytes import kv_bytes_per_token
     from fp8calib.quantization.related import describe_attachment
     from fp8calib.quantization.write import list_files
 
-    out, geometry = Path(request.save_path), tables[0].geometry
+    out, geometry = Path(request.save_path), found.table.geometry
     taken_from = tuple(map(_name_file, found.files))
-    owned = (list_owned(dialect.name, table.tp, geometry, checkpoint) for table in tables)
     checked: tuple[WrittenCheck, ...] = ()
     with output_folder(
         out,
-        owned=frozenset[str]().union(*owned),
+        owned=list_owned(dialect, tps, geometry, checkpoint),
         force=request.force,
         inputs=[checkpoint.folder, Path(request.quantized_model)],
     ) as folder:
-        notes = write_tables(
-            *(found, tables, dialect, folder),
+        tables, notes = write_found(
+            *(found, dialect, folder),
+            fmt=KV_FORMATS[request.fp8_dtype or E4M3FN.name],
+            tps=tps,
+            model=fingerprint,
             files=taken_from,
             source=checkpoint,
             shown=out,
@@ -227,7 +232,6 @@ def _write(
                 check=request.check,
             )
         files = list_files(folder)
-    degrees = tuple(table.tp for table in tables)
     before, after = kv_bytes_per_token(geometry)
     return ExtractResult(
         save_path=out,
@@ -236,7 +240,7 @@ def _write(
         source_dtype=found.table.fmt.name,
         format=dialect.name,
         fp8_dtype=tables[0].fmt.name,
-        tp=degrees[0] if len(degrees) == 1 else degrees,
+        tp=tps[0] if len(tps) == 1 else tuple(tps),
         taken_from=taken_from,
         layers=tuple(
             _describe_layer(tables[0], layer.index, attention, joins_kv=dialect.joins_kv)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -99,11 +100,11 @@ def check_overlay_source(
 
 
 def list_owned(
-    format_name: str, tp: int, geometry: ModelGeometry, source: Checkpoint
+    dialect: Dialect, tps: Iterable[int], geometry: ModelGeometry, source: Checkpoint
 ) -> frozenset[str]:
-    """Name the entries of an output folder that *is* the overlay, or holds the one file."""
-    if not find_dialect(format_name).needs_model:
-        return list_outputs([format_name], [tp])
+    """Name the entries of an output folder that *is* the overlay, or holds the files."""
+    if not dialect.needs_model:
+        return list_outputs([dialect.name], tps)
     unlisted = {UNLISTED_NAME} if geometry.model_type in VLLM_STRICT_TYPES else frozenset[str]()
     return plan_overlay(source).names | unlisted
 
@@ -151,9 +152,6 @@ def write_formats(
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps, fmt)
-    check_overlay_source(
-        stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
-    )
     kv_scales = cache(
         partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule, rules=rules)
     )
@@ -166,14 +164,18 @@ def write_formats(
             linears = None
             if dialect.has_linears:
                 linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
-            job = WriteJob(
-                table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
+            place = Path(dialect.path(tp))
+            written.append(out / place)
+            notes += write_table(
+                kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
+                dialect.name,
+                out / place,
+                source=source,
+                shown=place,
+                attachment=attachment,
                 linears=linears,
                 with_rank_weights=quantized is not None,
             )
-            place = Path(dialect.path(tp))
-            written.append(out / place)
-            notes += _write(dialect, job, source, attachment, out / place, shown=place)
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
             notes += (f"{item.site}: not in {dialect.name}: {item.why}" for item in weights)
@@ -181,94 +183,58 @@ def write_formats(
     return sorted(file.relative_to(out).as_posix() for file in files), list(dict.fromkeys(notes))
 
 
-def write_table(
-    table: ScaleTable,
-    format_name: str,
-    target: Path,
-    *,
-    source: Checkpoint,
-    shown: Path | None = None,
-    provenance: Provenance | None = None,
-    attachment: Attachment = NO_ATTACHMENT,
-) -> tuple[str, ...]:
-    """Write a table of KV scales, for the ranks or heads that the dialect has.
-
-    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
-    path, if that is another one. `provenance` is the quantized model that the scales were read
-    from. What a user should know is returned: layers without their own scales, skipped files.
-
-    Raises:
-        UsageError: the format is not known.
-        ExportError: it cannot be written.
-    """
-    dialect = find_dialect(format_name)
-    check_export(table.geometry, [format_name], [], table.fmt)
-    check_overlay_source(
-        table.geometry, [format_name], source, replaces_scales=attachment.replaces_scales
-    )
-    job = WriteJob(table=table, provenance=provenance)
-    return tuple(_write(dialect, job, source, attachment, target, shown=shown or target))
-
-
-def convert_scales(
-    found: FoundScales, dialect: Dialect, fmt: Fp8Format, tps: Iterable[int], model: str
-) -> list[ScaleTable]:
-    """Convert scales to what a dialect holds, a table for each number of ranks.
-
-    `model` is the fingerprint of the model where nothing is known of their calibration.
-
-    Raises:
-        ExportError: they cannot be converted.
-    """
-    table = replace(found.table, origin=found.table.origin or CalibrationOrigin(model=model))
-    return [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
-
-
-def write_tables(
+def write_found(
     found: FoundScales,
-    tables: Sequence[ScaleTable],
     dialect: Dialect,
     folder: Path,
     *,
+    fmt: Fp8Format,
+    tps: Iterable[int],
+    model: str,
     files: Sequence[str],
     source: Checkpoint,
     shown: Path,
     attachment: Attachment = NO_ATTACHMENT,
     attached: Iterable[str] = (),
-) -> tuple[str, ...]:
-    """Write what `convert_scales` made, and say what a user should know.
+) -> tuple[list[ScaleTable], tuple[str, ...]]:
+    """Convert scales that were read to what a dialect holds, and write them.
 
     Args:
         found: the scales as they were read.
-        tables: the same, converted.
         dialect: how they are written.
         folder: it becomes an overlay, or holds the files.
+        fmt: the FP8 format to write them for.
+        tps: the numbers of ranks, each with a table.
+        model: the fingerprint of the model, recorded if the scales record none.
         files: the names of the files that held them.
         source: the model.
         shown: the final path of the folder.
         attachment: how they belong to a model that is quantized already.
         attached: what a user should know about that.
 
+    Returns:
+        The tables as they were written, and what a user should know.
+
     Raises:
-        ExportError: they cannot be written.
+        ExportError: they cannot be converted or written.
     """
-    provenance = None  # scales of a quantized source are biased, and are recorded as such
-    if found.table.origin is None or not found.table.origin.data:
+    table, provenance = found.table, None
+    if table.origin is None or not table.origin.data:
+        # scales of a quantized source are biased, and are recorded as such
         provenance = Provenance(
-            dialect=found.table.dialect, files=tuple(files), has_fp8_weights=found.has_weights
+            dialect=table.dialect, files=tuple(files), has_fp8_weights=found.has_weights
         )
-    told = [*([provenance.describe()] if provenance else []), *attached, *found.notes]
-    for table in tables:
-        told += explain_conversion(
-            found.table,
-            table,
-            joins_kv=dialect.joins_kv,
-            has_query=dialect.has_query,
+    notes = [*([provenance.describe()] if provenance else []), *attached, *found.notes]
+    table = replace(table, origin=table.origin or CalibrationOrigin(model=model))
+    tables = [convert_table(table, fmt=fmt, tp=tp, per_head=dialect.per_head) for tp in tps]
+    for converted in tables:
+        notes += explain_conversion(
+            table, converted, joins_kv=dialect.joins_kv, has_query=dialect.has_query
         )
-    for table in tables:
-        place = folder if dialect.needs_model else folder / dialect.path(table.tp)
-        notes = write_table(
-            table,
+    for converted in tables:
+        place = folder if dialect.needs_model else folder / dialect.path(converted.tp)
+        notes += write_table(
+            converted,
             dialect.name,
             place,
             source=source,
@@ -276,21 +242,35 @@ def write_tables(
             provenance=provenance,
             attachment=attachment,
         )
-        told += notes
-    return tuple(dict.fromkeys(told))
+    return tables, tuple(dict.fromkeys(notes))
 
 
-def _write(
-    dialect: Dialect,
-    job: WriteJob,
-    source: Checkpoint | None,
-    attachment: Attachment,
+def write_table(
+    table: ScaleTable,
+    format_name: str,
     target: Path,
     *,
-    shown: Path,
-) -> Iterator[str]:
-    """Write one file, or an overlay of the model; give what a user should know about it."""
-    geometry = job.table.geometry
+    source: Checkpoint | None,
+    shown: Path | None = None,
+    attachment: Attachment = NO_ATTACHMENT,
+    **given: Any,
+) -> tuple[str, ...]:
+    """Write a table of scales whose ranks or heads are those that the dialect has.
+
+    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
+    path, if that is another one. `given` has other fields of the `WriteJob`. What a user should
+    know is returned: layers without their own scales, skipped files.
+
+    Raises:
+        UsageError: the format is not known, or needs a model.
+        ExportError: it cannot be written.
+    """
+    dialect, geometry = find_dialect(format_name), table.geometry
+    check_export(geometry, [format_name], [], table.fmt)
+    check_overlay_source(
+        geometry, [format_name], source, replaces_scales=attachment.replaces_scales
+    )
+    job = WriteJob(table=table, **given)
     if source is not None and dialect.needs_model:
         job = replace(
             job,
@@ -301,11 +281,16 @@ def _write(
         )
     assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
     dialect.write(job, target)
-    for table in filter(None, (job.linears, job.table)):
-        for site, scale in table.not_observed():
+    return tuple(_describe(dialect, job, shown or target))
+
+
+def _describe(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[str]:
+    """Describe what a user should know about what was written."""
+    for written in filter(None, (job.linears, job.table)):
+        for site, scale in written.not_observed():
             yield f"{site}: {scale.why_not_observed}"
-        for why in dict.fromkeys(table.kept_amax.values()):
-            first, *more = (str(site) for site, reason in table.kept_amax.items() if reason == why)
+        for why in dict.fromkeys(written.kept_amax.values()):
+            first, *more = (str(site) for site, text in written.kept_amax.items() if text == why)
             yield f"{first} and {len(more)} more: {why}" if more else f"{first}: {why}"
     for name, why in job.skipped.items():
         yield f"{name}: left out of {dialect.name}: {why}"
@@ -314,7 +299,8 @@ def _write(
     for name, why in job.copied.items():
         yield f"{shown / name}: {why}"
     if dialect.lists_all_layers:
+        layers = job.table.geometry.layers
         why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
-        yield from (f"{each.module}: {why}" for each in geometry.layers if each.attention is None)
+        yield from (f"{each.module}: {why}" for each in layers if each.attention is None)
     if dialect.has_linears and job.linears is None:
         yield f"{dialect.name}: {_KV_ALONE}"
