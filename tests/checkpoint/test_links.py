@@ -65,17 +65,6 @@ def test_links_into_the_cache_are_followed(
             refuse_external_links(folder)
 
 
-def test_a_snapshot_of_the_cache_is_whole(tmp_path: Path) -> None:
-    repository = tmp_path / "models--org--name"
-    snapshot = repository / "snapshots" / "f00"
-    for made in (snapshot, repository / "blobs"):
-        made.mkdir(parents=True)
-    (repository / "blobs" / "0123").write_text("{}")
-    (snapshot / "config.json").symlink_to("../../blobs/0123")
-
-    refuse_external_links(snapshot)
-
-
 def test_the_folder_itself_may_be_a_link(tmp_path: Path, folder: Path) -> None:
     (folder / "a.safetensors").symlink_to("config.json")
     (tmp_path / "link").symlink_to("model")

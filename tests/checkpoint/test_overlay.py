@@ -145,21 +145,6 @@ def test_weight_files_are_the_same_inodes_and_all_else_is_copied(
     assert {path.name for path in destination.iterdir()} == plan.names - {CARD_NAME}
 
 
-@pytest.mark.parametrize("source_folder", ["one file"], indirect=True)
-def test_a_one_file_source_takes_the_sharded_form(tmp_path: Path, source_folder: Path) -> None:
-    destination = tmp_path / "overlay"
-    _write(source_folder, destination)
-
-    assert sorted(path.name for path in destination.glob("*.safetensors*")) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        INDEX,
-    ]
-    weight_map = _read_index(destination)["weight_map"]
-    assert weight_map["model.norm.weight"] == "model-00001-of-00002.safetensors"
-    assert weight_map["model.layers.0.self_attn.k_scale"] == "model-00002-of-00002.safetensors"
-
-
 @pytest.mark.parametrize("source_folder", ["sharded"], indirect=True)
 def test_a_sharded_source_keeps_its_names_order_and_metadata(
     tmp_path: Path, source_folder: Path
@@ -195,16 +180,6 @@ def test_the_shard_of_scales_never_takes_a_name_in_use(tmp_path: Path, source_fo
 
     after = _read_index(tmp_path / "overlay")["weight_map"]
     assert {after[name] for name in SCALES} == {"model-kv-scales-2.safetensors"}
-
-
-def test_the_config_is_updated_in_place(source_folder: Path, tmp_path: Path) -> None:
-    _write(source_folder, tmp_path / "overlay")
-
-    before = json.loads((source_folder / "config.json").read_text())
-    text = (tmp_path / "overlay" / "config.json").read_text()
-    expected = {**before, **KV_CONFIG}
-    assert list(json.loads(text).items()) == list(expected.items())
-    assert text == json.dumps(expected, indent=2) + "\n"
 
 
 def test_what_is_left_out_is_told_with_the_reason(source_folder: Path, tmp_path: Path) -> None:

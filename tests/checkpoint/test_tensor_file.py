@@ -24,14 +24,6 @@ def test_golden_bytes_become_the_numbers_they_mean(golden_path: Path) -> None:
         assert file.read("bytes").tolist() == [10, 20, 30, 40, 50]
 
 
-def test_tensors_without_elements_or_dimensions_are_read(golden_path: Path) -> None:
-    with TensorFile(golden_path) as file:
-        none, scalar = file.read("none"), file.read("scalar")
-
-    assert (none.shape, none.dtype) == ((0, 7), torch.float16)
-    assert (scalar.shape, scalar.item()) == ((), 0.125)
-
-
 @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
 def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8)
@@ -94,11 +86,6 @@ def test_a_slab_is_a_part_of_one_matrix(tmp_path: Path, rows: range, columns: ra
             found = file.read_block("x", index, rows, columns)
             expected = tensor[index, rows.start : rows.stop, columns.start : columns.stop]
             assert (found.dtype, found.tolist()) == (torch.bfloat16, expected.tolist())
-
-
-def test_an_unknown_tensor_is_a_model_error(golden_path: Path) -> None:
-    with TensorFile(golden_path) as file, pytest.raises(ModelError, match="no tensor 'c'"):
-        file.read("c")
 
 
 def test_a_file_that_shrinks_while_open_is_a_model_error(golden_path: Path) -> None:

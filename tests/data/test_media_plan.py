@@ -175,11 +175,6 @@ def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:
         assert batch.media is plan.media[batch.first]
 
 
-def test_the_template_is_told_without_a_row_of_text(plan_of: Any) -> None:
-    plan = plan_of(see("What?"))
-    assert plan.rows.chat_template is not None
-
-
 class Renamed(PreTrainedConfig):
     """A config that keeps the token for images under a name of its own (Molmo2's)."""
 

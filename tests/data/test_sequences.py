@@ -90,15 +90,6 @@ def test_a_source_of_unusable_rows_is_refused_before_it_ends() -> None:
     assert len(read) == 100
 
 
-def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:
-    spec = write_ids(tmp_path / "x.jsonl", [1, 2], [3], [4, 5, 6, 7, 8])
-    plan = plan_of(spec, pack=False)
-    assert lists(plan) == [[1, 2], [4, 5, 6, 7]]
-    assert not plan.packed
-    assert plan.num_tokens == 6
-    assert "1 of 3 rows were too short and were skipped" in plan.warnings
-
-
 def test_the_fingerprint_is_the_digest_of_flag_length_and_ids(tmp_path: Path) -> None:
     plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4, 5, 6]))
     expected = hashlib.sha256(struct.pack("<10q", 1, 4, 4, 1, 2, 3, 4, 2, 5, 6)).hexdigest()

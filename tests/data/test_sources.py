@@ -177,12 +177,6 @@ def test_builtin_text_is_split_at_four_fifths_without_overlap() -> None:
     assert len(eight_words[0] & eight_words[1]) < 0.03 * len(eight_words[1])
 
 
-def test_builtin_rows_are_the_topics_of_help() -> None:
-    row = next(iter(iter_builtin_rows("calibrate")))
-    assert row.origin == "builtin:assert"
-    assert (row.text or "").startswith('The "assert" statement\n****')
-
-
 def fake_hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[Any]:
     """Put a `datasets` in place whose load_dataset gives or raises `result`; return its calls."""
     calls: list[Any] = []
@@ -217,14 +211,6 @@ def test_a_hub_that_fails_is_a_data_error_naming_the_dataset(
         "no such dataset (ConnectionError: no route)"
     )
     assert "local file" in caught.value.hint
-
-
-def test_a_hub_row_that_cannot_be_used_keeps_its_own_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake_hub(monkeypatch, [{"prompt": "a"}])
-    with pytest.raises(DataError, match="hub:a row 1: no usable field; the keys are: prompt"):
-        read(iter_rows(parse_spec("hub:a")))
 
 
 def rows(name: str, count: int) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from fp8calib.data.plan import RowEncoder, pack_rows, render_messages
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import RowsUsed
 from fp8calib.errors import DataError
-from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
+from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 WITHOUT_BOS = [3, 6, 7, 8, 4, 6, 9]
@@ -36,23 +36,6 @@ def pack_into_fours(
     counts = RowsUsed()
     sequences, _ = pack_rows(rows, counts, samples=samples, seq_len=4, pack=pack)
     return [sequence.tolist() for sequence in sequences], counts
-
-
-def test_every_text_row_gets_the_tokenizers_own_special_tokens() -> None:
-    rows = (Row("x:1", text="a b"), Row("x:2", text="zebra"))
-    assert encode(*rows) == [[0, 7, 8], [0, 2]]
-    assert encode(*rows, adds_bos=False) == [[7, 8], [2]]
-
-
-def test_conversations_are_rendered_and_blank_text_has_no_tokens() -> None:
-    rows = (Row("x:1", messages=({"role": "user", "content": "a"},)), Row("x:2", text=" \n"))
-    assert encode(*rows, template=PLAIN_TEMPLATE) == [[0, 3, 6, 7], []]
-
-
-def test_input_ids_are_taken_as_they_are_without_a_tokenizer() -> None:
-    rows = [Row("x:1", input_ids=(0, 11, 5))]
-    encoded = RowEncoder(refuse_tokenizer, 12).encode(rows)
-    assert list(encoded) == [(0, 11, 5)]
 
 
 def test_a_text_longer_than_the_context_is_tokenized_without_warning(
@@ -146,51 +129,7 @@ def test_no_row_is_read_that_is_not_needed(pack: bool, expected: int) -> None:
     assert len(read) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "adds_bos", "bos", "expected"),
-    [
-        (PLAIN_TEMPLATE, False, "<s>", WITHOUT_BOS),
-        (PLAIN_TEMPLATE, True, "<s>", WITH_BOS),
-        (BOS_TEMPLATE, False, "<s>", WITH_BOS),
-        (BOS_TEMPLATE, True, "<s>", WITH_BOS),
-        ("{{ bos_token }} " + BOS_TEMPLATE, True, "<s>", WITH_BOS),
-        (PLAIN_TEMPLATE, False, None, WITHOUT_BOS),
-        (PLAIN_TEMPLATE + "{{ bos_token }}", True, "<s>", [*WITH_BOS, 0]),
-    ],
-)
-def test_a_conversation_has_one_bos_when_template_or_tokenizer_writes_one(
-    template: str, adds_bos: bool, bos: str | None, expected: list[int]
-) -> None:
-    tokenizer = make_tokenizer(adds_bos=adds_bos, bos=bos, template=template)
-    assert render_messages(tokenizer, MESSAGES, "x:1")[0] == expected
-
-
 def test_the_tokenizers_closing_token_is_left_to_the_template() -> None:
     tokenizer = make_tokenizer(adds_eos=True, template=PLAIN_TEMPLATE)
     assert tokenizer("a")["input_ids"] == [0, 7, 1]
     assert render_messages(tokenizer, MESSAGES, "x:1")[0] == WITH_BOS
-
-
-def test_a_tokenizer_without_template_is_named_with_the_row() -> None:
-    with pytest.raises(DataError) as caught:
-        render_messages(make_tokenizer(), MESSAGES, "x.jsonl:3")
-    assert caught.value.message == (
-        "x.jsonl:3: the row is a conversation, but the tokenizer has no chat template"
-    )
-    assert caught.value.hint == "use rows with `text`, or a chat model"
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content.gone.deep }}", "has no attribute 'gone'"),
-        ("{{ messages | length + 'x' }}", "unsupported operand"),
-        ("{% for %}", "Expected an expression"),
-    ],
-)
-def test_a_template_that_refuses_a_row_is_a_data_error(template: str, reason: str) -> None:
-    with pytest.raises(DataError) as caught:
-        render_messages(make_tokenizer(template=template), MESSAGES, "x.jsonl:3")
-    assert caught.value.message.startswith("x.jsonl:3: the chat template rejects")
-    assert reason in caught.value.message

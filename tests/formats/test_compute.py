@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.statistic import SiteStats
 from fp8calib.errors import ExportError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.table import ScaleSource, ScaleTable
@@ -192,30 +191,7 @@ def test_zeros_take_the_fallback_under_every_rule(rule: str) -> None:
         compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule), fallback=Fallback.REFUSE)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_dead_head_takes_the_scale_the_rule_gave_the_others(rule: str) -> None:
-    stats = with_histograms(plain_stats(), BELOW_64)
-    stats = change(stats, kv_site(0, Role.V), amax=torch.tensor([0.0, 336.0]))
-    table = compute_kv_scales(stats, E4M3FN, per_head=True, rule=parse_rule(rule))
-    dead, alive = values_of(table, 0, Role.V)
-    assert dead == alive > 0
-
-
 # --- linears -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_weights_take_their_amax_under_every_rule(rule: str, tp: int, is_fused: bool) -> None:
-    stats = with_histograms(linear_stats(is_fused=is_fused), BELOW_64, roles="input weight")
-    plain = compute_linear_scales(stats, E4M3FN, tp=tp)
-    ruled = compute_linear_scales(stats, E4M3FN, tp=tp, rule=parse_rule(rule))
-    assert list(ruled.scales) == list(plain.scales)
-    weights = [site for site in plain.scales if site.role is Role.WEIGHT]
-    assert len(weights) == 14
-    for site in weights:
-        assert torch.equal(ruled.scales[site].values, plain.scales[site].values)
 
 
 def test_inputs_are_clamped_rank_by_rank() -> None:
@@ -247,35 +223,7 @@ def test_inputs_of_experts_are_clamped_and_unreached_ones_still_listed() -> None
     assert len(table.not_observed()) == 3
 
 
-def test_inputs_without_a_histogram_keep_their_amax_and_say_so() -> None:
-    table = compute_linear_scales(linear_stats(), E4M3FN, rule=parse_rule("mse"))
-    assert len(table.kept_amax) == 14
-    assert {site.role for site in table.kept_amax} == {Role.INPUT}
-
-
 # --- all rules ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_values_twice_as_large_get_scales_twice_as_large(rule: str) -> None:
-    bulk = {UNIT_BIN + 3 * OCTAVE + i: 1000 * (i + 1) for i in range(16)}
-    plain = with_histograms(linear_stats(), bulk)
-    doubled = with_histograms(
-        dataclasses.replace(plain, sites={s: _double(seen) for s, seen in plain.sites.items()}),
-        {index + OCTAVE: count for index, count in bulk.items()},
-    )
-    for compute in (compute_kv_scales, compute_linear_scales):
-        small = compute(plain, E4M3FN, tp=2, rule=parse_rule(rule))
-        large = compute(doubled, E4M3FN, tp=2, rule=parse_rule(rule))
-        for site, scale in small.scales.items():
-            torch.testing.assert_close(
-                large.scales[site].values, 2 * scale.values, rtol=1e-6, atol=0
-            )
-
-
-def _double(seen: SiteStats) -> SiteStats:
-    amax_in = None if seen.amax_in is None else 2 * seen.amax_in
-    return dataclasses.replace(seen, amax=2 * seen.amax, amax_in=amax_in)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -74,12 +74,6 @@ def test_a_rank_takes_the_largest_of_its_heads(tp: int, expected: list[float]) -
     assert note == f"scales per head became one: the largest of {whose}"
 
 
-def test_a_latent_is_whole_on_every_rank() -> None:
-    table = _table(_pair(1.0, 3.0, 2.0, 2.0), geometry=LATENT)
-    assert _values(convert_table(table, fmt=E4M3FN, tp=2, per_head=False)) == [3.0, 3.0]
-    assert _values(convert_table(table, fmt=E4M3FN, per_head=True)) == [3.0]
-
-
 def test_ranks_that_the_heads_cannot_lie_on_become_their_largest() -> None:
     table = _table(_pair(1.0, 5.0, 2.0))
     fitted = convert_table(table, fmt=E4M3FN, tp=2, per_head=False)
@@ -143,11 +137,6 @@ def test_nothing_is_said_where_nothing_was_done() -> None:
         fitted = convert_table(table, fmt=E4M3FN, tp=table.tp, per_head=table.per_head)
         assert not list(explain_conversion(table, fitted))
         assert fitted.scales == table.scales
-
-
-def test_the_origin_of_a_scale_stays_with_it() -> None:
-    fitted = convert_table(_table(_pair(1.0)), fmt=E4M3FNUZ, tp=2, per_head=False)
-    assert {scale.source for scale in fitted.scales.values()} == {ScaleSource.SHARED}
 
 
 def test_what_one_scale_for_k_and_v_loses_is_said() -> None:

@@ -265,15 +265,6 @@ def test_scales_may_be_stored_as_powers_of_two(tmp_path: Path) -> None:
         assert found[row, column] == weight[row, column].float() * scale
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_are_those_of_the_whole(tmp_path: Path, form: str) -> None:
-    config, tensors, expected, _, _ = FORMS[form]
-    checkpoint = _open(tmp_path, dict(tensors), config)
-    assert checkpoint.read_rows(WEIGHT, 1, 2).tolist() == expected[1:2]
-    with pytest.raises(IndexError):
-        checkpoint.read_rows(WEIGHT, 1, 3)
-
-
 def test_what_is_not_fp8_comes_as_it_is_stored_and_scales_are_out_of_sight(tmp_path: Path) -> None:
     norm = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     others = {

@@ -19,7 +19,6 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import FINEGRAINED, save
 from tests.zoo import build
@@ -84,36 +83,6 @@ def _write(folder: Path, scheme: str, dtype: torch.dtype) -> Path:
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
     return folder
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_holds_the_same_weights_bit_for_bit(
-    tmp_path: Path, scheme: str, dtype: torch.dtype
-) -> None:
-    folder = _write(tmp_path, scheme, dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.hf_quantizer.compressor.decompress_model(model)
-    theirs = model.state_dict()
-    with Fp8Checkpoint.open(folder, fuse=False) as checkpoint:
-        assert len(checkpoint.quantized) == 14
-        assert set(checkpoint.tensors) <= set(theirs)
-        for name in checkpoint.tensors:
-            assert torch.equal(theirs[name], checkpoint.read(name).to(dtype)), name
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_inputs_are_quantized_as_the_config_of_compressed_tensors_says(
-    tmp_path: Path, scheme: str
-) -> None:
-    folder = _write(tmp_path, scheme, torch.bfloat16)
-    kind = SCHEMES[scheme][2]
-    with Fp8Checkpoint.open(folder, fuse=False) as checkpoint:
-        for name in checkpoint.quantized:
-            length = len(name.removesuffix(".weight"))
-            scale = torch.tensor(0.25 + length / 64, dtype=torch.bfloat16).item()
-            expected = scale if kind is InputScaling.STATIC else None
-            assert checkpoint.activation(name) == Activation(kind=kind, scale=expected)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

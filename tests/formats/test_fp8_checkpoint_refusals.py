@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import require_format
-from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
 from tests.formats.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
@@ -25,7 +24,6 @@ from tests.formats.fp8_handmade import (
     FBGEMM,
     FINEGRAINED,
     LINEAR,
-    MODELOPT,
     PER_GROUP,
     Tensors,
     codes,
@@ -88,12 +86,6 @@ def test_a_config_of_compressed_tensors_without_a_format_is_refused_by_name(
     require_format(tmp_path, {"quantization_config": config | {"config_groups": groups}})
     with pytest.raises(ModelError, match="'group_0' of config_groups has no format"):
         require_format(tmp_path, {"quantization_config": bare | {"config_groups": groups}})
-
-
-@pytest.mark.parametrize("value", BAD)
-def test_an_input_scale_that_is_none_is_refused(tmp_path: Path, value: float) -> None:
-    tensors = linear(scale=HALF, input_scale=scalar(value))
-    assert INPUT_SCALE in _refuse(tmp_path, tensors, MODELOPT).message
 
 
 def test_a_scale_lost_in_fp16_says_so(tmp_path: Path) -> None:
@@ -361,22 +353,3 @@ def test_a_tensor_that_is_not_there_or_not_fp8_is_named(tmp_path: Path) -> None:
     for read in (checkpoint.weight_scale, checkpoint.activation):
         with pytest.raises(ModelError, match=r"model\.norm\.weight"):
             read("model.norm.weight")
-
-
-@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
-    path = save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC) / "model.safetensors"
-    whole = path.read_bytes()
-    length = int(len(whole) * keep) if isinstance(keep, float) else keep
-    path.write_bytes(whole[:length])
-    for read in (is_fp8_checkpoint, _read_all):
-        with pytest.raises(ModelError, match=r"model\.safetensors"):
-            read(tmp_path)
-
-
-def test_a_missing_config_folder_or_shard_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
-        Fp8Checkpoint.open(tmp_path / "nowhere", fuse=False)
-    (save(tmp_path, linear(scale=HALF), CT_STATIC) / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"config\.json"):
-        Fp8Checkpoint.open(tmp_path, fuse=False)

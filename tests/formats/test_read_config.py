@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.kv.config import CheckpointConfig, read_config, read_quant_method
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.formats.kv.config import CheckpointConfig, read_config
 from tests.formats.handmade import make_attention, make_geometry
 
 GEOMETRY = make_geometry([make_attention(0)])
@@ -27,45 +26,10 @@ def _refusal(folder: Path, config: object, name: str = "config.json") -> str:
     return caught.value.message.removeprefix(f"{folder / name}: ")
 
 
-def test_no_config_says_nothing(tmp_path: Path) -> None:
-    assert read_config(tmp_path, GEOMETRY) == CheckpointConfig()
-    assert read_quant_method(tmp_path) is None
-
-
-def test_a_plain_config_exists_and_says_nothing_else(tmp_path: Path) -> None:
-    assert _read(tmp_path, {"model_type": "llama"}) == CheckpointConfig()
-    assert read_quant_method(tmp_path) == ""
-
-
-@pytest.mark.parametrize(("method", "found"), [("fp8", "fp8"), (8, "")])
-def test_the_method_of_quantization_is_found(tmp_path: Path, method: object, found: str) -> None:
-    config = {"quantization_config": {"quant_method": method}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_quant_method(tmp_path) == found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fmt"), [("float8_e4m3fn", E4M3FN), ("float8_e4m3fnuz", E4M3FNUZ)]
-)
-def test_tgis_key_names_the_format(tmp_path: Path, dtype: str, fmt: Fp8Format) -> None:
-    assert _read(tmp_path, {"kv_cache_torch_dtype": dtype}).fmt is fmt
-
-
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "fp8", 8])
 def test_tgis_key_names_no_other_format(tmp_path: Path, dtype: object) -> None:
     message = _refusal(tmp_path, {"kv_cache_torch_dtype": dtype})
     assert message == f"kv_cache_torch_dtype is {dtype!r}"
-
-
-def test_the_number_of_rank_files_is_found(tmp_path: Path) -> None:
-    assert _read(tmp_path, {"mapping": {"world_size": 8, "tp_size": 4}}).tp == 4
-    assert _read(tmp_path, {"mapping": {"tp_size": "4"}}).tp is None
-
-
-@pytest.mark.parametrize("model_type", ["opt", 3])
-def test_another_model_type_is_refused(tmp_path: Path, model_type: object) -> None:
-    message = _refusal(tmp_path, {"model_type": model_type, "quantization_config": {}})
-    assert message == f"model_type is {model_type!r}, the model's is 'llama'"
 
 
 def test_a_config_around_the_decoders_may_have_another_type(tmp_path: Path) -> None:

@@ -56,62 +56,6 @@ def _read(path: Path) -> None:
         assert len(outcome.scales) in (4, 6)
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["float8_e4m3fn", "llama", "1", ""]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "0",
-                    "1",
-                    "2",
-                    "00",
-                    "rank0",
-                    "rank1",
-                    "kv_cache",
-                    "dtype",
-                    "scaling_factor",
-                    "\ud800",
-                ]
-            ),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=12,
-)
-documents = st.fixed_dictionaries(
-    {
-        "kv_cache": json_values
-        | st.fixed_dictionaries(
-            {
-                "dtype": st.sampled_from(["float8_e4m3fn", "float8_e4m3fnuz"]) | json_values,
-                "scaling_factor": json_values
-                | st.dictionaries(
-                    st.sampled_from(["0", "1", "rank0", "rank1"]),
-                    st.fixed_dictionaries({"0": json_values, "1": st.floats() | json_values}),
-                    max_size=3,
-                ),
-            }
-        )
-    },
-    optional={"model_type": st.sampled_from(["llama", None, "opt", 1])},
-)
-
-
-@FUZZ
-@given(documents | json_values)
-def test_any_json_is_read_or_refused(tmp_path: Path, document: object) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(document))
-    _read(path)
-
-
 @FUZZ
 @given(st.binary(max_size=200))
 @pytest.mark.parametrize("suffix", ["json", "safetensors", "npz"])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
-from tests.formats.handmade import make_attention, make_geometry, shared_stats
+from tests.formats.handmade import make_attention, make_geometry
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 NAME = "transformer.layers.{}.attention.kv_cache_scaling_factor"
@@ -78,12 +78,6 @@ def test_a_file_that_is_alone_is_rank_0(tmp_path: Path, name: str) -> None:
     for place in (path, tmp_path):
         assert has_kv_scales(place)
         assert _values(read_scales(place, TWO_LAYERS)) == [[0.5], [0.5], [2.0], [2.0]]
-
-
-def test_layers_that_share_a_cache_may_be_missing(tmp_path: Path) -> None:
-    path = _save(tmp_path / "rank0.npz", {0: 0.5, 1: 2.0})
-    values = _values(read_scales(path, shared_stats().geometry))
-    assert values == [[0.5], [0.5], [2.0], [2.0], [2.0], [2.0], [0.5], [0.5]]
 
 
 SUFFIXES = ("npz", "safetensors")

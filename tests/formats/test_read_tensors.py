@@ -304,12 +304,6 @@ def test_zero_points_are_zero(tmp_path: Path) -> None:
     assert _refusal(_save(tmp_path / "b", _pair() | points)).endswith("v_zero_point is not zero")
 
 
-def test_missing_layers_are_all_named(tmp_path: Path) -> None:
-    geometry = make_geometry([make_attention(index) for index in range(20)])
-    message = _refusal(_save(tmp_path / "a", _pair()), geometry)
-    assert message.endswith("there is no KV scale for layers 2-19 (18 of 20 are missing)")
-
-
 def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: Path) -> None:
     geometry = shared_stats().geometry
     found = read_scales(_save(tmp_path / "a", _pair()), geometry)
@@ -391,23 +385,6 @@ def test_a_shard_with_weights_alone_may_be_missing(tmp_path: Path) -> None:
     assert _values(read_scales(folder, TWO_LAYERS)) == EXPECTED
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
-def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
-    folder = _save_shards(tmp_path / "a")
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert "model.safetensors.index.json: " in _refusal(folder)
-
-
-@pytest.mark.parametrize("cut", [4, 100, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
-    folder = _save(tmp_path / "a", _pair())
-    raw = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(raw[:cut])
-    assert "truncated" in _refusal(folder)
-    with pytest.raises(ModelError, match="truncated"):
-        has_kv_scales(folder)
-
-
 def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
     tensors = {PREFIX.format(layer) + "kv_scale": _scalar(0.5) for layer in range(2)}
     folder = _save(tmp_path / "a", tensors, kv_cache_torch_dtype="float8_e4m3fnuz")
@@ -416,12 +393,6 @@ def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
         found = read_scales(path, TWO_LAYERS)
         assert (found.table.fmt, found.table.dialect) == (E4M3FNUZ, "tgi")
         assert _values(found)["model.layers.0.self_attn.k"] == [0.5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
-def test_weights_in_8_bit_floats_are_seen(tmp_path: Path, dtype: torch.dtype) -> None:
-    weight = {"model.layers.0.mlp.down_proj.weight": torch.ones(2, 2).to(dtype)}
-    assert read_scales(_save(tmp_path / "a", _pair() | weight), TWO_LAYERS).has_weights
 
 
 def test_scales_outside_the_decoder_are_told(tmp_path: Path) -> None:

@@ -120,12 +120,6 @@ def test_a_json_about_something_else_has_no_scales(tmp_path: Path, text: str) ->
         read_scales(tmp_path / "a.json", GEOMETRY)
 
 
-def test_an_empty_folder_has_no_scales(tmp_path: Path) -> None:
-    assert not has_kv_scales(tmp_path)
-    with pytest.raises(ModelError, match="there are no KV scales"):
-        read_scales(tmp_path, GEOMETRY)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

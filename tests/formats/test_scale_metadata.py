@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import ModelError
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.formats.metadata import find_recorded_format
-from fp8calib.formats.read import check_origin, read_scales
+from fp8calib.formats.read import read_scales
 from fp8calib.numerics.formats import E4M3FN
 from tests.formats.handmade import (
     DATA,
@@ -52,11 +50,6 @@ def test_config_and_file_may_not_differ(tmp_path: Path) -> None:
         read_scales(tmp_path, STATS.geometry)
 
 
-def test_foreign_metadata_says_nothing(tmp_path: Path) -> None:
-    save_file(SCALES, tmp_path / "a.safetensors", metadata={"kv_cache_dtype": "float8_e4m3fnuz"})
-    assert find_recorded_format(TensorFile(tmp_path / "a.safetensors")) is None
-
-
 def _write_every_form(folder: Path) -> list[Path]:
     table, source = compute_kv_scales(STATS, E4M3FN), save_source(STATS, folder / "model")
     per_head = compute_kv_scales(STATS, E4M3FN, per_head=True)
@@ -86,13 +79,6 @@ def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
         measured = read_scales(path, STATS.geometry).table.origin
         assert measured is not None, path
         assert (measured.model, measured.data) == (MODEL, DATA)
-
-
-def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
-    save_file(SCALES, tmp_path / "a.safetensors")
-    table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
-    assert table.origin is None
-    check_origin("x", table.origin, MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])

@@ -121,16 +121,6 @@ def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
                     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
-    _, stats, _ = calibrated("llama", tmp_path / "model")
-    sites = {site: seen for site, seen in stats.sites.items() if site.role is Role.INPUT}
-    with Checkpoint.open(tmp_path / "model") as checkpoint:
-        found = find_kv_scales(
-            replace(stats, sites=sites), checkpoint, FP8_DIALECTS["compressed-tensors"]
-        )
-    assert found.kv == {}
-
-
 def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     zoo.save("llama", folder, max_shard_size="40KB")

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.errors import ModelError
-from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.registry import list_written
-from fp8calib.numerics.schemes import SCHEMES, InputScaling
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
 
@@ -24,13 +20,6 @@ PAIRS = [
     *(("modelopt", scheme) for scheme in ("fp8-static", "fp8-dynamic")),
 ]
 """Names, shapes and bytes are those of `test_peers.py` and of the goldens."""
-INPUTS = {
-    "fp8-static": InputScaling.STATIC,
-    "fp8-dynamic": InputScaling.TOKEN,
-    "w8a16": InputScaling.NONE,
-    "fp8-block": InputScaling.GROUP,
-}
-GATE = f"{LAYER}.mlp.gate_proj"
 INPUT_SCALE = 0.0371
 
 
@@ -42,66 +31,6 @@ def write(folder: Path, form: str, scheme: str, *, kv: bool = False) -> Run:
     pair = {f"{LAYER}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
     scales = CalibratedScales(inputs=inputs, kv=pair if kv else {})
     return run(source, folder / f"{form}-{scheme}", scheme, form, scales=scales)
-
-
-def test_these_are_the_schemes_that_each_form_can_express() -> None:
-    """MXFP8 is in `test_mx.py`."""
-    pairs = [(form.name, scheme) for form in list_written() for scheme in form.schemes]
-    assert [pair for pair in pairs if not SCHEMES[pair[1]].is_mx] == PAIRS
-
-
-@pytest.mark.parametrize(("form", "scheme"), PAIRS)
-def test_the_projects_own_reader_reads_the_same_weights(
-    tmp_path: Path, form: str, scheme: str
-) -> None:
-    found = write(tmp_path, form, scheme)
-    with Fp8Checkpoint.open(found.out, fuse=False) as checkpoint:
-        assert checkpoint.quantized == {m.tensor for m in found.plan.selection.quantized}
-        activation = checkpoint.activation(f"{GATE}.weight")
-        assert activation.kind is INPUTS[scheme]
-        original = make_tensors()[f"{GATE}.weight"].float()
-        error = checkpoint.read(f"{GATE}.weight") - original
-        assert 0 < error.norm() / original.norm() < 0.04
-        assert activation.scale == (
-            torch.tensor(INPUT_SCALE).item() if scheme == "fp8-static" else None
-        )
-
-
-@pytest.mark.parametrize("scheme", INPUTS)
-@pytest.mark.parametrize("kv", [False, True])
-def test_compressed_tensors_parses_the_config(tmp_path: Path, scheme: str, kv: bool) -> None:
-    config = QuantizationConfig.model_validate(
-        write(tmp_path, "compressed-tensors", scheme, kv=kv).config()
-    )
-    group = config.config_groups["group_0"]
-    assert group.targets == ["Linear"]
-    weights, inputs = group.weights, group.input_activations
-    assert (weights.num_bits, weights.type, weights.symmetric, weights.dynamic) == (
-        8,
-        "float",
-        True,
-        False,
-    )
-    strategies = {"fp8-static": "tensor", "fp8-block": "block"}
-    assert weights.strategy == strategies.get(scheme, "channel")
-    if scheme == "w8a16":
-        assert inputs is None
-        assert config.format == "naive-quantized"
-    else:
-        expected = {
-            "fp8-static": ("tensor", False, None),
-            "fp8-dynamic": ("token", True, None),
-            "fp8-block": ("group", True, 128),
-        }
-        assert (inputs.strategy, inputs.dynamic, inputs.group_size) == expected[scheme]
-        assert config.format == "float-quantized"
-    assert config.ignore == ["lm_head", "model.embed_tokens"]
-    assert (config.kv_cache_scheme is not None) is kv
-    if kv:
-        assert (config.kv_cache_scheme.strategy, config.kv_cache_scheme.dynamic) == (
-            "tensor",
-            False,
-        )
 
 
 def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
-from fp8calib.quantization.sources.packed import unpack
-from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, pack, store, write_section
+from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, store, write_section
 
 UP = "model.layers.0.mlp.up_proj"
 NORM = "model.norm.weight"
@@ -51,16 +50,6 @@ def refuse(folder: Path, tensors: Tensors, section: Any = None) -> str:
         Int4Source(checkpoint).read(f"{UP}.weight")
     assert raised.value.hint
     return raised.value.message
-
-
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 13, 32, 40])
-def test_integers_come_back(columns: int) -> None:
-    integers = random_integers(6, columns)
-    words = pack(integers)
-    assert torch.equal(words, pack_to_int32(torch.from_numpy(integers).to(torch.int8), 4))
-    found = unpack(words, columns, 4)
-    assert np.array_equal(found.numpy(), integers)
-    assert torch.equal(found.to(torch.int8), unpack_from_int32(words, 4, torch.Size([6, columns])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -169,7 +158,3 @@ def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: str) -> None:
     assert named in refuse(tmp_path / "m", make_weight(), section)
-
-
-def test_a_config_without_such_weights_is_refused(tmp_path: Path) -> None:
-    assert "describes int4 weights, but there are none" in refuse(tmp_path / "m", {})

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.registry import list_written
-from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from fp8calib.numerics.schemes import MX_BLOCK, InputScaling
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
-from tests.quantization.by_hand import LAYER, random, run, save
+from tests.quantization.by_hand import LAYER, run
 from tests.quantization.stacked import STACKED
 
 FORMS = {
@@ -34,14 +33,6 @@ _EXPERT_SIZE: dict[str, dict[str, int]] = {
     "granitemoe": {"hidden_size": 64},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
 }
-
-
-def test_these_are_the_forms_that_can_express_it() -> None:
-    pairs = [(form.name, name) for form in list_written() for name in form.schemes]
-    mx = [pair for pair in pairs if SCHEMES[pair[1]].is_mx]
-    assert mx == [("compressed-tensors", "mxfp8"), ("compressed-tensors", "mxfp8-a16")] + [
-        (form, "mxfp8") for form in ("modelopt", "mxfp8")
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -134,20 +125,6 @@ def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
 
 
 @pytest.mark.parametrize(
-    "name", ["llmcompressor-mxfp8", "llmcompressor-mxfp8-a16", "modelopt-mxfp8"]
-)
-def test_foreign_checkpoints_are_read_as_codes_times_powers_of_two(name: str) -> None:
-    tensors = load_tensors(name)
-    with Fp8Checkpoint.open(FOLDER / name, fuse=True) as found:
-        for linear in list_linears(tensors):
-            exact = decode(tensors[f"{linear}.weight"], tensors[f"{linear}.weight_scale"])
-            assert torch.equal(found.read(f"{linear}.weight").double(), exact)
-            kind = InputScaling.NONE if name.endswith("a16") else InputScaling.GROUP
-            assert found.activation(f"{linear}.weight").kind is kind
-            assert found.granularity(f"{linear}.weight") is Granularity.BLOCK
-
-
-@pytest.mark.parametrize(
     ("form", "scheme"), [("mxfp8", "mxfp8"), ("compressed-tensors", "mxfp8-a16")]
 )
 def test_transformers_loads_the_same_weights_bit_for_bit(
@@ -223,15 +200,6 @@ def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_
     assert scales[1].tolist() == [0] * 5
     with Fp8Checkpoint.open(out, fuse=True) as found:
         assert not found.read(name)[:, 32:64].any()
-
-
-def test_inputs_that_are_no_multiple_of_32_are_refused_by_name(tmp_path: Path) -> None:
-    source = save(tmp_path / "model", {f"{LAYER}.mlp.down_proj.weight": random(64, 200, seed=1)})
-    with pytest.raises(
-        ExportError, match=r"mlp[.]down_proj has 200 inputs, no multiple of 32"
-    ) as told:
-        run(source, tmp_path / "out", "mxfp8")
-    assert "--ignore" in (told.value.hint or "")
 
 
 def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -105,14 +104,6 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, source: Path) -> 
     check_same(whole, resumed)
 
 
-def test_without_resume_all_begins_anew(tmp_path: Path, source: Path) -> None:
-    partial = interrupt(source, tmp_path / "out")
-    (partial / "model-00001-of-00003.safetensors").write_bytes(b"spoiled")
-    again = run(source, tmp_path / "out", "w8a16")
-    assert again.written.resumed == ()
-    check_same(run(source, tmp_path / "whole", "w8a16"), again)
-
-
 def test_a_shard_without_its_end_is_written_again(tmp_path: Path, source: Path) -> None:
     partial = interrupt(source, tmp_path / "out")
     first = partial / "model-00001-of-00003.safetensors"
@@ -158,11 +149,3 @@ def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     assert not find_finished(found.out, other.plan)
     (found.out / "config.json").unlink()
     assert not find_finished(found.out, found.plan)
-
-
-def test_the_source_is_never_the_output(tmp_path: Path, source: Path) -> None:
-    before = shutil.copytree(source, tmp_path / "copy")
-    with pytest.raises(UsageError, match="would replace"):
-        run(source, source, "w8a16", force=True)
-    for path in before.iterdir():
-        assert path.read_bytes() == (source / path.name).read_bytes()

@@ -192,11 +192,6 @@ def test_a_pattern_that_names_no_linear_is_an_error(tmp_path: Path, pattern: str
         pick(tmp_path, {**make_tensors(), **others}, pattern)
 
 
-def test_an_expression_that_is_none_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a regular expression"):
-        pick(tmp_path, make_tensors(), "re:(")
-
-
 def test_what_is_left_anyway_may_be_named(tmp_path: Path) -> None:
     """Scripts name lm_head for every model, tied or not."""
     tensors = make_tensors()
