@@ -14,7 +14,9 @@ integers between two codes (3 x 56 = 168 is between 160 and 176).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,7 +25,8 @@ from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import explain_os_error, require_free_space
+from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.checkpoint.output import explained
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -32,7 +35,7 @@ from fp8calib.formats.metadata import make_metadata
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
-from fp8calib.model.shapes import Linear, ModelGeometry, Part, Role, Site, find_difference
+from fp8calib.model.shapes import ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
@@ -65,18 +68,37 @@ class RankWeights:
         """
         names: list[str] = []
         for table in self.tables.values():
-            files = name_rank_files(table.tp).values()
+            files = list(name_rank_files(table.tp).values())
             layouts = [_lay_out_rank(table, rank, name) for rank, name in enumerate(files)]
             require_free_space(folder, sum(layout.size_bytes for layout in layouts))
-            try:
-                for rank, layout in enumerate(layouts):
-                    _start_file(table, rank, folder, layout)
+            with explained(folder), ExitStack() as stack:
+                opened = [stack.enter_context((folder / name).open("wb")) for name in files]
+                for file, layout in zip(opened, layouts, strict=True):
+                    file.write(layout.head)
                 for weight in _read(table.geometry, self.source):
-                    _put_weight(table, weight, folder, layouts)
-            except OSError as error:
-                raise explain_os_error(error, folder) from error
+                    for part in weight.linear.parts:
+                        for rank, (file, layout) in enumerate(zip(opened, layouts, strict=True)):
+                            for name, data in _encode(table, weight, part, rank):
+                                file.seek(layout.starts[name])
+                                file.write(data)
             names += files
         return names
+
+
+def _encode(
+    table: ScaleTable, weight: LinearWeight, part: Part, rank: int
+) -> Iterator[tuple[str, bytes]]:
+    """Encode what a rank has of a projection: its weight and its scales, by the tensor's name."""
+    module = weight.linear.logical(part, weight.expert)
+    scales = {role: table.scales[Site(module, role)].values[rank] for role in _ROLES}
+    rows, scale = weight.cut(part, table.tp, rank), scales[Role.WEIGHT]
+    if table.fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
+        codes = encode_rows(rows, scale).view(torch.uint8)
+    else:
+        codes = encode(rows.to(torch.float32) / scale, table.fmt)
+    yield f"{module}.weight", codes.numpy().tobytes()
+    for role, value in scales.items():
+        yield f"{module}.{role}_scale", value.to(torch.float32).numpy().tobytes()
 
 
 def prepare_weights(
@@ -194,55 +216,19 @@ def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) ->
     )
 
 
-def _projections(table: ScaleTable) -> Iterator[tuple[Linear, Part, str]]:
-    """List the linear, the part and the path of every projection."""
-    return (
-        (linear, part, linear.logical(part, expert))
-        for _, linear in table.geometry.linears()
-        if linear.section != "other"
-        for expert in linear.experts
-        for part in linear.parts
-    )
-
-
 def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
     dtype = _DTYPES[table.fmt]
     tensors: list[OutputTensor] = []
-    for linear, part, module in _projections(table):
-        rows = owned_rows(linear, part, table.tp, rank)
-        shape = (len(rows), len(owned_channels(linear, table.tp, rank)))
-        tensors.append(OutputTensor(name=f"{module}.weight", dtype=dtype, shape=shape))
-        tensors += (
-            OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=()) for role in _ROLES
-        )
+    linears = (linear for _, linear in table.geometry.linears() if linear.section != "other")
+    for linear in linears:
+        channels = len(owned_channels(linear, table.tp, rank))
+        for expert, part in product(linear.experts, linear.parts):
+            module = linear.logical(part, expert)
+            shape = (len(owned_rows(linear, part, table.tp, rank)), channels)
+            tensors.append(OutputTensor(name=f"{module}.weight", dtype=dtype, shape=shape))
+            tensors += (
+                OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=())
+                for role in _ROLES
+            )
     measured = make_metadata(origin=table.origin)
     return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}", **measured})
-
-
-def _start_file(table: ScaleTable, rank: int, folder: Path, layout: ShardLayout) -> None:
-    """Write the header and the scales of a rank's file."""
-    with (folder / layout.name).open("wb") as file:
-        file.write(layout.head)
-        file.truncate(layout.size_bytes)
-        for _, _, module in _projections(table):
-            for role in _ROLES:
-                file.seek(layout.starts[f"{module}.{role}_scale"])
-                value = table.scales[Site(module, role)].values[rank]
-                file.write(value.to(torch.float32).numpy().tobytes())
-
-
-def _put_weight(
-    table: ScaleTable, weight: LinearWeight, folder: Path, layouts: list[ShardLayout]
-) -> None:
-    for rank, layout in enumerate(layouts):
-        with (folder / layout.name).open("r+b") as file:
-            for part in weight.linear.parts:
-                module = weight.linear.logical(part, weight.expert)
-                scale = table.scales[Site(module, Role.WEIGHT)].values[rank]
-                rows = weight.cut(part, table.tp, rank)
-                if table.fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
-                    codes = encode_rows(rows, scale).view(torch.uint8)
-                else:
-                    codes = encode(rows.to(torch.float32) / scale, table.fmt)
-                file.seek(layout.starts[f"{module}.weight"])
-                file.write(codes.numpy().tobytes())
