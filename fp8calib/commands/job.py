@@ -45,9 +45,9 @@ from fp8calib.formats.write import list_outputs
 from fp8calib.machine import PeakMemory
 from fp8calib.model.dtype import DTYPES
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.quantization.plan import PlanSettings, select_linears
+from fp8calib.quantization.plan import select_linears
 from fp8calib.quantization.select import Selection
-from fp8calib.quantization.settings import make_settings
+from fp8calib.quantization.settings import PlanSettings, make_settings
 from fp8calib.quantization.sources.decoded import check_unquantized
 
 

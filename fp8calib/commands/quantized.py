@@ -71,11 +71,11 @@ def finish(
 
 def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
     """List the patterns that give linears another scheme, with the number of these linears."""
-    schemes = plan.settings.schemes
-    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    settings = plan.settings
+    counts = Counter(settings.pattern_of(matrix.module) for matrix in plan.selection.quantized)
     return tuple(
         LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
-        for pattern, name in schemes.names.items()
+        for pattern, name in settings.layer_schemes.items()
     )
 
 
@@ -110,7 +110,7 @@ def make_quantize_result(
     return QuantizeResult(
         out=out,
         files=written.files,
-        scheme=plan.settings.schemes.default.name,
+        scheme=plan.settings.scheme.name,
         layer_schemes=list_layer_schemes(plan),
         format=plan.settings.dialect.name,
         bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),

@@ -27,7 +27,8 @@ from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.quantization.calibrated_scales import plan_checkpoint
-from fp8calib.quantization.plan import PlanSettings, QuantizePlan
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_outline
 
 _NO_OVERLAY = ("tgi",)
@@ -69,7 +70,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         return unchecked
     able = [engine for engine, report in reports.items() if not report.load_fault]
     names = ", ".join(reports)
-    what = f"{plan.settings.schemes.name} of this model in this format"
+    what = f"{plan.settings.name} of this model in this format"
     if not able:
         listed = "; ".join(f"{engine}: {report.load_fault}" for engine, report in reports.items())
         raise ExportError(

@@ -35,12 +35,12 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
-    PlanSettings,
     QuantizePlan,
     make_plan,
     select_linears,
 )
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.sources.decoded import check_unquantized
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -160,7 +160,7 @@ def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Mat
     static: list[Matrix] = []
     others: list[Matrix] = []
     for matrix in selection.quantized:
-        is_static = settings.schemes.of(matrix.module).has_static_inputs
+        is_static = settings.scheme_of(matrix.module).has_static_inputs
         (static if is_static else others).append(matrix)
     return static, others
 

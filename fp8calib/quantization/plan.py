@@ -27,9 +27,9 @@ from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.ignored import span_layers, spell_options
-from fp8calib.quantization.layer_schemes import LayerSchemes, check_layer_schemes
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection, select
+from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
 from fp8calib.quantization.shard_layout import (
     Codes,
     OutputTensor,
@@ -42,17 +42,6 @@ _TAG_KEY = "fp8calib.quantize"
 _SHOWN = 5
 _VERSION = 1
 """Version of the bytes that a plan makes of a source; a resumed run must not mix two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """The options of a quantization."""
-
-    schemes: LayerSchemes
-    dialect: Fp8Dialect
-    ignore: tuple[str, ...] = ()
-    drafters: bool = False
-    """Quantize drafters too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +125,12 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
     selection = select(checkpoint, ignore=settings.ignore, drafters=settings.drafters)
-    check_layer_schemes(settings.schemes, selection)
-    _refuse_partial_mx_blocks(settings.schemes, selection)
+    check_layer_schemes(settings, selection)
+    _refuse_partial_mx_blocks(settings, selection)
     return selection
 
 
-def _refuse_partial_mx_blocks(schemes: LayerSchemes, selection: Selection) -> None:
+def _refuse_partial_mx_blocks(settings: PlanSettings, selection: Selection) -> None:
     """Refuse inputs that are not whole blocks of MXFP8, for which engines have no scale.
 
     vLLM 0.32.0 `quantization/modelopt.py` (ValueError).
@@ -150,7 +139,7 @@ def _refuse_partial_mx_blocks(schemes: LayerSchemes, selection: Selection) -> No
     partial = [
         matrix
         for matrix in selection.quantized
-        if matrix.shape[1] % size and schemes.of(matrix.module).is_mx
+        if matrix.shape[1] % size and settings.scheme_of(matrix.module).is_mx
     ]
     if partial:
         first = partial[0]
@@ -192,12 +181,12 @@ def make_plan(
     calibrated = () if measures_inputs else (scales.inputs, scales.kv)
     fields = [
         _VERSION,
-        settings.schemes.default.name,
+        settings.scheme.name,
         settings.dialect.name,
         sorted(settings.ignore),
         *(["drafters"] if settings.drafters else []),
-        *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
-        *([settings.schemes.names] if settings.schemes.by_pattern else []),
+        *(["power-of-two"] if settings.has_power_of_two_scales else []),
+        *([settings.layer_schemes] if settings.by_pattern else []),
         *([[name, float(value)] for name, value in sorted(part.items())] for part in calibrated),
         scales.origin and scales.origin.to_fields(),
         *([] if rounding is None else [rounding]),
@@ -213,9 +202,9 @@ def make_plan(
     groups: dict[Scheme, dict[str, None]] = defaultdict(dict)
     for matrix in selection.quantized:
         paths = (matrix.module, name_fused_path(matrix.module))
-        groups[settings.schemes.of(matrix.module)] |= dict.fromkeys(paths)
+        groups[settings.scheme_of(matrix.module)] |= dict.fromkeys(paths)
     job = ConfigJob(
-        scheme=settings.schemes.default,
+        scheme=settings.scheme,
         groups=groups,
         unquantized=selection.unquantized,
         quantized=[matrix.module for matrix in selection.quantized],
@@ -312,7 +301,7 @@ def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
 def _quantized_tensors(
     matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
-    dialect, scheme = settings.dialect, settings.schemes.of(matrix.module)
+    dialect, scheme = settings.dialect, settings.scheme_of(matrix.module)
     scale = OutputTensor(
         name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
         dtype="U8" if scheme.is_mx else "F32",

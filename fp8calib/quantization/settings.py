@@ -1,15 +1,83 @@
-"""The settings of a quantization, from the names of schemes and of a dialect."""
+"""The settings of a quantization: the scheme of each linear, the dialect, what stays in 16 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.registry import find_written, list_written
-from fp8calib.numerics.schemes import choose_block_scales, find_scheme, list_without_calibration
-from fp8calib.quantization.layer_schemes import OPTION, LayerSchemes
-from fp8calib.quantization.plan import PlanSettings
+from fp8calib.model.module_paths import name_fused_group, split_expert
+from fp8calib.numerics.schemes import (
+    Scheme,
+    choose_block_scales,
+    find_scheme,
+    list_without_calibration,
+    name_mixed,
+)
+from fp8calib.quantization.ignored import match_patterns, matches_module, span_layers
+from fp8calib.quantization.select import Selection
+
+_OPTION = "--layer-scheme"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """The options of a quantization."""
+
+    scheme: Scheme
+    """Of the linears that no pattern names."""
+    by_pattern: Mapping[str, Scheme] = field(default_factory=dict)
+    """The schemes of other linears, by patterns as of `--ignore`; the first match counts."""
+    dialect: Fp8Dialect
+    ignore: tuple[str, ...] = ()
+    drafters: bool = False
+    """Quantize drafters too."""
+
+    def scheme_of(self, module: str) -> Scheme:
+        """Give the scheme of a linear."""
+        pattern = self.pattern_of(module)
+        return self.scheme if pattern is None else self.by_pattern[pattern]
+
+    def pattern_of(self, module: str) -> str | None:
+        """Give the pattern that a linear has its scheme from; None for the default."""
+        return _find_first(tuple(self.by_pattern), module) if self.by_pattern else None
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """List all schemes, the default first."""
+        return tuple(dict.fromkeys((self.scheme, *self.by_pattern.values())))
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Tell whether some scales of inputs come from calibration."""
+        return any(scheme.has_static_inputs for scheme in self.schemes)
+
+    @property
+    def has_power_of_two_scales(self) -> bool:
+        """Tell whether some scales of weights are rounded up to powers of two."""
+        return any(scheme.has_power_of_two_scales for scheme in self.schemes)
+
+    @property
+    def layer_schemes(self) -> dict[str, str]:
+        """Name the scheme of each pattern."""
+        return {pattern: scheme.name for pattern, scheme in self.by_pattern.items()}
+
+    @property
+    def name(self) -> str:
+        """Name the schemes together."""
+        return name_mixed(self.scheme.name, is_mixed=bool(self.by_pattern))
+
+
+@lru_cache(maxsize=1 << 17)
+def _find_first(patterns: tuple[str, ...], module: str) -> str | None:
+    """Find the first pattern that matches a linear, or a module around it."""
+    return next((each for each in patterns if matches_module(each, module, option=_OPTION)), None)
 
 
 def make_settings(
@@ -39,29 +107,79 @@ def make_settings(
     """
     chosen = {
         pattern: choose_block_scales(
-            find_scheme(name, option=pattern and f"{OPTION} {pattern}={name}"),
+            find_scheme(name, option=pattern and f"{_OPTION} {pattern}={name}"),
             power_of_two=power_of_two,
         )
         for pattern, name in {"": scheme, **(layer_schemes or {})}.items()
     }
-    schemes = LayerSchemes(chosen.pop(""), tuple(chosen.items()))
-    written = find_written(dialect, schemes.default)
-    if schemes.by_pattern and not written.has_groups:
+    default = chosen.pop("")
+    written = find_written(dialect, default)
+    if chosen and not written.has_groups:
         others = (each.name for each in list_written() if each.has_groups)
         raise UsageError(
-            f"{OPTION}: --format {written.name} has one scheme for all linears",
+            f"{_OPTION}: --format {written.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    if schemes.has_static_inputs and not measures_inputs:
+    settings = PlanSettings(
+        scheme=default,
+        by_pattern=chosen,
+        dialect=written,
+        ignore=tuple(ignore or ()),
+        drafters=drafters,
+    )
+    if settings.has_static_inputs and not measures_inputs:
         named = (
-            f"{OPTION} {p}={each.name}" for p, each in chosen.items() if each.has_static_inputs
+            f"{_OPTION} {p}={each.name}" for p, each in chosen.items() if each.has_static_inputs
         )
-        option = f"--scheme {scheme}" if schemes.default.has_static_inputs else next(named)
+        option = f"--scheme {scheme}" if default.has_static_inputs else next(named)
         raise UsageError(
             f"{option}: its input scales come from calibration",
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
             f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
-    return PlanSettings(
-        schemes=schemes, dialect=written, ignore=tuple(ignore or ()), drafters=drafters
-    )
+    return settings
+
+
+def check_layer_schemes(settings: PlanSettings, selection: Selection) -> None:
+    """Refuse patterns that give no linear its scheme, or that divide what engines load as one."""
+    if not settings.by_pattern:
+        return
+    quantized = [matrix.module for matrix in selection.quantized]
+    reasons = {path: item.why for item in selection.unquantized for path in item.linears}
+    used = {settings.pattern_of(module) for module in quantized}
+    for pattern in settings.by_pattern:
+        named = match_patterns([pattern], [*quantized, *reasons], option=_OPTION)
+        if pattern not in used:
+            module = next((each for each in named if each not in reasons), next(iter(named)))
+            why = reasons.get(
+                module, f"the earlier pattern {settings.pattern_of(module)} matches it"
+            )
+            raise UsageError(
+                f"{_OPTION} {pattern}: gives no linear its scheme, such as {module}: {why}",
+                hint="leave it out, or write the narrower pattern first: the first match counts",
+            )
+    for group, modules in join_linears(quantized).items():
+        names = {settings.scheme_of(module).name: module for module in reversed(modules)}
+        if len(names) > 1:
+            pattern = next(filter(None, map(settings.pattern_of, modules)))
+            found = ", ".join(f"{module} {name}" for name, module in names.items())
+            parent, _, last = group.rpartition(".")
+            whole = span_layers(parent if "+" in last else group)
+            raise UsageError(
+                f"{_OPTION} {pattern}: engines load {group} as one weight, and it has several "
+                f"schemes ({found})",
+                hint="give all of it one scheme: "
+                f"{_OPTION} {shlex.quote(f'{whole}={settings.by_pattern[pattern].name}')}",
+            )
+
+
+def join_linears(linears: Iterable[str]) -> dict[str, list[str]]:
+    """Group the linears that engines load as one weight: joined projections, experts of a layer.
+
+    So do vLLM 0.32.0 (`compressed_tensors/utils.py`, `compressed_tensors_moe.py`), SGLang 0.5.23.
+    """
+    members: dict[str, list[str]] = defaultdict(list)
+    for module in linears:
+        expert = split_expert(module)
+        members[name_fused_group(module) if expert is None else expert[0]].append(module)
+    return members

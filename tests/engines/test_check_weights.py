@@ -32,9 +32,8 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import select
+from fp8calib.quantization.settings import PlanSettings
 from tests import zoo
 from tests.architectures.families import FAMILIES
 from tests.doors import make_plan, run_calibration
@@ -68,7 +67,7 @@ def make(
     """Quantize a tiny model with KV scales."""
     zoo.save(family, folder / "model", **sizes)
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
-    settings = PlanSettings(schemes=LayerSchemes(find_scheme(scheme)), dialect=FP8_DIALECTS[form])
+    settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
         scales = find_scales(stats, checkpoint, settings, select(checkpoint))
     ignored = (ignore,) if ignore else ()

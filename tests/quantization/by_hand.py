@@ -23,16 +23,15 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import choose_block_scales, find_scheme
-from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
-    PlanSettings,
     QuantizePlan,
     make_plan,
     select_linears,
 )
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import Written, write_checkpoint
 from tests.kit.checkpoints import change_config, change_tensors
 
@@ -141,9 +140,9 @@ def run(
     found = find_scheme(scheme)
     if power_of_two:
         found = choose_block_scales(found, power_of_two=True)
-    others = tuple((pattern, find_scheme(name)) for pattern, name in layer_schemes.items())
+    others = {pattern: find_scheme(name) for pattern, name in layer_schemes.items()}
     asked = PlanSettings(
-        schemes=LayerSchemes(found, others), dialect=find_written(form, found), **settings
+        scheme=found, by_pattern=others, dialect=find_written(form, found), **settings
     )
     with Checkpoint.open(source) as checkpoint:
         selection = select_linears(checkpoint, asked)

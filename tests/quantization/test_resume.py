@@ -14,9 +14,9 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import select
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import find_finished, write_checkpoint
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, run, save
 
@@ -46,9 +46,7 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(
             checkpoint,
-            PlanSettings(
-                schemes=LayerSchemes(found), dialect=find_written("compressed-tensors", found)
-            ),
+            PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found)),
             select(checkpoint),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)

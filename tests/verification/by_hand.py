@@ -35,9 +35,8 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.quantization.calibrated_scales import InputScales
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection, find_selection
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.planned import emulate_planned
@@ -111,7 +110,7 @@ def emulate_scheme(
     subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: CalibrationStats | None = None
 ) -> Candidate:
     """Ask the product what an engine makes of a plan of one scheme."""
-    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
+    settings = PlanSettings(scheme=scheme, dialect=COMPRESSED_TENSORS)
     return emulate_plan(subject, settings, numerics, stats=stats)
 
 

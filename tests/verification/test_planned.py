@@ -20,8 +20,8 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.layer_schemes import LayerSchemes
-from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.plan import make_plan
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import write_checkpoint
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import changed_weights
@@ -213,14 +213,13 @@ def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
     numerics = find_emulated(engine)[1]
     with opened(zoo.build("phi3", **sizes), tmp_path / "m") as subject:
         stats = run_calibration(tmp_path / "m", plan_data(draw([20])))[1]
-        schemes = LayerSchemes(
-            SCHEMES["fp8-dynamic"],
-            tuple(
-                (pattern, replace(SCHEMES[name], has_power_of_two_scales=name == "fp8-block"))
-                for pattern, name in choice.items()
-            ),
+        by_pattern = {
+            pattern: replace(SCHEMES[name], has_power_of_two_scales=name == "fp8-block")
+            for pattern, name in choice.items()
+        }
+        settings = PlanSettings(
+            scheme=SCHEMES["fp8-dynamic"], by_pattern=by_pattern, dialect=COMPRESSED_TENSORS
         )
-        settings = PlanSettings(schemes=schemes, dialect=COMPRESSED_TENSORS)
         with Checkpoint.open(tmp_path / "m") as checkpoint:
             scales = find_scales(stats, checkpoint, settings, subject.selection)
             plan = make_plan(checkpoint, settings, subject.selection, scales=scales)

@@ -54,12 +54,12 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
-    PlanSettings,
     QuantizePlan,
     make_plan,
     select_linears,
 )
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.sources.decoded import check_unquantized
 from fp8calib.quantization.write import find_finished, write_checkpoint
 
@@ -136,7 +136,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
         opened.job.choose_mode(),
         out=str(Path(opened.task.request.out)),
         writes=sorted(expected.names),
-        scheme=expected.settings.schemes.default.name,
+        scheme=expected.settings.scheme.name,
         **({"layer_schemes": schemes} if schemes else {}),
         linears=len(expected.selection.quantized),
         output_size_bytes=expected.size_bytes,
@@ -242,7 +242,7 @@ def _make_job(
 
 def _make_recipe(task: GptqTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
-    has_static_inputs = task.settings.schemes.has_static_inputs
+    has_static_inputs = task.settings.has_static_inputs
     made = Recipe(
         name="gptq",
         observe=Observe(kv=False, query=False, inputs=True, weights=has_static_inputs),
@@ -285,7 +285,7 @@ def _plan_checkpoint(
     if scales.origin is None or measures_inputs:
         scales = replace(scales, origin=_find_origin(job))
     assert job.plan is not None  # noqa: S101 -- gptq runs data
-    rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=measures_inputs)
+    rounding = make_rounding_record(job.plan, asked, measures_inputs=measures_inputs)
     return make_plan(
         job.model.checkpoint,
         asked,

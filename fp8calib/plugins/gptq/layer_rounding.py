@@ -27,7 +27,7 @@ from fp8calib.plugins.gptq.hessians import HessianCollector, HessianSums, LayerH
 from fp8calib.plugins.gptq.input_map import InputMap
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.weights import WeightReader, WeightScales, spread_scales
 
 MIN_TOKENS = 256
@@ -120,15 +120,15 @@ class LayerRounding(HessianCollector):
     ) -> None:
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
         reader = WeightReader(self._checkpoint, pool, device=device)
-        schemes = self._task.settings.schemes
+        settings = self._task.settings
         scales = WeightScales(self._task.matrices, reader)
-        with self._codes.written_layer(index, matrices, schemes) as put:
+        with self._codes.written_layer(index, matrices, settings) as put:
             for sums, group in self._group_by_input(matrices, hessians):
                 rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     key = self._inputs[matrix.module].key
-                    scheme = schemes.of(matrix.module)
+                    scheme = settings.scheme_of(matrix.module)
                     scale = scales.of_weight(matrix, scheme, weight)
                     put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
 

@@ -17,8 +17,8 @@ import torch
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.numerics.schemes import count_parts
-from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.shard_layout import OutputTensor, lay_out
 
 GPTQ = "gptq"
@@ -70,7 +70,7 @@ class RoundedCodes:
 
     @contextmanager
     def written_layer(
-        self, index: int, matrices: Sequence[Matrix], schemes: LayerSchemes
+        self, index: int, matrices: Sequence[Matrix], settings: PlanSettings
     ) -> Iterator[Callable[[Matrix, torch.Tensor, torch.Tensor, RoundedLinear], None]]:
         """Write a layer: yields a function that writes codes, scales and report of one matrix."""
         path = self._folder / _CODES.format(index)
@@ -80,7 +80,7 @@ class RoundedCodes:
             OutputTensor(
                 name=_SCALES.format(m.tensor),
                 dtype="F32",
-                shape=count_parts(m.shape, schemes.of(m.module)),
+                shape=count_parts(m.shape, settings.scheme_of(m.module)),
             )
             for m in matrices
         ]

@@ -16,10 +16,9 @@ from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
 from fp8calib.plugins.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
-from fp8calib.quantization.layer_schemes import LayerSchemes
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings
 
 _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
@@ -91,9 +90,9 @@ class Rounding:
 def _list_options(settings: PlanSettings) -> dict[str, object]:
     """List the options that the codes depend on, beside the model and the text."""
     return {
-        "scheme": settings.schemes.default.name,
-        "power_of_two": settings.schemes.has_power_of_two_scales,
-        **({"layer_schemes": settings.schemes.names} if settings.schemes.by_pattern else {}),
+        "scheme": settings.scheme.name,
+        "power_of_two": settings.has_power_of_two_scales,
+        **({"layer_schemes": settings.layer_schemes} if settings.by_pattern else {}),
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,
         "length_power": LENGTH_POWER,
@@ -117,10 +116,10 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
 
 
 def make_rounding_record(
-    plan: DataPlan, schemes: LayerSchemes, *, measures_inputs: bool
+    plan: DataPlan, settings: PlanSettings, *, measures_inputs: bool
 ) -> dict[str, object]:
     """Make the record of the rounding for the checkpoint's metadata."""
-    searched = [searches_scales(scheme) for scheme in schemes.all]
+    searched = [searches_scales(scheme) for scheme in settings.schemes]
     scales = _SEARCHED if all(searched) else _SMALLEST
     if any(searched) and not all(searched):
         scales = f"per channel: {_SEARCHED}; others: {_SMALLEST}"

@@ -28,10 +28,9 @@ from fp8calib.numerics.rules import AMAX, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.quantization.ignored import span_layers
-from fp8calib.quantization.layer_schemes import join_linears
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import select
-from fp8calib.quantization.settings import make_settings
+from fp8calib.quantization.settings import join_linears, make_settings
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.weights import Requantized, WeightChange

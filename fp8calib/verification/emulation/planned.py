@@ -18,8 +18,8 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import InputScaling
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.linears import emulate_linears
@@ -108,7 +108,7 @@ class _Plan:
 
     def __init__(self, source: WeightSource, settings: PlanSettings, selection: Selection) -> None:
         self._source = source
-        self._schemes = settings.schemes
+        self._settings = settings
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in selection.quantized:
             self._matrices[matrix.source].append(matrix)
@@ -160,7 +160,7 @@ class _Plan:
         # All matrices of a weight have one scheme, as engines need it.
         tensor = min(self.list_tensors(group[0].name))
         modules = [matrix.module for matrix in self._matrices[tensor]]
-        scheme = self._schemes.of(modules[0] if modules else tensor)
+        scheme = self._settings.scheme_of(modules[0] if modules else tensor)
         return Requantized(
             parameters=tuple(map(self._count_parts, group)),
             quantizer=Quantizer(
