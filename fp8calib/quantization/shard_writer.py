@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from functools import partial
 from math import nan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from fp8calib.quantization.weights import (
     part_amax,
     require_finite,
     scale_parts,
+    split,
     split_rows,
 )
 
@@ -34,14 +35,8 @@ _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
 
-@dataclass(slots=True)
-class _Started:
-    """A tensor whose chunks are being read and written."""
-
-    tasks: Sequence[Future[None]]
-    size_bytes: int
-    finish: Callable[[], None] = lambda: None
-    """Called when all chunks are written."""
+_Started = tuple[list[Future[None]], Callable[[], None]]
+"""The chunks of a tensor that are being read and written, and what is called when they are."""
 
 
 class WeightCodes(Protocol):
@@ -82,20 +77,28 @@ class ShardWriter:
         `advance` is called with the number of bytes that were written.
         """
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        started: deque[_Started] = deque()
+        started: deque[tuple[OutputTensor, _Started]] = deque()
+
+        def finish_first() -> None:
+            tensor, (tasks, finish) = started[0]
+            for task in tasks:
+                task.result()
+            finish()
+            advance(tensor.size_bytes)
+            started.popleft()
+
         try:
             os.truncate(self._file, self._shard.size_bytes)
             self._put(0, self._shard.head)
             for tensor in self._shard.tensors:
-                started.append(self._start(tensor))
-                while len(started) > 1 and sum(len(each.tasks) for each in started) > _TASKS_AHEAD:
-                    _finish(started[0], advance)
-                    started.popleft()
-            for item in started:
-                _finish(item, advance)
+                started.append((tensor, self._start(tensor)))
+                while len(started) > 1 and sum(len(s[0]) for _, s in started) > _TASKS_AHEAD:
+                    finish_first()
+            while started:
+                finish_first()
             os.fsync(self._file)  # a shard is recorded as finished when it is on the disk
         finally:  # cancel and wait for all chunks: the file is about to be closed
-            tasks = [task for item in started for task in item.tasks]
+            tasks = [task for _, (parts, _) in started for task in parts]
             for task in tasks:
                 task.cancel()
             wait(tasks)
@@ -103,50 +106,40 @@ class ShardWriter:
         return self._all_zero
 
     def _start(self, tensor: OutputTensor) -> _Started:
-        content = tensor.content
+        content, checkpoint = tensor.content, self._reader.checkpoint
         if isinstance(content, Codes):
             return self._start_codes(tensor, content)
+        chunks: Iterable[range] = ()
+        write: Callable[[range], None] = partial(self._copy_bytes, tensor)
         if isinstance(content, Matrix):
-            return self._start_rows(tensor, split_rows(content), content)
-        if isinstance(content, str) and self._reader.checkpoint.form_of(content):
+            chunks = split_rows(content)
+            write = partial(self._copy_rows, tensor, partial(self._reader.read, content))
+        elif isinstance(content, str) and checkpoint.form_of(content):
             # a part of a row costs the whole row
             num_rows = tensor.shape[0]
-            step = max(1, CHUNK_BYTES * num_rows // tensor.size_bytes)
-            chunks = (range(row, min(row + step, num_rows)) for row in range(0, num_rows, step))
-            return self._start_rows(tensor, chunks)
-        if isinstance(content, str):
-            return self._start_copy(tensor)
-        if content is not None:
+            chunks = split(num_rows, max(1, CHUNK_BYTES * num_rows // tensor.size_bytes))
+            write = partial(
+                self._copy_rows,
+                tensor,
+                lambda rows: checkpoint.read_rows(tensor.name, rows.start, rows.stop),
+            )
+        elif isinstance(content, str):
+            chunks = split(tensor.size_bytes, CHUNK_BYTES)
+        elif content is not None:
             self._put_scale(tensor, content)
-        return _Started((), 0)
+        return [self._reader.pool.submit(write, chunk) for chunk in chunks], lambda: None
 
-    def _submit(self, write: Callable[[Any], None], parts: Iterable[Any]) -> list[Future[None]]:
-        return [self._reader.pool.submit(write, part) for part in parts]
+    def _copy_bytes(self, tensor: OutputTensor, span: range) -> None:
+        data = self._reader.checkpoint.read_bytes(tensor.name, span.start, span.stop)
+        if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
+            _require_numbers(tensor, data.view(TORCH_DTYPES[tensor.dtype]), span.start)
+        self._put(self._shard.starts[tensor.name] + span.start, data.numpy().data)
 
-    def _start_copy(self, tensor: OutputTensor) -> _Started:
-        def copy(offset: int) -> None:
-            stop = min(offset + CHUNK_BYTES, tensor.size_bytes)
-            span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
-            if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
-                _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
-            self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
-
-        tasks = self._submit(copy, range(0, tensor.size_bytes, CHUNK_BYTES))
-        return _Started(tasks, tensor.size_bytes)
-
-    def _start_rows(
-        self, tensor: OutputTensor, chunks: Iterable[range], matrix: Matrix | None = None
-    ) -> _Started:
-        """Start a tensor that the source decodes, or a matrix of a stack."""
-
-        def copy(rows: range) -> None:
-            if matrix is None:
-                values = self._reader.checkpoint.read_rows(tensor.name, rows.start, rows.stop)
-            else:
-                values = self._reader.read(matrix, rows)
-            self._put_rows(tensor, rows, values.to(TORCH_DTYPES[tensor.dtype]))
-
-        return _Started(self._submit(copy, chunks), tensor.size_bytes)
+    def _copy_rows(
+        self, tensor: OutputTensor, read: Callable[[range], torch.Tensor], rows: range
+    ) -> None:
+        """Copy rows of a tensor that the source decodes, or of a matrix of a stack."""
+        self._put_rows(tensor, rows, read(rows).to(TORCH_DTYPES[tensor.dtype]))
 
     def _start_codes(self, tensor: OutputTensor, content: Codes) -> _Started:
         """Start a weight; one with a scale per row or block needs only one reading."""
@@ -180,8 +173,8 @@ class ShardWriter:
             stored = scale if rounded is None else rounded.read_scales(matrix)
             self._put_scale(content.scale, stored)
 
-        tasks = self._submit(quantize, split_rows(matrix, step))
-        return _Started(tasks, tensor.size_bytes, finish)
+        submit = self._reader.pool.submit
+        return [submit(quantize, rows) for rows in split_rows(matrix, step)], finish
 
     def _put_rows(self, tensor: OutputTensor, rows: range, values: torch.Tensor) -> None:
         row_bytes = tensor.size_bytes // tensor.shape[0]
@@ -217,10 +210,3 @@ def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) ->
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
         raise nonfinite_tensor_error(tensor.name, nan, [index])
-
-
-def _finish(started: _Started, advance: Callable[[int], None]) -> None:
-    for task in started.tasks:
-        task.result()
-    started.finish()
-    advance(started.size_bytes)

@@ -37,8 +37,18 @@ class WeightReader:
         self._amax: dict[str, float] = {}
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
-        """Read consecutive rows onto the device."""
-        return read_matrix(self.checkpoint, matrix, rows).to(self._device)
+        """Read consecutive rows of a weight, also of one in a stack, onto the device."""
+        position = matrix.position
+        if position is None:
+            values = self.checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)
+            return values.to(self._device)
+        outputs = range(position.first + rows.start, position.first + rows.stop)
+        inputs = range(matrix.shape[1])
+        if position.is_transposed:
+            values = self.checkpoint.read_block(position.tensor, position.expert, inputs, outputs)
+            return values.T.contiguous().to(self._device)
+        values = self.checkpoint.read_block(position.tensor, position.expert, outputs, inputs)
+        return values.to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read only once.
@@ -62,18 +72,9 @@ class WeightReader:
         return float(amax)
 
 
-def read_matrix(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
-    """Read consecutive rows of a weight, also of one in a stack."""
-    position = matrix.position
-    if position is None:
-        return checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)
-    outputs = range(position.first + rows.start, position.first + rows.stop)
-    inputs = range(matrix.shape[1])
-    if position.is_transposed:
-        return checkpoint.read_block(
-            position.tensor, position.expert, inputs, outputs
-        ).T.contiguous()
-    return checkpoint.read_block(position.tensor, position.expert, outputs, inputs)
+def split(length: int, step: int) -> list[range]:
+    """Cut a length into pieces of at most `step`."""
+    return [range(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
@@ -86,8 +87,7 @@ def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
     step = CHUNK_BYTES // (columns * ITEM_SIZE_BYTES[matrix.dtype])
     if matrix.position is not None and matrix.position.is_transposed:
         step = max(step, _TRANSPOSED_ROWS)
-    step = max(1, step // block_rows) * block_rows
-    return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return split(rows, max(1, step // block_rows) * block_rows)
 
 
 def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torch.Tensor) -> None:

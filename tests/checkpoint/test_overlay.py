@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import output_folder
@@ -90,25 +90,6 @@ def _write(folder: Path, destination: Path) -> dict[str, str]:
 def _read_index(folder: Path) -> dict[str, dict[str, object]]:
     index: dict[str, dict[str, object]] = json.loads((folder / INDEX).read_text())
     return index
-
-
-def test_transformers_loads_weights_and_scales_of_the_overlay(
-    source_folder: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("compressed_tensors")
-    destination = tmp_path / "overlay"
-    _write(source_folder, destination)
-
-    plain = AutoModelForCausalLM.from_pretrained(source_folder)
-    model, report = AutoModelForCausalLM.from_pretrained(destination, output_loading_info=True)
-
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    state = dict(model.state_dict())
-    for name, tensor in plain.state_dict().items():
-        assert state[name].equal(tensor), name
-    for name, scale in SCALES.items():
-        assert state[name].item() == scale.item(), name
 
 
 def test_every_tensor_is_where_the_index_says_and_equal_to_the_source(

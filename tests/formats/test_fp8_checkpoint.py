@@ -554,21 +554,6 @@ def test_which_weights_go_through_fp16_at_load(
         assert checkpoint.read(name).tolist() == (EXACT if is_exact else AFTER_FP16)
 
 
-def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path: Path) -> None:
-    save(tmp_path, linear(), AUTOFP8_DYNAMIC)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
-    scale_name = f"{LINEAR}.weight_scale"
-    save_file({scale_name: HALF}, tmp_path / "model-00002-of-00002.safetensors")
-    shards = {
-        WEIGHT: "model-00001-of-00002.safetensors",
-        scale_name: "model-00002-of-00002.safetensors",
-    }
-    index = json.dumps({"metadata": {}, "weight_map": shards})
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with Fp8Checkpoint.open(tmp_path, fuse=True) as checkpoint:
-        assert checkpoint.read(WEIGHT).tolist() == HALVED
-
-
 def test_fp8_is_told_by_headers_alone(tmp_path: Path) -> None:
     fp8 = save(tmp_path / "fp8", linear(scale=HALF), None)
     assert is_fp8_checkpoint(fp8)

@@ -120,25 +120,6 @@ def test_a_json_about_something_else_has_no_scales(tmp_path: Path, text: str) ->
         read_scales(tmp_path / "a.json", GEOMETRY)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.0.self_attn.k_scale", True),
-        ("model.layers.0.self_attn.kv_scale", True),
-        ("model.layers.0.self_attn.v_proj.output_scale", True),
-        ("model.layers.0.self_attn.q_scale", False),
-        ("model.layers.0.self_attn.k_zero_point", False),
-        ("model.layers.0.self_attn.k_proj.weight_scale", False),
-    ],
-)
-def test_any_scale_of_k_or_v_is_something_to_read(
-    tmp_path: Path, name: str, expected: bool
-) -> None:
-    save_file({name: torch.ones(())}, tmp_path / "a.safetensors")
-    assert has_kv_scales(tmp_path) is expected
-    assert has_kv_scales(tmp_path / "a.safetensors") is expected
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')

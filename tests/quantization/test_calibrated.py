@@ -12,7 +12,7 @@ import pytest
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
-from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
+from fp8calib.formats.fp8.registry import list_written
 from fp8calib.model.shapes import Role, Site
 from fp8calib.quantization.calibrated_scales import (
     find_input_scales,
@@ -20,11 +20,8 @@ from fp8calib.quantization.calibrated_scales import (
     list_unmeasured,
 )
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.quantization.select import select
-from tests import zoo
 from tests.doors import make_plan, run_calibration
-from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.truth import brute_force
 from tests.truth.test_ranks import calibrated
@@ -119,21 +116,6 @@ def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
                     found = kv[f"{module}{inner}.{role}_scale"].item()
                     expected = amax(*(pair[place] for pair in pairs)) / 448
                     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    zoo.save("llama", folder, max_shard_size="40KB")
-    _, stats = run_calibration(folder, make_plan(draw([20, 20])))
-    with Checkpoint.open(folder) as checkpoint:
-        kv = find_kv_scales(stats, checkpoint, FP8_DIALECTS["compressed-tensors"]).kv
-    out = run(
-        folder, tmp_path / "out", "fp8-dynamic", scales=CalibratedScales(inputs={}, kv=kv)
-    ).out
-    with Checkpoint.open(out) as checkpoint:
-        assert checkpoint.is_sharded
-        for name, value in kv.items():
-            assert checkpoint.read(name).tolist() == [value.item()]
 
 
 def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.cli.quantized_children import (
     save_int,
     set_method,
 )
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import change_tensors
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 CHANNELS = "compressed-tensors"
@@ -53,18 +53,6 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, form: str) -> None:
         assert any(name.endswith("_scale") or "scale_inv" in name for name in opened.stored.tensors)
         assert "quantization_config" not in opened.load_config()
         assert "quantization_config" in opened.stored.load_config()
-
-
-@pytest.mark.parametrize(
-    "named", [{"dtype": "torch.float16"}, {"dtype": None, "llm_config": {"dtype": "float16"}}]
-)
-def test_weights_are_decoded_in_the_dtype_of_the_config(
-    tmp_path: Path, named: dict[str, object]
-) -> None:
-    child = save_child(CHANNELS, tmp_path / "child")
-    change_config(child, **named)
-    with open_model(child, if_quantized="") as opened:
-        assert opened.read(NAME).dtype is opened.dtype(NAME) is torch.float16
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -179,19 +179,6 @@ def test_the_linear_shown_at_a_pattern_that_names_nothing_is_one_that_is_quantiz
     assert shown in taken(pick(tmp_path / "b", tensors))
 
 
-@pytest.mark.parametrize(
-    "pattern", [f"{LAYER}.mlp.down_proj.bias", "*.bias", "re:.*norm", f"{LAYER}.mixer.conv1d"]
-)
-def test_a_pattern_that_names_no_linear_is_an_error(tmp_path: Path, pattern: str) -> None:
-    """It would leave nothing out that is not left anyway."""
-    others = {
-        f"{LAYER}.mlp.down_proj.bias": random(1, 48, seed=1)[0],
-        f"{LAYER}.mixer.conv1d.weight": random(32, 4, seed=2)[:, None],
-    }
-    with pytest.raises(UsageError, match="matches no module"):
-        pick(tmp_path, {**make_tensors(), **others}, pattern)
-
-
 def test_what_is_left_anyway_may_be_named(tmp_path: Path) -> None:
     """Scripts name lm_head for every model, tied or not."""
     tensors = make_tensors()
