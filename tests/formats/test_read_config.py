@@ -1,4 +1,4 @@
-"""Facts and contradictions in the config beside scales."""
+"""Contradictions in the configs beside scales."""
 
 from __future__ import annotations
 
@@ -8,72 +8,62 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.kv.config import CheckpointConfig, read_config
+from fp8calib.formats.kv.config import read_config
 from tests.formats.handmade import make_attention, make_geometry
 
 GEOMETRY = make_geometry([make_attention(0)])
+CONFIGS = ("config.json", "hf_quant_config.json")
+INT8, FP8 = {"kv_cache_quant_algo": "INT8"}, {"kv_cache_quant_algo": "fp8"}
+NOT_INT8 = "kv_cache_quant_algo is 'INT8', not FP8"
+REFUSED: list[tuple[str, object, str]] = [
+    *(
+        ("config.json", {"kv_cache_torch_dtype": dtype}, f"kv_cache_torch_dtype is {dtype!r}")
+        for dtype in ("float8_e5m2", "fp8", 8)
+    ),
+    *(
+        (
+            "config.json",
+            {"quantization_config": {"kv_cache_scheme": scheme}},
+            f"kv_cache_scheme is {shown}, not FP8",
+        )
+        for scheme, shown in (
+            ({"num_bits": 4, "type": "float"}, "4 bits of 'float'"),
+            ({"type": "int"}, "8 bits of 'int'"),
+        )
+    ),
+    *(("config.json", {key: INT8}, NOT_INT8) for key in ("quantization", "quantization_config")),
+    ("hf_quant_config.json", {"quantization": INT8}, NOT_INT8),
+    *((name, [], "not a JSON object") for name in CONFIGS),
+    *((name, '{"a": 1, "a": 2}', "cannot be read as JSON: the key 'a'") for name in CONFIGS),
+]
+"""The name of a file, its document or text, and how the message begins."""
 
 
-def _read(folder: Path, config: object, name: str = "config.json") -> CheckpointConfig:
-    (folder / name).write_text(config if isinstance(config, str) else json.dumps(config))
-    return read_config(folder, GEOMETRY)
+def _write(path: Path, config: object) -> None:
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
 
 
-def _refusal(folder: Path, config: object, name: str = "config.json") -> str:
-    with pytest.raises(ModelError) as caught:
-        _read(folder, config, name)
-    assert caught.value.message.startswith(f"{folder / name}: ")
-    return caught.value.message.removeprefix(f"{folder / name}: ")
-
-
-@pytest.mark.parametrize("dtype", ["float8_e5m2", "fp8", 8])
-def test_tgis_key_names_no_other_format(tmp_path: Path, dtype: object) -> None:
-    message = _refusal(tmp_path, {"kv_cache_torch_dtype": dtype})
-    assert message == f"kv_cache_torch_dtype is {dtype!r}"
-
-
-def test_a_config_around_the_decoders_may_have_another_type(tmp_path: Path) -> None:
-    config = {"model_type": "llava", "text_config": {"hidden_size": 8}}
-    assert _read(tmp_path, config) == CheckpointConfig()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "shown"),
-    [
-        ({"num_bits": 8, "type": "int"}, "8 bits of 'int'"),
-        ({"num_bits": 4, "type": "float"}, "4 bits of 'float'"),
-        ({"type": "int"}, "8 bits of 'int'"),
-    ],
-)
-def test_kv_schemes_other_than_fp8_are_refused(tmp_path: Path, scheme: object, shown: str) -> None:
-    message = _refusal(tmp_path, {"quantization_config": {"kv_cache_scheme": scheme}})
-    assert message == f"kv_cache_scheme is {shown}, not FP8"
-
-
-@pytest.mark.parametrize("scheme", [None, "static", {}, {"num_bits": 8, "type": "float"}])
-def test_kv_schemes_of_fp8_are_taken(tmp_path: Path, scheme: object) -> None:
-    assert _read(tmp_path, {"quantization_config": {"kv_cache_scheme": scheme}}).fmt is None
-
-
-@pytest.mark.parametrize(
-    ("name", "section"),
-    [
-        ("config.json", "quantization"),
-        ("config.json", "quantization_config"),
-        ("hf_quant_config.json", "quantization"),
-    ],
-)
-def test_other_kv_formats_of_modelopt_and_tensorrt_are_refused(
-    tmp_path: Path, name: str, section: str
+@pytest.mark.parametrize(("name", "config", "message"), REFUSED)
+def test_configs_of_another_cache_are_refused(
+    tmp_path: Path, name: str, config: object, message: str
 ) -> None:
-    message = _refusal(tmp_path, {section: {"kv_cache_quant_algo": "INT8"}}, name)
-    assert message == "kv_cache_quant_algo is 'INT8', not FP8"
-    for algorithm in ("FP8", "fp8", None):
-        _read(tmp_path, {section: {"kv_cache_quant_algo": algorithm}}, name)
+    _write(tmp_path / name, config)
+    with pytest.raises(ModelError) as caught:
+        read_config(tmp_path, GEOMETRY)
+    assert caught.value.message.startswith(f"{tmp_path / name}: {message}")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}'])
-@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    expected = "not a JSON object" if text == "[]" else "cannot be read as JSON: "
-    assert _refusal(tmp_path, text, name).startswith(expected)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llava", "text_config": {"hidden_size": 8}},  # the decoder's is another
+        *(
+            {"quantization_config": {"kv_cache_scheme": scheme}}
+            for scheme in (None, "static", {}, {"num_bits": 8, "type": "float"})
+        ),
+    ],
+)
+def test_other_configs_say_nothing_of_the_format(tmp_path: Path, config: object) -> None:
+    _write(tmp_path / "config.json", config)
+    _write(tmp_path / "hf_quant_config.json", {"quantization": FP8})
+    assert read_config(tmp_path, GEOMETRY) == (None, None)

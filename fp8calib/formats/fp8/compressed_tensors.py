@@ -18,7 +18,7 @@ from fp8calib.formats.fp8.quantization_config import (
     matches_entry,
     read_block,
     read_names,
-    refuse_ignored,
+    unless_ignored,
     weight_contradiction,
 )
 from fp8calib.formats.fp8.targets import make_targets
@@ -58,7 +58,6 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     }
 
     def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, operator.eq)
         group = targets.get(_find_target(path, module, targets) or "")
         if group is None:
             raise weight_contradiction(path, module, "no config group has it")
@@ -75,7 +74,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
             None if inputs is None else _read_arguments(path, module, inputs),
         )
 
-    return find
+    return unless_ignored(path, ignored, operator.eq, find)
 
 
 def require_format(path: Path, config: Mapping[str, object]) -> None:

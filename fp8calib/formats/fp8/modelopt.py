@@ -14,7 +14,7 @@ from fp8calib.formats.fp8.quantization_config import (
     FindScheme,
     StoredScheme,
     read_list,
-    refuse_ignored,
+    unless_ignored,
     weight_contradiction,
 )
 from fp8calib.model.module_paths import split_expert
@@ -54,14 +54,13 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     algorithm = fields.get("quant_algo")
 
     def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, fnmatchcase)
         own = _find_layer(module, by_layer) if algorithm == "MIXED_PRECISION" else algorithm
         scheme = read_algorithm(own)
         if scheme is None:
             raise weight_contradiction(path, module, f"its quant_algo is {own!a:.40}")
         return scheme
 
-    return find
+    return unless_ignored(path, ignored, fnmatchcase, find)
 
 
 def _find_layer(module: str, layers: Fields) -> object:

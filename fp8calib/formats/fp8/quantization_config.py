@@ -160,23 +160,27 @@ def make_scheme(
     return StoredScheme(weights=granularity, block=weights.block or BLOCK, inputs=scaling)
 
 
-def refuse_ignored(
-    path: Path, module: str, ignored: Iterable[object], is_covered: Callable[[str, str], bool]
-) -> None:
-    """Refuse the FP8 weight of a linear that the config at `path` leaves unquantized.
+def unless_ignored(
+    path: Path, ignored: Iterable[object], is_covered: Callable[[str, str], bool], find: FindScheme
+) -> FindScheme:
+    """Make a finder that refuses the FP8 weight of a linear that the config leaves unquantized.
 
     `ignored` has paths, or `re:` and an expression; `is_covered` tells whether the method also
-    matches a module with an entry.
+    matches a module with an entry. `find` finds the scheme of other linears.
     """
-    for pattern in ignored:
-        if not isinstance(pattern, str):
-            continue
-        if pattern.startswith("re:"):
-            is_named = matches_entry(path, module, pattern.removeprefix("re:"))
-        else:
-            is_named = module == pattern or is_covered(module, pattern)
-        if is_named:
-            raise weight_contradiction(path, module, f"the config excludes {pattern!a:.80}")
+    patterns = [pattern for pattern in ignored if isinstance(pattern, str)]
+
+    def find_scheme(module: str) -> StoredScheme:
+        for pattern in patterns:
+            if pattern.startswith("re:"):
+                is_named = matches_entry(path, module, pattern.removeprefix("re:"))
+            else:
+                is_named = module == pattern or is_covered(module, pattern)
+            if is_named:
+                raise weight_contradiction(path, module, f"the config excludes {pattern!a:.80}")
+        return find(module)
+
+    return find_scheme
 
 
 def _read_scaling(path: Path, module: str, inputs: Arguments) -> InputScaling:

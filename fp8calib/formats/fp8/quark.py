@@ -14,7 +14,7 @@ from fp8calib.formats.fp8.quantization_config import (
     make_scheme,
     read_block,
     read_list,
-    refuse_ignored,
+    unless_ignored,
     weight_contradiction,
 )
 
@@ -30,7 +30,6 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     fallback = next(of_linears, config.get("global_quant_config"))
 
     def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, fnmatchcase)
         named = (by_name[pattern] for pattern in by_name if fnmatchcase(module, pattern))
         fields = next(named, fallback)
         if not isinstance(fields, dict):
@@ -41,7 +40,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
             raise weight_contradiction(path, module, "the config says unquantized")
         return make_scheme(path, module, weights, inputs)
 
-    return find
+    return unless_ignored(path, ignored, fnmatchcase, find)
 
 
 _QUARK_STRATEGIES = {

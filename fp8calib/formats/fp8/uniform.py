@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from fp8calib.formats.fp8.dialect import Config, ConfigJob, Fp8Dialect
@@ -14,7 +13,7 @@ from fp8calib.formats.fp8.quantization_config import (
     make_scheme,
     read_block,
     read_list,
-    refuse_ignored,
+    unless_ignored,
 )
 from fp8calib.formats.refusals import refusal
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
@@ -25,19 +24,6 @@ _BLOCK_KEY = "weight_block_size"
 _MAX_BOUND = 1e38
 _MINIMAX_KV = {"kv_cache_quant_algo": "FP8"}
 """What vLLM 0.32.0 reads of the KV cache (`modelopt.py`, ModelOptMxFp8Config.from_config)."""
-
-
-def _find_unless_ignored(
-    path: Path, config: Fields, keys: tuple[str, ...], make: Callable[[str], StoredScheme]
-) -> FindScheme:
-    """Make the finder of a config with lists of modules that are left out, under these keys."""
-    ignored = read_list(path, config, *keys)
-
-    def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, _is_below)
-        return make(module)
-
-    return find
 
 
 def _is_below(module: str, pattern: str) -> bool:
@@ -61,8 +47,9 @@ def _read_fp8(path: Path, config: Fields) -> FindScheme:
         dynamic=scheme == "dynamic",
         group_size=None if size is None else size[1],
     )
-    return _find_unless_ignored(
-        path, config, _IGNORED, lambda module: make_scheme(path, module, weights, inputs)
+    ignored = read_list(path, config, *_IGNORED)
+    return unless_ignored(
+        path, ignored, _is_below, lambda module: make_scheme(path, module, weights, inputs)
     )
 
 
@@ -90,7 +77,8 @@ def _read_minimax(path: Path, config: Fields) -> FindScheme:
         fault = f"{_BLOCK_KEY} is {block!a:.60}"
         raise refusal(path, fault, hint=f"blocks of MXFP8 are {list(MX_BLOCK)}")
     scheme = StoredScheme.of(SCHEMES["mxfp8"])
-    return _find_unless_ignored(path, config, _IGNORED, lambda _: scheme)
+    ignored = read_list(path, config, *_IGNORED)
+    return unless_ignored(path, ignored, _is_below, lambda _: scheme)
 
 
 def _write_minimax(job: ConfigJob) -> Config:
@@ -118,7 +106,8 @@ def _read_fbgemm(path: Path, config: Fields) -> FindScheme:
     scheme = StoredScheme(
         weights=Granularity.CHANNEL, inputs=InputScaling.TOKEN, upper_bound=float(bound)
     )
-    return _find_unless_ignored(path, config, ("modules_to_not_convert",), lambda _: scheme)
+    ignored = read_list(path, config, "modules_to_not_convert")
+    return unless_ignored(path, ignored, _is_below, lambda _: scheme)
 
 
 AUTOFP8 = Fp8Dialect(

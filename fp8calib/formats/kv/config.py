@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
@@ -24,23 +23,18 @@ SCHEME_HINT = "symmetric float of 8 bits, strategy tensor or attn_head"
 _NOT_FP8 = "only scales for FP8 can be used; calibrate the model for FP8"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """The facts in a checkpoint's config that its scales depend on."""
+def read_config(folder: Path, geometry: ModelGeometry) -> tuple[Fp8Format | None, int | None]:
+    """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
 
-    fmt: Fp8Format | None = None
-    """The FP8 format, by TGI's key or by the algorithm that NVIDIA's tools name."""
-    tp: int | None = None
-    """The number of rank files of a TensorRT-LLM checkpoint."""
-
-
-def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
-    """Read a folder's configs, if it has any, and check that its KV scales are for FP8."""
+    Returns:
+        The FP8 format, by TGI's key or by the algorithm that NVIDIA's tools name; and the number of
+        rank files of a TensorRT-LLM checkpoint. Each is None if no config has it.
+    """
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
     _find_algorithm(side, _load(side) or {})
     config = _load(path)
     if config is None:
-        return CheckpointConfig()
+        return None, None
     is_decoder = not any(key.endswith("_config") and key != "quantization_config" for key in config)
     if is_decoder:  # otherwise the decoder's config is inside it, with a model_type of its own
         check_model_type(path, config.get("model_type"), geometry)
@@ -49,7 +43,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
         fmt = find_format(path, _TGI_DTYPE_KEY, dtype)
     tp = _section(config, "mapping").get("tp_size")
-    return CheckpointConfig(fmt=fmt, tp=tp if type(tp) is int else None)
+    return fmt, tp if type(tp) is int else None
 
 
 def read_quant_method(folder: Path) -> str | None:

@@ -28,7 +28,7 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
     `found` is the place that the user named, and `files` are its files with scales. A single file
     needs no rank in its name.
     """
-    place, config = found.place, read_config(found.folder, geometry)
+    place, (fmt, tp) = found.place, read_config(found.folder, geometry)
     ranks: dict[int, dict[int, torch.Tensor]] = {}
     for path in files:
         rank = _find_rank(path, is_alone=len(files) == 1)
@@ -36,11 +36,11 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
             names = cut_list([file.name for file in files])
             raise refusal(place, f"two files of rank {rank} ({names})", hint="name one set")
         ranks[rank] = _read_layers(path)
-    if config.tp is not None and len(ranks) < config.tp:
-        fault = f"only {len(ranks)} of {config.tp} rank files exist ({cut_list(sorted(ranks))})"
+    if tp is not None and len(ranks) < tp:
+        fault = f"only {len(ranks)} of {tp} rank files exist ({cut_list(sorted(ranks))})"
         hint = "config.json states the number of ranks; copy all rank files"
         raise refusal(place, fault, hint=hint)
-    return join_ranks(place, geometry, ranks, files=files, fmt=config.fmt)
+    return join_ranks(place, geometry, ranks, files=files, fmt=fmt)
 
 
 def list_tensor_names(path: Path) -> Collection[str]:

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
 from fp8calib.errors import cut_list, name_ranges
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles, Spelling
-from fp8calib.formats.kv.config import CheckpointConfig, read_config
+from fp8calib.formats.kv.config import read_config
 from fp8calib.formats.kv.parse_names import (
     ScaleName,
     find_owners,
@@ -52,7 +52,7 @@ class _Stored:
 
 def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     """Read the scale tensors of a checkpoint or file, in any tool's spelling."""
-    place, config = found.place, read_config(found.folder, geometry)
+    place, (fmt, _) = found.place, read_config(found.folder, geometry)
     files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
     listed, held = list_indexed_scales(place), {name for file in files for name in file.tensors}
     if absent := [name for name in listed if name not in held]:
@@ -98,7 +98,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         values=values | filled,
         filled=filled,
         per_head=_is_per_head(place, values),
-        fmt=_find_format(place, config, holding),
+        fmt=_find_format(place, fmt, holding),
         origin=find_origin(place, holding),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(file.path for file in holding)),
@@ -107,11 +107,11 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 
 
 def _find_format(
-    place: Path, config: CheckpointConfig, files: Iterable[TensorFile]
+    place: Path, configured: Fp8Format | None, files: Iterable[TensorFile]
 ) -> Fp8Format | None:
     """Find the format that the config or the files name."""
     recorded = map(find_recorded_format, dict.fromkeys(files))
-    named = {fmt for fmt in (config.fmt, *recorded) if fmt is not None}
+    named = {fmt for fmt in (configured, *recorded) if fmt is not None}
     if len(named) > 1:
         names = cut_list(sorted(fmt.name for fmt in named))
         raise refusal(place, f"config and files name several formats: {names}")
