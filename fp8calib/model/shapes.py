@@ -165,19 +165,6 @@ class Layer(Frozen):
     """None where the layer caches no K and V."""
     linears: tuple[Linear, ...]
 
-    @property
-    def checkpoint_name(self) -> str | None:
-        """Its name in the checkpoint; None where its tensors have no common prefix."""
-        names = [linear.checkpoint_name for linear in self.linears if linear.checkpoint_name]
-        if self.attention is not None:
-            names.append(self.attention.checkpoint_module)
-        prefixes = set()
-        for parts in (name.split(".") for name in names):
-            if str(self.index) not in parts:
-                return None
-            prefixes.add(".".join(parts[: parts.index(str(self.index)) + 1]))
-        return prefixes.pop() if len(prefixes) == 1 else None
-
 
 class ModelGeometry(Frozen):
     """Everything about a model that scales and their files depend on."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, UnlistedTensor
@@ -42,19 +41,6 @@ def test_one_file_is_a_checkpoint(tmp_path: Path) -> None:
         assert (checkpoint.dtype("b"), checkpoint.tensors["b"].shape) == (torch.bfloat16, (2, 2))
         assert "a" in checkpoint
         assert "z" not in checkpoint
-
-
-def test_shards_are_read_tensor_by_tensor_as_safetensors_reads_them(tmp_path: Path) -> None:
-    with Checkpoint.open(_save_sharded(tmp_path)) as checkpoint:
-        assert checkpoint.is_sharded
-        assert [path.name for path in checkpoint.weight_files] == [
-            "one.safetensors",
-            "two.safetensors",
-        ]
-        assert set(checkpoint.tensors) == {"a", "b", "c"}
-        for name in checkpoint.tensors:
-            with safe_open(checkpoint.file_of(name), "pt") as oracle:
-                assert checkpoint.read(name).equal(oracle.get_tensor(name))
 
 
 def test_an_index_that_sends_a_tensor_to_the_wrong_shard_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
@@ -121,20 +120,6 @@ SCALES = {
     "heads": torch.tensor([1.0, 2.0]).reshape(2, 1, 1),
     "weight": torch.ones(3, 2).to(torch.float8_e4m3fn),
 }
-
-
-def test_saved_tensors_are_read_back_by_safetensors_with_their_metadata(tmp_path: Path) -> None:
-    path = tmp_path / "s.safetensors"
-    save_tensors(path, SCALES, metadata={"format": "pt"})
-
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(SCALES)
-        for name, tensor in SCALES.items():
-            stored = file.get_tensor(name)
-            assert (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
-            assert stored.float().equal(tensor.float())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s.safetensors"]
 
 
 def test_saving_gives_the_same_bytes_in_any_order_and_any_process(tmp_path: Path) -> None:

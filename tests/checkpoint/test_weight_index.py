@@ -32,21 +32,6 @@ def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> Non
     assert find_weights(tmp_path) == (("model.safetensors",), None)
 
 
-def test_the_index_names_the_files(tmp_path: Path) -> None:
-    _touch(tmp_path, "a.safetensors", "b.safetensors", "consolidated.safetensors")
-    _write_index(
-        tmp_path,
-        {"metadata": {"total_size": 1}, "weight_map": {"x": "b.safetensors", "y": "a.safetensors"}},
-    )
-
-    names, index = find_weights(tmp_path)
-
-    assert names == ("a.safetensors", "b.safetensors")
-    assert index is not None
-    assert dict(index.weight_map) == {"x": "b.safetensors", "y": "a.safetensors"}
-    assert dict(index.metadata) == {"total_size": 1}
-
-
 @pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
 def test_a_single_file_of_another_name_is_taken(tmp_path: Path, name: str) -> None:
     assert find_weights(_touch(tmp_path, name, "adapter_model.safetensors")) == ((name,), None)

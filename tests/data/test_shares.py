@@ -32,10 +32,6 @@ def test_what_is_no_share_is_refused(text: str) -> None:
         parse_share(text)
 
 
-def test_a_share_is_read() -> None:
-    assert parse_share("2/4") == Share(index=2, count=4)
-
-
 def test_what_is_done_is_left_out_and_the_rest_cut_as_smaller_batches_are() -> None:
     plan = rows_of(LENGTHS)
     whole = list(batches(plan, 3))
@@ -47,7 +43,3 @@ def test_what_is_done_is_left_out_and_the_rest_cut_as_smaller_batches_are() -> N
     for batch in left:
         for row, length in enumerate(batch.lengths):
             assert torch.equal(batch.input_ids[row, :length], plan.sequences[batch.first + row])
-
-
-def test_nothing_is_left_of_what_is_done() -> None:
-    assert drop_finished(list(batches(rows_of(LENGTHS), 4)), [(0, 4), (4, 10)]) == []

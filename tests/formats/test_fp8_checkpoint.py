@@ -209,14 +209,6 @@ def test_every_code_has_the_value_of_its_own_format(
     assert checkpoint.read(WEIGHT).flatten().tolist() == expected.tolist()
 
 
-def test_a_product_is_rounded_once_in_fp32(tmp_path: Path) -> None:
-    scale = np.float32(0.0123456789)
-    checkpoint = _open(tmp_path, linear(scale=torch.tensor(scale)), AUTOFP8_DYNAMIC)
-    expected = np.array(VALUES, dtype=np.float32) * scale
-    assert checkpoint.read(WEIGHT).numpy().tobytes() == expected.tobytes()
-    assert checkpoint.weight_scale(WEIGHT).tolist() == float(scale)
-
-
 def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make a weight [130, 300], its scales [2, 3], and element by element the product."""
     weight = torch.arange(130 * 300).remainder(0x7F).to(torch.uint8).reshape(130, 300)
@@ -328,26 +320,6 @@ def test_fused_projections_are_rounded_again_with_the_largest_of_their_scales(
     assert stored.activation(f"{small}.weight").scale == 0.25
 
 
-@pytest.mark.parametrize(
-    ("small", "large"),
-    [
-        ("model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.k_proj"),
-        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"),
-        ("model.layers.1.self_attn.q_proj", "model.layers.1.cross_attn.k_proj"),
-        ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"),
-        ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.shared_expert.up_proj"),
-        ("model.layers.1.experts.0.w1", "model.layers.1.experts.0.w2"),
-        ("model.layers.1.gate_proj", "model.layers.2.up_proj"),
-    ],
-)
-def test_what_is_not_fused_keeps_its_scales(tmp_path: Path, small: str, large: str) -> None:
-    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
-    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
-    checkpoint = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
-    assert checkpoint.read(f"{small}.weight").tolist() == AS_STORED
-    assert checkpoint.activation(f"{small}.weight").scale == 0.25
-
-
 def test_experts_share_input_scales_over_the_layer_but_weight_scales_only_inside_one(
     tmp_path: Path,
 ) -> None:
@@ -381,14 +353,6 @@ def test_experts_share_input_scales_over_the_layer_but_weight_scales_only_inside
     }
     assert checkpoint.read(f"{EXPERTS}.0.gate_proj.weight").tolist() == AS_STORED
     assert checkpoint.read(f"{EXPERTS}.0.down_proj.weight").tolist() == AS_STORED
-
-
-def test_equal_scales_leave_fused_weights_bit_for_bit(tmp_path: Path) -> None:
-    scale = scalar(0.0123456789)
-    tensors = linear("a.q_proj", scale=scale) | linear("a.k_proj", scale=scale)
-    fused = _open(tmp_path, tensors, AUTOFP8_DYNAMIC, fuse=True)
-    stored = Fp8Checkpoint.open(tmp_path, fuse=False)
-    assert torch.equal(fused.read("a.q_proj.weight"), stored.read("a.q_proj.weight"))
 
 
 def test_scales_per_channel_and_per_block_are_never_fused(tmp_path: Path) -> None:

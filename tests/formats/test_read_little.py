@@ -57,12 +57,6 @@ def _read(folder: Path) -> dict[str, float]:
     }
 
 
-def test_weights_of_garbage_change_nothing(tmp_path: Path) -> None:
-    garbage = bytes([0x7F, 0xFF, 0x80, 0x01]) * (1 << 10)
-    assert _read(_save(tmp_path / "nan", weight_bytes=4096, weight=garbage)) == SCALES
-    assert _read(_save(tmp_path / "zero", weight_bytes=4096)) == SCALES
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_of_sixty_four_gigabytes_a_few_kilobytes_are_read(tmp_path: Path) -> None:
     folder = _save(tmp_path / "large", weight_bytes=64 * GIGABYTE)

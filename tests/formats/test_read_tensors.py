@@ -96,12 +96,6 @@ def test_scales_without_a_config_are_only_scales(tmp_path: Path) -> None:
         assert _values(found) == EXPECTED
 
 
-def test_scales_beside_plain_weights_are_in_tgis_form(tmp_path: Path) -> None:
-    weight = {"model.embed_tokens.weight": torch.ones(4, 8, dtype=torch.bfloat16)}
-    found = read_scales(_save(tmp_path / "a", _pair() | weight, torch_dtype="x"), TWO_LAYERS)
-    assert (found.table.dialect, found.has_weights) == ("tgi", False)
-
-
 @pytest.mark.parametrize(
     ("config", "dialect"),
     [
@@ -150,12 +144,6 @@ def test_a_scale_may_have_any_float_dtype_and_is_read_as_fp32(
 
     assert _values(found) == EXPECTED
     assert {scale.values.dtype for scale in found.table.scales.values()} == {torch.float32}
-
-
-def test_a_bf16_scale_keeps_the_value_it_was_rounded_to(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(0) + "k_scale": _scalar(0.0152239).to(torch.bfloat16)}
-    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-    assert _values(found)["model.layers.0.self_attn.k"] == [0.01519775390625]
 
 
 def test_per_head_scales_are_a_row_and_q_has_the_attention_heads(tmp_path: Path) -> None:
@@ -352,10 +340,6 @@ def _save_shards(folder: Path) -> Path:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
-
-def test_shards_are_read_together(tmp_path: Path) -> None:
-    assert _values(read_scales(_save_shards(tmp_path / "a"), TWO_LAYERS)) == EXPECTED
 
 
 def test_a_file_beside_the_index_is_read_as_well(tmp_path: Path) -> None:

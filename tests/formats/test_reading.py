@@ -30,14 +30,6 @@ JSON = json.dumps(
 )
 
 
-def test_the_sites_stand_in_the_order_of_the_model(tmp_path: Path) -> None:
-    names = list(SCALES)
-    save_file({name: SCALES[name] for name in reversed(names)}, tmp_path / "a.safetensors")
-    table = read_scales(tmp_path / "a.safetensors", GEOMETRY).table
-    assert [str(site) for site in table.scales] == [name.removesuffix("_scale") for name in names]
-    assert table.geometry is GEOMETRY
-
-
 @pytest.mark.parametrize("name", ["missing", "missing.json", "missing/a.safetensors"])
 def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / name)
@@ -69,12 +61,6 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
 def test_scales_among_the_tensors_go_before_a_json_beside_them(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "kv_scales.safetensors")
     (tmp_path / "kv_cache_scales.json").write_text(JSON)
-    assert read_scales(tmp_path, GEOMETRY).table.dialect == "kv-scales"
-
-
-def test_hidden_files_are_not_read(tmp_path: Path) -> None:
-    save_file(SCALES, tmp_path / "a.safetensors")
-    (tmp_path / ".a.safetensors").write_text("torn")
     assert read_scales(tmp_path, GEOMETRY).table.dialect == "kv-scales"
 
 

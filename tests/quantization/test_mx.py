@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import LAYER, run
-from tests.quantization.stacked import STACKED
 
 FORMS = {
     "compressed-tensors": "weight_scale",
@@ -29,10 +27,6 @@ FORMS = {
     "mxfp8": "weight_scale_inv",
 }
 Tensors = dict[str, torch.Tensor]
-_EXPERT_SIZE: dict[str, dict[str, int]] = {
-    "granitemoe": {"hidden_size": 64},
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
-}
 
 
 @pytest.fixture(scope="module")
@@ -270,52 +264,3 @@ def test_commands_read_it_and_add_kv_scales(
     assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
     shown = succeed("show", out).out
     assert "0.000244141" in shown  # 2^-12
-
-
-def quantize_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the codes and exponents of a weight, as bytes."""
-    blocks = weight.double().unflatten(-1, (-1, 32))
-    exponents = (blocks.abs().amax(-1) / 448).log2().ceil()
-    codes = (blocks / exponents.exp2().unsqueeze(-1)).flatten(-2).float()
-    return codes.to(torch.float8_e4m3fn).view(torch.uint8), (exponents + 127).to(torch.uint8)
-
-
-EXPERTS = pytest.mark.parametrize(
-    ("family", "form"),
-    [
-        ("granitemoe", "compressed-tensors"),
-        ("granitemoe", "mxfp8"),
-        ("qwen3_moe", "compressed-tensors"),
-        ("qwen3_moe", "modelopt"),
-    ],
-)
-
-
-@EXPERTS
-def test_stacked_experts_become_single_ones(family: str, form: str, tmp_path: Path) -> None:
-    source = make_stacked(family, tmp_path / "model")
-    out = load(run(source, tmp_path / "out", "mxfp8", form).out)
-    stacks = {name: each for name, each in load(source).items() if each.ndim == 3}
-    assert len(stacks) == 4
-    count = 0
-    for stack in stacks.values():
-        for matrix in stack:
-            parts = matrix.chunk(2) if matrix.shape[1] != 32 else (matrix,)
-            for part in parts:
-                codes, exponents = quantize_by_hand(part)
-                (name,) = (
-                    name
-                    for name in list_linears(out)
-                    if ".experts." in name
-                    and torch.equal(out[f"{name}.weight"].view(torch.uint8), codes)
-                )
-                assert torch.equal(out[f"{name}.{FORMS[form]}"], exponents)
-                count += 1
-    assert count == 2 * 4 * 3
-
-
-def make_stacked(family: str, folder: Path) -> Path:
-    """Write a tiny model whose experts are stacked, with whole blocks of 32 inputs."""
-    own = STACKED[family]
-    made = replace(own, changes={**own.changes, "intermediate_size": 32, **_EXPERT_SIZE[family]})
-    return made.save(made.build(family), folder)

@@ -169,16 +169,6 @@ def test_a_pattern_that_names_nothing_is_an_error(tmp_path: Path, pattern: str) 
         pick(tmp_path, make_tensors(), pattern)
 
 
-def test_the_linear_shown_at_a_pattern_that_names_nothing_is_one_that_is_quantized(
-    tmp_path: Path,
-) -> None:
-    tensors = {"lm_head.weight": random(64, 32, seed=1), **make_tensors()}
-    with pytest.raises(UsageError) as raised:
-        pick(tmp_path / "a", tensors, "nothing")
-    shown = raised.value.hint.removeprefix("linears look like ").partition(";")[0]
-    assert shown in taken(pick(tmp_path / "b", tensors))
-
-
 def test_what_is_left_anyway_may_be_named(tmp_path: Path) -> None:
     """Scripts name lm_head for every model, tied or not."""
     tensors = make_tensors()
