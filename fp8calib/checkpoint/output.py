@@ -91,16 +91,13 @@ def resumable_folder(
                 _put_in_place(staging, path.resolve())
             is_kept = False
             remove_progress_file(path)
-        except kept_after as error:
+        except BaseException as error:
             # all progress of a run is in safetensors files: shards, codes, or checkpoints
-            if not isinstance(error, KeyboardInterrupt):
+            if isinstance(error, kept_after) and any(staging.rglob("*.safetensors")):
                 is_kept = True
-            elif any(staging.rglob("*.safetensors")):
-                is_kept = True
+            if is_kept and isinstance(error, KeyboardInterrupt):
                 error.add_note(RESUMABLE)
-            raise
-        except Fp8CalibError as error:
-            if is_kept:
+            elif is_kept and isinstance(error, Fp8CalibError) and "--resume" not in error.hint:
                 where = f"the output is kept in {staging}: fix the cause, then use --resume"
                 error.hint = f"{error.hint}; {where}" if error.hint else where
             raise

@@ -15,7 +15,7 @@ from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import hash_run
+from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.model import open_run_model
 from fp8calib.commands.opened import (
     check_outputs,
@@ -185,7 +185,8 @@ def hash_inputs(
     try:
         used = {each.name for each in asked.opened}
         places = {name: find_candidate(name) for name in scales if name in used}
-        return hash_run(None if model.is_live else model.source.folder, specs, places)
+        with FileHasher() as hasher:
+            return hasher.hash_run(None if model.is_live else model.source.folder, specs, places)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 

@@ -21,15 +21,13 @@ from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
     save_stats,
 )
-from fp8calib.calibration.journal import is_checkpoint
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.output import (
     check_output,
-    output_folder,
+    explained,
     refuse_unknown_entries,
     remove_progress_file,
 )
@@ -37,10 +35,9 @@ from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.hashes import Digests, hash_run, hashing
+from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.job import (
     CalibrationJob,
-    UnwrittenError,
     looks_finished,
     read_finished,
     remove_outputs,
@@ -64,7 +61,7 @@ from fp8calib.commands.show import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.commands.written import finish_checkpoint, finish_formats
 from fp8calib.data.shares import parse_share
-from fp8calib.errors import ExportError, Fp8CalibError, ModelError, UsageError
+from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.registry import find_dialect
@@ -119,7 +116,10 @@ def run(
             text = plan_text(model.source, recipe.data, part="calibrate", **given)
             job = replace(job, plan=text, specs=recipe.data.sources if rows is None else ())
             if request.show_text is not None and group.is_first:
-                _show_text(job, request)
+                tokenizer = request.tokenizer or load_tokenizer(model.source)
+                for number, ids in enumerate(text.sequences[: request.show_text], 1):
+                    shown = tokenizer.decode(ids, skip_special_tokens=False)
+                    reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
         elif job.shard is not None:
             raise UsageError(
                 f"--shard: recipe {recipe.name} runs no data, so there is nothing to divide",
@@ -138,26 +138,14 @@ def run(
         return result
 
 
-def _show_text(job: CalibrationJob, request: CalibrateRequest) -> None:
-    """Print the first sequences as the model sees them."""
-    assert job.plan is not None  # noqa: S101 -- the caller has read it
-    tokenizer = request.tokenizer or load_tokenizer(job.model.source)
-    for number, ids in enumerate(job.plan.sequences[: request.show_text], 1):
-        shown = tokenizer.decode(ids, skip_special_tokens=False)
-        job.reporter.say(f"sequence {number}, {len(ids)} tokens: {shown}")
-
-
 def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
-    header, group, finished = job.make_header(), job.group, None
+    header, group, model = job.make_header(), job.group, job.model
+    finished = None
     # The first process alone looks for it: others may see what it writes now.
-    if group.is_first and job.out is not None and looks_finished(job, job.out):
+    if group.is_first and job.out is not None:
         finished = read_finished(job, header, job.out)
-        if finished is None:
-            check_output(job.out, job.owned, job.force, inputs=[job.model.source.folder])
-        else:
-            remove_progress_file(job.out)
-            job.reporter.say(f"{job.out} is finished already")
     if group.broadcast(lambda: finished is not None):
+        remove_progress_file(job.folder)
         return finished
     mode = job.choose_mode()
     if request.dry_run:
@@ -168,17 +156,28 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
     rows = () if job.plan is None or job.plan.rows is None else job.plan.rows.describe()
     for text in (*rows, *mode.describe()):
         job.reporter.say(text)
-    model = job.model
-    hashed = None if model.is_live or not group.is_first else model.source.folder
-    with work_folder(job, header) as journal, hashing(hashed, model.device) as find_known:
+    with work_folder(job, header) as journal, FileHasher() as hasher:
         if isinstance(journal, CalibrateResult):
-            job.reporter.say(f"{job.out} is finished already")
             return journal
+        if group.is_first and not model.is_live and model.device != "cpu":  # a CPU has work to do
+            hasher.start(model.source.folder)
         stats, cost = job.run(mode, header, journal)
         if not group.is_first:
             return None
-        with _keeping_statistics(job, stats, journal.folder):
-            return _write_outputs(job, request, stats, cost, journal.folder, find_known)
+        save_stats(stats, journal.folder / STATS_NAME)
+        try:
+            with explained(job.folder):
+                return _write_outputs(job, request, stats, cost, journal.folder, hasher)
+        except ExportError as error:  # hours of statistics are worth more than their formats
+            failed = error
+            remove_outputs(journal.folder)
+            save_stats(stats, journal.folder / STATS_NAME)
+    raise ExportError(
+        failed.message,
+        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
+        f"{model.name} --format kv-overlay --out DIR` writes scales without another run. "
+        f"{failed.hint}".strip(),
+    ) from failed
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -280,50 +279,16 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
 # --- after the run -------------------------------------------------------------------------------
 
 
-@contextmanager
-def _keeping_statistics(
-    job: CalibrationJob, stats: CalibrationStats, folder: Path
-) -> Iterator[None]:
-    """Where a format cannot be written to the working folder, save at least the statistics."""
-    try:
-        yield
-        return
-    except OSError as error:
-        failed = explain_os_error(error, job.folder)
-    except ExportError as error:
-        failed = error
-    remove_outputs(folder)
-    try:
-        with output_folder(
-            job.folder, owned=job.owned, force=job.force, inputs=[job.model.source.folder]
-        ) as kept:
-            save_stats(stats, kept / STATS_NAME)
-    except Fp8CalibError as error:
-        if not any(map(is_checkpoint, folder.iterdir())):
-            raise
-        raise UnwrittenError(
-            error.message,
-            hint=f"the run's checkpoints stay in {folder}: fix the cause and add --resume",
-        ) from error
-    raise ExportError(
-        failed.message,
-        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
-        f"{job.model.name} --format kv-overlay --out DIR` writes scales without another run. "
-        f"{failed.hint}".strip(),
-    ) from failed
-
-
 def _write_outputs(
     job: CalibrationJob,
     request: CalibrateRequest,
     stats: CalibrationStats,
     cost: Mapping[str, Any],
     folder: Path,
-    find_known: Callable[[], Digests],
+    hasher: FileHasher,
 ) -> CalibrateResult:
-    """Write all output, the report last; `find_known` gives hashes that are known already."""
+    """Write what is made of the statistics, the report last."""
     recipe = job.recipe
-    save_stats(stats, folder / STATS_NAME)
     formats, notes = write_formats(
         *(stats, recipe.formats, folder),
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
@@ -363,11 +328,10 @@ def _write_outputs(
         checked=checked,
         quantize=checkpoint,
         failure=failure,
-        hashes=hash_run(
+        hashes=hasher.hash_run(
             None if job.model.is_live else job.model.source.folder,
             job.specs,
             {name: folder / name for name in places},
-            find_known(),
         ),
     )
     report = json.dumps(result.to_json(), indent=2, allow_nan=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,81 +19,61 @@ _NUM_THREADS = 4
 """One hashes some 2 GB a second."""
 
 
-Digests = Mapping[tuple[int, int], str]
-"""SHA-256 (hex) of files by device and inode."""
+class FileHasher(ThreadPoolExecutor):
+    """Hashes files in threads; those that are linked to each other once."""
 
+    def __init__(self) -> None:
+        super().__init__(_NUM_THREADS, thread_name_prefix="hash")
+        self._running: dict[tuple[int, int], Future[str]] = {}
 
-@contextmanager
-def hashing(model: Path | None, device: str) -> Iterator[Callable[[], Digests]]:
-    """Hash the files of a model in threads beside passes on a GPU; give what waits for them.
+    def __exit__(self, *_error: object) -> None:
+        self.shutdown(cancel_futures=True)
 
-    On a CPU, whose cores the passes need, nothing is hashed here.
-    """
-    paths = [] if model is None or device == "cpu" else _list_files(model)
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hash") as pool:
-        running = {_identify(path): pool.submit(_hash, path) for path in paths}
-        try:
-            yield lambda: {key: each.result() for key, each in running.items()}
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def start(self, place: Path) -> list[tuple[Path, Future[str]]]:
+        """Hash a file itself, or the weights, config, tokenizer and scales of a folder."""
+        paths = [place] if place.is_file() else filter(_counts, sorted(place.iterdir()))
+        return [(path, self._start_file(path)) for path in paths]
 
+    def _start_file(self, path: Path) -> Future[str]:
+        status = path.stat()
+        key = status.st_dev, status.st_ino
+        if key not in self._running:
+            self._running[key] = self.submit(_hash, path)
+        return self._running[key]
 
-def hash_run(
-    model: Path | None,
-    specs: Iterable[str],
-    scales: Mapping[str, Path],
-    known: Digests | None = None,
-) -> RunHashes:
-    """Hash the files of a run; those that are linked to each other once.
+    def hash_run(
+        self, model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]
+    ) -> RunHashes:
+        """Hash the files of a run.
 
-    Args:
-        model: the folder of the unquantized model; None for one in memory.
-        specs: values of `--data`.
-        scales: files and folders of scales by the names they are known by.
-        known: what `hashing` has given.
-    """
-    known = known or {}
-    texts = [path for spec in specs for path in parse_spec(spec).files]
-    weights = [] if model is None else _list_files(model)
-    places = {name: _list_files(place) for name, place in scales.items()}
-    paths = [*weights, *texts, *(path for files in places.values() for path in files)]
-    by_inode = {_identify(path): path for path in paths}
-    left = {key: path for key, path in by_inode.items() if key not in known}
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = dict(zip(left, pool.map(_hash, left.values()), strict=True))
-    digests = {**known, **found}
-
-    def describe(files: Iterable[Path]) -> tuple[FileHash, ...]:
-        return tuple(
-            FileHash(
-                name=path.name, size_bytes=path.stat().st_size, sha256=digests[_identify(path)]
-            )
-            for path in files
+        Args:
+            model: the folder of the unquantized model; None for one in memory.
+            specs: values of `--data`.
+            scales: files and folders of scales by the names they are known by.
+        """
+        weights = [] if model is None else self.start(model)
+        texts = [
+            each for spec in specs for path in parse_spec(spec).files for each in self.start(path)
+        ]
+        started = {name: self.start(place) for name, place in scales.items()}
+        return RunHashes(
+            model=_describe(weights),
+            data=_describe(texts),
+            scales={name: _describe(files) for name, files in started.items()},
         )
 
-    return RunHashes(
-        model=describe(weights),
-        data=describe(texts),
-        scales={name: describe(files) for name, files in places.items()},
+
+def _describe(files: Iterable[tuple[Path, Future[str]]]) -> tuple[FileHash, ...]:
+    return tuple(
+        FileHash(name=path.name, size_bytes=path.stat().st_size, sha256=digest.result())
+        for path, digest in files
     )
-
-
-def _list_files(place: Path) -> list[Path]:
-    """List a file itself, or the weights, config, tokenizer and scales of a folder."""
-    if place.is_file():
-        return [place]
-    return [path for path in sorted(place.iterdir()) if path.is_file() and _counts(path)]
 
 
 def _counts(path: Path) -> bool:
     is_wanted = any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
     is_text = any(fnmatch(path.name, pattern) for pattern in _TEXTS)
-    return is_wanted and not is_text and not is_result(path)
-
-
-def _identify(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
+    return path.is_file() and is_wanted and not is_text and not is_result(path)
 
 
 def _hash(path: Path) -> str:

@@ -66,10 +66,6 @@ class LayerJob(Protocol):
         """Refuse what an interrupted run with other options has left in a working folder."""
 
 
-class UnwrittenError(ExportError):
-    """No output could be written; the run's checkpoints stay."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
     """What is to be observed of a model, and where the files go."""
@@ -114,11 +110,12 @@ class CalibrationJob:
     def count(self) -> dict[str, Any]:
         """Count its sequences and tokens, and name its shard."""
         batches, shard = self.list_batches(), self.shard
-        named = {} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}
         return {
             "sequences": sum(len(batch.lengths) for batch in batches),
             "tokens": sum(batch.num_tokens for batch in batches),
-            **named,
+            **(
+                {} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}
+            ),
         }
 
     @property
@@ -286,8 +283,15 @@ class CalibrationJob:
 # --- where it works -------------------------------------------------------------------------------
 
 
+def looks_finished(job: CalibrationJob, folder: Path) -> bool:
+    """Whether a folder may hold the finished run that --resume continues."""
+    return job.resume and all((folder / name).exists() for name in job.owned)
+
+
 def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
     """Read the result from a folder that holds this run, finished; None if it does not."""
+    if not looks_finished(job, folder):
+        return None
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report = json.loads((folder / REPORT_NAME).read_bytes())
@@ -298,19 +302,16 @@ def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> Cal
         return None
     asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
     is_same = asked == found and not explain_other_run(stats.header, header)
+    if is_same:
+        job.reporter.say(f"{job.out} is finished already")
     return result if is_same else None
-
-
-def looks_finished(job: CalibrationJob, folder: Path) -> bool:
-    """Whether a folder may hold the finished run that --resume continues."""
-    return job.resume and all((folder / name).exists() for name in job.owned)
 
 
 @contextmanager
 def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | CalibrateResult]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
-    An interruption, a failed peer and a failure to write the output keep it for --resume; any
+    An interruption, a failed peer and a failure to write keep its checkpoints for --resume; any
     other error removes it. Of several processes the first one does all of this; the others write
     their checkpoints to its folder.
 
@@ -359,14 +360,11 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         force=job.force,
         inputs=[job.model.source.folder],
         on_old=check_old,
-        kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
+        kept_after=(KeyboardInterrupt, RankLostError, ExportError),
     ) as staging:
         journal = open_journal(staging)
-        is_complete = looks_finished(job, staging) and not any(
-            map(is_checkpoint, staging.iterdir())
-        )
-        finished = read_finished(job, header, staging) if is_complete and group.size == 1 else None
-        if finished is not None:
+        is_lone = group.size == 1 and not any(map(is_checkpoint, staging.iterdir()))
+        if is_lone and (finished := read_finished(job, header, staging)) is not None:
             yield finished
             return
         remove_outputs(staging)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
-from fp8calib.commands.hashes import hash_run, hashing
+from fp8calib.commands.hashes import FileHasher
 from fp8calib.commands.result import RunHashes
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
@@ -164,16 +164,12 @@ def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
         assert found.kld == pytest.approx(kld, rel=1e-5)
 
 
-def test_files_that_were_hashed_beside_a_run_are_not_hashed_again(tmp_path: Path) -> None:
+def test_files_that_were_hashed_beside_a_run_are_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zoo.save("llama", tmp_path / "model")
-
-    with hashing(tmp_path / "model", "cuda") as find_known:
-        known = find_known()
-    with hashing(tmp_path / "model", "cpu") as find_none:
-        assert not find_none()
-
-    plain = hash_run(tmp_path / "model", (), {})
-    assert hash_run(tmp_path / "model", (), {}, known) == plain
-    assert sorted(known.values()) == sorted(each.sha256 for each in plain.model)
-    others = hash_run(tmp_path / "model", (), {}, dict.fromkeys(known, "other"))
-    assert {each.sha256 for each in others.model} == {"other"}
+    with FileHasher() as hasher:
+        started = [digest for _, digest in hasher.start(tmp_path / "model")]
+        monkeypatch.setattr(hasher, "submit", None)
+        again = hasher.hash_run(tmp_path / "model", (), {})
+    assert [each.sha256 for each in again.model] == [each.result() for each in started]

@@ -167,7 +167,7 @@ def test_a_failure_to_write_the_output_keeps_the_checkpoints(
         assert "the disk is full" in fail(7, *command)
         assert not list(tmp_path.iterdir())  # nothing was kept of so short a run
         patched.setattr("fp8calib.calibration.journal.INTERVAL_S", 0.0)
-        assert "fix the cause and add --resume" in fail(7, *command)
+        assert "fix the cause, then use --resume" in fail(7, *command)
     assert list((tmp_path / "out.partial").glob("checkpoint-*"))
     assert succeed(*command, "--resume", "--json").json["resumed_sequences"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
