@@ -82,6 +82,8 @@ query_scale: true
         ("name: x\ndata: {seq_len: '4'}", "data.seq_len: must be a valid integer, not '4'"),
         ("name: x\ndata: {pack: 0}", "data.pack: must be a valid boolean, not 0"),
         ("name: x\nobserve: {kv: 1}", "observe.kv: must be a valid boolean, not 1"),
+        ("name: x\ntp: [0]", "tp.0: must be greater than or equal to 1, not 0"),
+        ("name: x\nformats: [nope]", "formats.0: unknown format nope: known formats: kv-overlay"),
         ("name: x\ntp: []", "tp: must have one degree or more"),
         ('name: "\\ud800"', "cannot be written as UTF-8"),
         ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),

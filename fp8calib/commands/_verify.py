@@ -134,7 +134,7 @@ def run(
         VerificationError: a model gives NaN or infinity.
         ExportError: a file cannot be written.
     """
-    check_outputs(request, reporter)
+    check_outputs(request)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:

@@ -21,11 +21,13 @@ from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
     save_stats,
 )
+from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.processes import ProcessGroup, open_process_group
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.output import (
+    PROGRESS_NAME,
     check_output,
     explained,
     refuse_unknown_entries,
@@ -45,7 +47,7 @@ from fp8calib.commands.job import (
 )
 from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.commands.quantized import make_quantize_result
+from fp8calib.commands.quantized import finish_quantized
 from fp8calib.commands.recipe import (
     Recipe,
     apply_request,
@@ -59,7 +61,7 @@ from fp8calib.commands.result import BeforeAfter, RunPlan
 from fp8calib.commands.saved import saved_model, warn_of_tokenizer
 from fp8calib.commands.show import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.commands.written import finish_checkpoint, finish_formats
+from fp8calib.commands.written import finish_formats
 from fp8calib.data.shares import parse_share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.formats.compute import find_site_rules
@@ -79,7 +81,7 @@ from fp8calib.numerics.formats import FP8_FORMATS
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import select
-from fp8calib.quantization.write import write_checkpoint
+from fp8calib.quantization.write import list_files, write_checkpoint
 
 
 def run(
@@ -289,7 +291,7 @@ def _write_outputs(
 ) -> CalibrateResult:
     """Write what is made of the statistics, the report last."""
     recipe = job.recipe
-    formats, notes = write_formats(
+    _, notes = write_formats(
         *(stats, recipe.formats, folder),
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
@@ -300,12 +302,12 @@ def _write_outputs(
         rules=recipe.scales.rules,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
-    checked, cards = finish_formats(
+    checked = finish_formats(
         *(recipe.formats, folder, job.folder, request.model),
         revision=request.revision,
         check=request.check,
     )
-    files, warnings, failure = {STATS_NAME, REPORT_NAME, *formats, *cards}, [], ""
+    warnings, failure = [], ""
     checkpoint = None
     try:
         checkpoint = _quantize(job, request, stats, folder)
@@ -315,15 +317,15 @@ def _write_outputs(
         warnings = [failure]
     if checkpoint is not None:
         name = checkpoint.out.name
-        files |= {f"{name}/{file}" for file in checkpoint.files}
         warnings = [f"{name}: {e}" for e in (*checkpoint.notes, *checkpoint.describe_dead())]
         checked = (*checked, *checkpoint.checked)
         checkpoint = checkpoint.model_copy(update={"checked": ()})
-    # but for the report itself
-    places = dict.fromkeys(name.partition("/")[0] for name in sorted(files - {REPORT_NAME}))
+    work = (NAME_PREFIX, PROGRESS_NAME)
+    files = [name for name in list_files(folder) if not name.startswith(work)]
+    places = dict.fromkeys(name.partition("/")[0] for name in files)
     result = _make_result(
         *(job, stats, cost),
-        files=tuple(sorted(files)),
+        files=tuple(sorted([*files, REPORT_NAME])),
         warnings=(*notes, *warnings),
         checked=checked,
         quantize=checkpoint,
@@ -346,7 +348,7 @@ def _quantize(
     asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
     if asked is None or settings is None:
         return None
-    started, plain_caches = time.monotonic(), asked.kv_cache_dtype_skip_layers
+    started = time.monotonic()
     selection = job.select_matrices(settings)
     unmeasured = list_unmeasured(stats, *split_static(settings, selection))
     if unmeasured:
@@ -360,26 +362,19 @@ def _quantize(
         device=torch.device("cpu"),
         advance=job.reporter.advance,
     )
-    result = make_quantize_result(
-        *(checkpoint, plan, written),
-        out=job.folder / asked.folder,
+    return finish_quantized(
+        *(request, checkpoint, plan, written),
+        folder=folder,
+        target=job.folder,
+        path=asked.folder,
         started=started,
         notes=[  # notes on scales are in the report already
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured
         ],
         stats=stats,
-        plain_caches=plain_caches,
+        plain_caches=asked.kv_cache_dtype_skip_layers,
     )
-    checked, _ = finish_checkpoint(
-        *(folder, job.folder, result.name_schemes(), request.model),
-        path=asked.folder,
-        revision=request.revision,
-        check=request.check,
-        plain_caches=plain_caches,
-    )
-    files = tuple(sorted({*result.files, CARD_NAME}))
-    return result.model_copy(update={"files": files, "checked": checked})
 
 
 def _make_result(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +19,43 @@ _KEPT = ("license", "license_name", "license_link", "language", "tags", "pipelin
 
 
 def write_card(
-    written: Path,
-    target: Path,
+    folder: Path,
+    name: str,
     scheme: str,
     model: Model,
     *,
-    path: str = ".",
     revision: str | None = None,
     commands: Sequence[str] = (),
     is_quantized: bool = True,
-) -> str:
-    """Write the card of a checkpoint, and give its name. The same run gives the same bytes.
+) -> None:
+    """Write the card of a checkpoint. The same run gives the same bytes.
 
     Args:
-        written: the output folder where it is now.
-        target: the output folder where it will be.
+        folder: of the checkpoint.
+        name: what the folder will be called.
         scheme: how weights or the KV cache are stored.
         model: what the checkpoint was made from.
-        path: of the checkpoint in the output folder.
         revision: that of a model on the Hub.
         commands: what serves it.
         is_quantized: whether weights or the KV cache are.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    base, name = _name_model(model), (target / path).resolve().name
-    kept = dict(_read_front_matter(model, revision))
+    base, kept = _name_model(model), dict(_read_front_matter(model, revision))
     if not is_quantized:
         kept.pop("tags", None)  # they tell of the quantization
     data = ModelCardData(
         base_model=base, scheme=scheme, **(_QUANTIZED if is_quantized else {}), **kept
     )
-    parts = (
-        f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
-        _quote("Made by", [spell_command()]),
-        _quote("Served by", commands),
-    )
-    text = "\n\n".join(filter(None, parts))
+    parts = [f"# {name}\n\n`{scheme}` of {base}, made with fp8calib."]
+    made_by = [command] if (command := spell_command()) else []
+    for title, lines in (("Made by", made_by), ("Served by", commands)):
+        if lines:
+            shown = "\n".join(map(publish_command, lines))
+            parts.append(f"{title}:\n\n```sh\n{shown}\n```")
+    text = "\n\n".join(parts)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
-    write_file_atomic(written / path / CARD_NAME, str(card).encode())
-    return (Path(path) / CARD_NAME).as_posix()
-
-
-def _quote(title: str, commands: Iterable[str]) -> str:
-    shown = "\n".join(map(publish_command, filter(None, commands)))
-    return f"{title}:\n\n```sh\n{shown}\n```" if shown else ""
+    write_file_atomic(folder / CARD_NAME, str(card).encode())
 
 
 def _name_model(model: Model) -> str:

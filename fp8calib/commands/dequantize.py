@@ -136,7 +136,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
                 notes += _write_overlay(found, plain, out, force=request.force)
                 shutil.rmtree(plain)
         write_card(
-            *(out, out, checkpoint.dtype_name, request.model),
+            *(out, out.resolve().name, checkpoint.dtype_name, request.model),
             revision=request.revision,
             is_quantized=False,
         )

@@ -143,8 +143,6 @@ def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
             "export: --format is missing",
             hint=f"known formats: {', '.join(list_format_names())}",
         )
-    for name in recipe.formats:
-        find_dialect(name)  # refuses unknown ones
     if request.with_weights and RFC.name not in recipe.formats:
         raise UsageError(
             "--with-weights needs --format rfc",
@@ -171,6 +169,7 @@ def _write(
     from fp8calib.formats.write import check_replaced, list_outputs, write_formats
     from fp8calib.numerics.formats import FP8_FORMATS
     from fp8calib.quantization.related import describe_attachment
+    from fp8calib.quantization.write import list_files
 
     query, notes = decide_query(recipe, given)
     name = str(inputs[0]) if inputs and not shards else STATS_NAME
@@ -193,7 +192,7 @@ def _write(
             from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
 
             weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
-        formats, written = write_formats(
+        _, written = write_formats(
             *(stats, recipe.formats, folder),
             fmt=fmt,
             tps=recipe.tp,
@@ -208,14 +207,15 @@ def _write(
         for dialect in map(find_dialect, recipe.formats):
             if quantized is not None and dialect.needs_model:
                 require_server(folder / dialect.path(), stats.geometry, quantized)
-        checked, cards = finish_formats(
+        if weights is not None:
+            weights.write(folder)
+        checked = finish_formats(
             recipe.formats, folder, out, request.model or "", check=request.check
         )
-        more = (*cards, *(weights.write(folder) if weights else ()), *joined)
-        files = sorted([*formats, *more])
+        files = list_files(folder)
     return ExportResult(
         out=out,
-        files=tuple(files),
+        files=files,
         shards=shards,
         warnings=(
             *notes,

@@ -168,10 +168,6 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
                 replace_scales=request.replace_scales,
             )
         tps = tuple(dict.fromkeys(request.tp or ())) if dialect.per_tp else ()
-        if request.tp and not tps:
-            reporter.warn(
-                f"--tp has no effect: {dialect.name} does not depend on the number of ranks"
-            )
         if not tps:
             is_kept = dialect.per_tp and fits_heads(geometry, found.table.tp)
             tps = (found.table.tp if is_kept else 1,)
@@ -226,7 +222,7 @@ def _write(
         if dialect.needs_model:
             if quantized is not None:
                 require_server(folder, geometry, quantized)
-            checked, _ = finish_checkpoint(
+            checked = finish_checkpoint(
                 *(folder, out, dialect.name, request.model),
                 revision=request.revision,
                 check=request.check,

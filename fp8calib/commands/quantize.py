@@ -164,10 +164,6 @@ class QuantizeResult(Result):
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
 
-    def name_schemes(self) -> str:
-        """Name all schemes, that of most linears first."""
-        return ", ".join(dict.fromkeys([self.scheme, *(e.scheme for e in self.layer_schemes)]))
-
     def describe_bytes(self) -> str:
         """Describe the size of the weights before and after."""
         return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
@@ -195,7 +191,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
-        from fp8calib.commands.quantized import apply_recipe, finish, make_quantize_result
+        from fp8calib.commands.quantized import apply_recipe, finish_quantized, warn_of_quantized
         from fp8calib.commands.saved import saved_model
         from fp8calib.commands.stats import read_stats
         from fp8calib.commands.written import require_servable
@@ -236,15 +232,16 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                     inputs=inputs,
                 )
             plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
-            result = make_quantize_result(
-                *(checkpoint, plan, written),
-                out=out,
+            result = finish_quantized(
+                *(request, checkpoint, plan, written),
+                folder=out,
                 started=started,
                 notes=notes,
                 stats=stats,
                 plain_caches=plain_caches,
             )
-        return finish(result, request, reporter, plain_caches)
+    warn_of_quantized(result, request, reporter)
+    return result
 
 
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001

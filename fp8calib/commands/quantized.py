@@ -12,6 +12,7 @@ from typing import TypeVar
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
+from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import Reporter
@@ -21,10 +22,9 @@ from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.write import Written
+from fp8calib.quantization.write import Written, list_files
 
 RequestT = TypeVar("RequestT", bound=QuantizeRequest)
-ResultT = TypeVar("ResultT", bound=QuantizeResult)
 
 
 def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
@@ -51,22 +51,11 @@ def apply_recipe(request: RequestT) -> tuple[RequestT, Recipe]:
     return changed, recipe
 
 
-def finish(
-    result: ResultT, request: QuantizeRequest, reporter: Reporter, plain_caches: Sequence[int] = ()
-) -> ResultT:
-    """Look at a written checkpoint as `check` does, write its card, and warn of its notes."""
-    checked, card = finish_checkpoint(
-        *(result.out, result.out, result.name_schemes(), request.model),
-        revision=request.revision,
-        check=request.check,
-        plain_caches=plain_caches,
-    )
-    files = tuple(sorted({*result.files, card}))
-    result = result.model_copy(update={"checked": checked, "files": files})
+def warn_of_quantized(result: QuantizeResult, request: QuantizeRequest, reporter: Reporter) -> None:
+    """Warn of what a user should know about a written checkpoint."""
     missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *missing):
         reporter.warn(text)
-    return result
 
 
 def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
@@ -79,39 +68,54 @@ def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
     )
 
 
-def make_quantize_result(
+def finish_quantized(
+    request: QuantizeRequest | CalibrateRequest,
     checkpoint: Checkpoint,
     plan: QuantizePlan,
     written: Written,
     *,
-    out: Path,
+    folder: Path,
+    target: Path | None = None,
+    path: str = ".",
     started: float,
     notes: Sequence[str] = (),
     stats: CalibrationStats | None = None,
     plain_caches: Sequence[int] = (),
 ) -> QuantizeResult:
-    """Make the result of a written checkpoint.
+    """Look at a written checkpoint as `check` does, write its card, and make the result.
 
     Args:
+        request: names the model, and whether engines are asked.
         checkpoint: what it was made from.
         plan: what was written.
         written: the files.
-        out: their folder.
+        folder: the output folder where it is now.
+        target: the output folder where it will be; None if it is there.
+        path: of the checkpoint in the output folder.
         started: the value of time.monotonic() at the start.
         notes: on its scales.
         stats: the statistics of K and V.
         plain_caches: the layers whose KV cache a recipe wants to stay in 16 bits.
     """
+    scheme, others = plan.settings.scheme.name, list_layer_schemes(plan)
+    names = dict.fromkeys([scheme, *(each.scheme for each in others)])
+    checked = finish_checkpoint(
+        *(folder, target or folder, ", ".join(names), request.model),
+        path=path,
+        revision=request.revision,
+        check=request.check,
+        plain_caches=plain_caches,
+    )
     size = (
         kv_bytes_per_token(stats.geometry)
         if stats is not None and plan.has_kv
         else estimate_kv_bytes(plan.config, find_dtype(plan.config))
     )
     return QuantizeResult(
-        out=out,
-        files=written.files,
-        scheme=plan.settings.scheme.name,
-        layer_schemes=list_layer_schemes(plan),
+        out=(target or folder) / path,
+        files=list_files(folder / path),
+        scheme=scheme,
+        layer_schemes=others,
         format=plan.settings.dialect.name,
         bytes=BeforeAfter(before=checkpoint.total_size_bytes, after=plan.data_bytes),
         duration_s=time.monotonic() - started,
@@ -127,4 +131,5 @@ def make_quantize_result(
         kv_bytes_per_token=None
         if size is None or plain_caches
         else BeforeAfter(before=size[0], after=size[1]),
+        checked=checked,
     )

@@ -27,7 +27,7 @@ from pydantic_core import PydanticSerializationError
 
 from fp8calib.calibration.observe import Observe
 from fp8calib.commands import options as keys
-from fp8calib.commands.options import DATA, TP, TextData, recipe_files
+from fp8calib.commands.options import DATA, TextData, recipe_files
 from fp8calib.commands.request import Option, list_options
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
@@ -38,7 +38,6 @@ from fp8calib.formats.registry import (
     list_query_format_names,
 )
 from fp8calib.model.shapes import Frozen
-from fp8calib.model.tensor_parallel import check_degree
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import SCHEMES, name_mixed
 
@@ -161,6 +160,16 @@ class Quantize(Frozen):
         return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
 
 
+def _require_format(name: str) -> str:
+    if name not in (known := list_format_names()):
+        hint = suggest(name, known, what="formats")
+        raise ValueError(f"unknown format {shorten(name)}: {hint}")
+    return name
+
+
+FormatName = Annotated[str, AfterValidator(_require_format)]
+
+
 class Recipe(Frozen):
     """What to observe, on which data, how to compute scales, and what to write."""
 
@@ -169,8 +178,8 @@ class Recipe(Frozen):
     observe: Observe = Field(default=Observe(), description="which tensors are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
-    formats: tuple[str, ...] = _key(keys.FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(
+    formats: tuple[FormatName, ...] = _key(keys.FORMATS)
+    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = _key(
         keys.TP, json_schema_extra={"minItems": 1}
     )
     query_scale: QueryScale = _key(keys.QUERY_SCALE)
@@ -188,8 +197,6 @@ class Recipe(Frozen):
     def _has_a_degree(cls, degrees: tuple[int, ...]) -> tuple[int, ...]:
         if not degrees:
             raise ValueError("must have one degree or more")
-        if min(degrees) < 1:
-            raise ValueError(f"{min(degrees)}: a degree is a whole number from 1 up")
         return degrees
 
     @field_validator("quantize", mode="before", json_schema_input_type=str | Quantize | None)
@@ -241,14 +248,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    recipe, known = parse_recipe(text, where=name_or_path), list_format_names()
-    for name in recipe.formats:
-        if name not in known:
-            raise RecipeError(
-                f"{name_or_path}: formats: unknown format {shorten(name)}",
-                hint=suggest(name, known, what="formats"),
-            )
-    return recipe
+    return parse_recipe(text, where=name_or_path)
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:
@@ -336,9 +336,6 @@ def apply_request(made: Recipe, asked: object) -> Recipe:
         value = getattr(asked, option.name)
         if not option.key or option.key == DATA.key or value is None:
             continue
-        if option.key == TP.key:
-            for degree in _as_tuple(value):
-                check_degree(degree)
         *sections, key = option.key.split(".")
         section = reduce(dict.__getitem__, sections, recipe)
         section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value

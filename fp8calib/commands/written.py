@@ -174,23 +174,16 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
 
 def finish_formats(
     names: Iterable[str], written: Path, target: Path, model: Model, **more: Any
-) -> tuple[tuple[WrittenCheck, ...], list[str]]:
-    """Finish the checkpoints among written formats: `finish_checkpoint` of each.
-
-    Returns:
-        What engines do with them, and the names of the cards.
-    """
-    checked: list[WrittenCheck] = []
-    cards = []
-    for dialect in map(find_dialect, names):
-        if dialect.needs_model:
-            path = dialect.path()
-            found, card = finish_checkpoint(
-                *(written, target, dialect.name, model), path=path, **more
-            )
-            checked += found
-            cards.append(card)
-    return tuple(checked), cards
+) -> tuple[WrittenCheck, ...]:
+    """Finish the checkpoints among written formats: `finish_checkpoint` of each."""
+    checkpoints = [dialect for dialect in map(find_dialect, names) if dialect.needs_model]
+    return tuple(
+        check
+        for each in checkpoints
+        for check in finish_checkpoint(
+            *(written, target, each.name, model), path=each.path(), **more
+        )
+    )
 
 
 def finish_checkpoint(
@@ -203,44 +196,47 @@ def finish_checkpoint(
     revision: str | None = None,
     check: bool = True,
     plain_caches: Sequence[int] = (),
-) -> tuple[tuple[WrittenCheck, ...], str]:
-    """Check a written checkpoint as `check` does, and write its card (`write_card`).
+) -> tuple[WrittenCheck, ...]:
+    """Check a written checkpoint as `check` does, and write its card.
 
-    `plain_caches` are the layers whose KV cache stays in 16 bits.
-
-    Returns:
-        What engines do with it, and the name of the card.
+    Args:
+        written: the output folder where it is now.
+        target: the output folder where it will be.
+        scheme: how weights or the KV cache are stored.
+        model: what the checkpoint was made from.
+        path: of the checkpoint in the output folder.
+        revision: that of a model on the Hub.
+        check: whether engines are asked.
+        plain_caches: the layers whose KV cache stays in 16 bits.
     """
     checked: tuple[WrittenCheck, ...] = ()
     if check and path not in _NO_OVERLAY:
         checked = check_written(written, target, path=path, plain_caches=plain_caches)
-    commands = [each.command for each in checked]
-    card = write_card(
-        *(written, target, scheme, model), path=path, revision=revision, commands=commands
-    )
-    return checked, card
+    commands = [each.command for each in checked if each.command]
+    name = (target / path).resolve().name
+    write_card(written / path, name, scheme, model, revision=revision, commands=commands)
+    return checked
 
 
 def check_written(
     written: Path, target: Path, *, path: str = ".", plain_caches: Sequence[int] = ()
 ) -> tuple[WrittenCheck, ...]:
     """Say what the default engines do with a checkpoint; see `finish_checkpoint`."""
+    engines = list(map(find_replayed, list_defaults()))
     try:
         report = check_path(CheckRequest(written / path))
     except Fp8CalibError as error:
-        report, summary = None, f"unknown: {error.message}"
+        unknown = {"verdict": "unknown", "summary": f"unknown: {error.message}", "command": ""}
+        return tuple(WrittenCheck(path=path, engine=each.release, **unknown) for each in engines)
     checked = []
-    for engine in map(find_replayed, list_defaults()):
-        verdict, command = "unknown", ""
-        if report is not None:
-            found = report.engines[engine.key]
-            why = found.fault
-            if plain_caches and not engine.can_skip_caches:
-                layers = format_ranges(plain_caches)
-                why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
-            verdict = "not ok" if found.ok and why else found.verdict
-            summary = found.summary if verdict == "ok" else f"{verdict}: {why}"
-        if report is not None and verdict == "ok" and engine.launch is not None:
+    for engine in engines:
+        found = report.engines[engine.key]
+        why, command = found.fault, ""
+        if plain_caches and not engine.can_skip_caches:
+            layers = format_ranges(plain_caches)
+            why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
+        verdict = "not ok" if found.ok and why else found.verdict
+        if verdict == "ok" and engine.launch is not None:
             skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
             spelled = engine.launch.spell(str(target / path), has_kv=found.asks_for_kv, tp=1)
             command = f"{spelled} {skip}".rstrip()
@@ -249,7 +245,7 @@ def check_written(
                 path=path,
                 engine=engine.release,
                 verdict=verdict,
-                summary=summary,
+                summary=found.summary if verdict == "ok" else f"{verdict}: {why}",
                 command=command,
             )
         )

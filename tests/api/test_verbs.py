@@ -150,8 +150,8 @@ def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
     ("tp", "said"),
     [
         ([], "^--tp: must have one degree or more"),
-        (0, "--tp 0"),
-        (["1"], "--tp '1': the tensor-parallel degree is a whole number"),
+        (0, "^--tp: must be greater than or equal to 1, not 0"),
+        (["1"], "^--tp: must be a valid integer, not '1'"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(

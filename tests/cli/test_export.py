@@ -169,13 +169,10 @@ def test_export_ends_with_how_the_overlay_is_served(
         assert f"kv_cache_scales.tp{tp}.json" in text
 
 
-def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Path) -> None:
+def test_options_without_effect_are_named(stats: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out")
     message = fail(2, "export", stats, "--format", "vllm-json", "--query-scale", "yes", *out)
     assert "--query-scale yes: vllm-json cannot hold q_scale" in message
-    one = ("--data", "builtin", "--seq-len", 16, "--samples", 1)
-    done = succeed("verify", model, *one, "--force")
-    assert "--force has no effect without --report or --dump" in done.err
 
 
 def test_a_folder_with_an_overlay_in_it_is_refused_alike(

@@ -32,8 +32,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 OPTIONS = [
     ("--format rfc nonsense", "nonsense"),
-    ("--format vllm-json --tp 0", "--tp 0"),
-    ("--format kv-overlay --tp -4", "--tp -4"),
+    ("--format vllm-json --tp 0", "--tp: must be greater than or equal to 1, not 0"),
     ("--format vllm-json --tp 3", "does not divide the 4 attention heads of layer 0"),
     ("--format rfc --tp 8", "does not divide the 4 attention heads"),
     ("--rule percentile:nan", "--rule: rule 'percentile:nan': its number is not in 0 < P"),
@@ -102,8 +101,8 @@ def test_recipes(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("formats: [kv-overlai]", "formats: unknown format kv-overlai"),
-        ("tp: [2, 0]", "tp: 0: a degree is a whole number from 1 up"),
+        ("formats: [kv-overlai]", "formats.0: unknown format kv-overlai"),
+        ("tp: [2, 0]", "tp.1: must be greater than or equal to 1, not 0"),
     ],
 )
 def test_formats_and_degrees_of_a_recipe_are_its_own_faults(

@@ -442,11 +442,10 @@ def test_force_replaces_only_what_verify_writes(
     refuse: Any, verify: Any, model: Path, tmp_path: Path, option: str
 ) -> None:
     path = tmp_path / "precious"
-    kind = option.removeprefix("--").replace("report", "page")
     for content in (b"precious", (model / "model.safetensors").read_bytes(), b"<!DOCTYPE html>"):
         path.write_bytes(content)
         message = refuse(2, option, path, "--force")
-        assert f"{path}: exists, and is no {kind} of verify" in message
+        assert f"{path}: not written by verify" in message
         assert path.read_bytes() == content
     path.write_bytes(b"")  # as mktemp makes it
     verify(option, path, "--force")
@@ -685,8 +684,8 @@ BAD_VALUES = {
     "--gate": ("strict", ""),
     "--fp8-dtype": ("e3m4",),
     "--scales": ("nowhere.safetensors", "", "two\nlines"),
-    "--dump": ("no/such/folder/d.safetensors", "x" * 300, "/dev/full"),
-    "--report": ("no/such/folder/r.html", "/dev/full"),
+    "--dump": ("x" * 300, "/dev/full"),
+    "--report": ("/dev/full",),
 }
 
 
@@ -704,7 +703,6 @@ def test_a_value_that_cannot_be_is_a_usage_error(refuse: Any, option: str, value
         ("--scheme w8a16 --scales {files}/kv-overlay", "--scheme"),
         # the rules would be ranked on another question than the one that was asked
         ("--rules amax,mse --scheme w8a16 --scales {files}", "--rules"),
-        ("--strict", "--strict has no effect without --gate"),
     ],
 )
 def test_options_that_do_not_go_together_are_a_usage_error(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.calibration.processes import open_process_group
-from fp8calib.commands.quantized import apply_recipe, finish
+from fp8calib.commands.quantized import apply_recipe, warn_of_quantized
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.saved import saved_model
@@ -59,7 +59,9 @@ def run(
                 return plan_gptq(opened)
             plain = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
             result = run_gptq(opened, plain)
-    return result and finish(result, request, reporter, plain)
+    if result is not None:
+        warn_of_quantized(result, request, reporter)
+    return result
 
 
 gptq = as_function("gptq", GptqRequest, run)

@@ -21,7 +21,7 @@ from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output
 from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model
-from fp8calib.commands.quantized import list_layer_schemes, make_quantize_result
+from fp8calib.commands.quantized import finish_quantized, list_layer_schemes
 from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
 from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan
@@ -185,9 +185,9 @@ def run_gptq(opened: GptqJob, plain_caches: Sequence[int]) -> GptqResult | None:
                 )
                 rounded = tuple(list_rounded(job, opened.selection, codes))
         shutil.rmtree(job.folder, ignore_errors=True)
-    made = make_quantize_result(
-        *(checkpoint, plan, written),
-        out=out,
+    made = finish_quantized(
+        *(request, checkpoint, plan, written),
+        folder=out,
         started=started,
         stats=task.stats,
         plain_caches=plain_caches,

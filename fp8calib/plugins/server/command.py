@@ -68,7 +68,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             hint="add --reference-server URL",
         )
     check_dump(request)
-    check_outputs(request, reporter)
+    check_outputs(request)
     check_request(request)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with open_run_model(request) as model:
