@@ -9,7 +9,6 @@ from fp8calib.errors import (
     Fp8CalibError,
     ModelError,
     RecipeError,
-    ServerError,
     UsageError,
     VerificationError,
     first_line,
@@ -39,10 +38,6 @@ def test_kinds_and_exit_codes_are_those_of_the_contract() -> None:
         7: "export",
         8: "verification",
     }
-
-
-def test_a_server_that_fails_is_no_failed_gate() -> None:
-    assert (ServerError.kind, ServerError.exit_code) == ("server", ModelError.exit_code)
 
 
 def test_an_error_carries_its_message_and_hint() -> None:

@@ -36,22 +36,8 @@ _HINTS = {
     "server": "its log may name the cause",
 }
 """The hints of errors that have none of their own."""
-_STAGES = {
-    "calibrate": "calibration",
-    "export": "export",
-    "extract-kv-scales": "export",
-    "quantize": "export",
-    "verify": "verification",
-    "check": "verification",
-    # of plug-ins
-    "gptq": "export",
-    "kv-types": "verification",
-    "plan": "verification",
-    "server": "verification",
-    "vllm": "calibration",
-}
-"""The error kind of an interrupted command; the exit code tells an interruption from a failure."""
-
+_MEASURING = frozenset({"check", "kv-types", "plan", "server", "verify"})
+"""Commands that end with a verification."""
 _REPEAT = "an option takes one value: write it again for another, as --tp 1 --tp 2"
 
 _PRINTED_BY_PARSER = frozenset({"-h", "--help", "--version", "--show-completion"})
@@ -152,8 +138,10 @@ def _guarded(arguments: Sequence[str], process_rank: ProcessRank) -> int:
     except (KeyboardInterrupt, Abort) as interruption:
         if not process_rank.is_first:
             return INTERRUPTED
-        kind, hint = _STAGES.get(typed, "data"), _resume_hint(arguments, interruption)
-        failed = (kind, "interrupted", hint, INTERRUPTED)
+        kind = "verification" if typed in _MEASURING else "export"
+        if "calibrate" in arguments[:2]:
+            kind = "calibration"
+        failed = (kind, "interrupted", _resume_hint(arguments, interruption), INTERRUPTED)
     except Fp8CalibError as error:
         _wait_for_first(process_rank)
         failed = _explain(error)

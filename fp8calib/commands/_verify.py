@@ -16,7 +16,7 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher
-from fp8calib.commands.model import open_run_model
+from fp8calib.commands.model import describe_run, open_run_model
 from fp8calib.commands.opened import (
     check_outputs,
     check_request,
@@ -193,22 +193,14 @@ def hash_inputs(
 
 def describe_plan(asked: Verification, model: RunModel, mode: MemoryPlan) -> RunPlan:
     """Describe the planned run."""
-    return RunPlan(
-        plan={
-            "model": model.name,
-            "architecture": asked.geometry.architecture,
-            "layers": len(asked.geometry.layers),
-            "weights_size_bytes": model.checkpoint.total_size_bytes,
-            "engine": asked.engine,
-            "candidates": [each.name for each in asked.candidates],
-            "dtype": model.dtype,
-            "dtype_why": model.dtype_why,
-            "device": model.device,
-            "sequences": len(asked.plan.sequences),
-            "tokens": asked.plan.num_tokens,
-            "data": list(asked.plan.sources),
-            **mode.as_json(),
-        }
+    return describe_run(
+        model,
+        mode,
+        engine=asked.engine,
+        candidates=[each.name for each in asked.candidates],
+        sequences=len(asked.plan.sequences),
+        tokens=asked.plan.num_tokens,
+        data=list(asked.plan.sources),
     )
 
 

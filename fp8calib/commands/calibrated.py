@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,10 +22,9 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.journal import NAME_PREFIX
-from fp8calib.calibration.processes import ProcessGroup, open_process_group
+from fp8calib.calibration.processes import open_process_group
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     check_output,
@@ -33,8 +32,8 @@ from fp8calib.checkpoint.output import (
     refuse_unknown_entries,
     remove_progress_file,
 )
-from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
-from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.overlay import plan_overlay
+from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult, Coverage
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.hashes import FileHasher
@@ -96,19 +95,30 @@ def run(
     if request.shard is not None or request.out is None:
         # nothing is written, or nothing that needs the statistics of all shards
         recipe = recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
-    _check_observed(recipe)
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
     request = replace(request, device=device)
-    with (
-        open_process_group(process_rank) as group,
-        open_run_model(
-            request,
+    with ExitStack() as stack:
+        group = stack.enter_context(open_process_group(process_rank))
+        # without a folder every process may have a part of the model, else each would write it
+        can_be_sharded = request.out is None
+        opened = open_run_model(request, recipe=recipe, can_be_sharded=can_be_sharded)
+        model = stack.enter_context(opened)
+        needs_files = recipe.quantize or any(find_dialect(e).needs_model for e in recipe.formats)
+        if model.is_live and needs_files and request.out is not None:
+            saved = saved_model(request.model, Path(request.out), request.tokenizer)
+            folder = Path(stack.enter_context(saved))
+            model = replace(model, checkpoint=stack.enter_context(Checkpoint.open(folder)))
+        _check_formats(request, recipe, model)
+        job = CalibrationJob(
+            model=model,
+            resume=request.resume,
+            force=request.force,
+            reporter=reporter,
+            group=group,
             recipe=recipe,
-            can_be_sharded=request.out is None,  # every process would write
-        ) as opened,
-        _with_files(opened, request, recipe) as model,
-    ):
-        job = _make_job(request, recipe, model, reporter, group)
+            shard=None if request.shard is None else parse_share(request.shard),
+            out=None if request.out is None else Path(request.out),
+        )
         if make_engine is not None:
             job = replace(job, engine=make_engine(job))
         if job.out is not None:
@@ -185,74 +195,30 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
 # --- before the run -------------------------------------------------------------------------------
 
 
-def _check_observed(recipe: Recipe) -> None:
-    """Refuse unknown formats, and those whose scales the recipe does not observe."""
-    observe = recipe.observe
-    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
-    if recipe.formats and not observe.kv:
-        raise UsageError(
-            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
-            hint="choose another recipe",
-        )
-    if with_linears and not (observe.inputs and observe.weights):
-        raise UsageError(
-            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
-            "not observe both",
-            hint="choose another recipe",
-        )
-    if recipe.query_scale is True and not observe.query:
-        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
-
-
-@contextmanager
-def _with_files(model: RunModel, request: CalibrateRequest, recipe: Recipe) -> Iterator[RunModel]:
-    """Give a model in memory the files that an overlay or FP8 checkpoint of it is made from."""
-    needs_files = recipe.quantize is not None or any(
-        find_dialect(name).needs_model for name in recipe.formats
-    )
-    if not model.is_live or not needs_files or request.out is None:
-        yield model
-        return
-    with (
-        saved_model(request.model, Path(request.out), request.tokenizer) as folder,
-        Checkpoint.open(Path(folder)) as checkpoint,
-    ):
-        yield replace(model, checkpoint=checkpoint)
-
-
-def _make_job(
-    request: CalibrateRequest,
-    recipe: Recipe,
-    model: RunModel,
-    reporter: Reporter,
-    group: ProcessGroup,
-) -> CalibrationJob:
-    """Make the job, after refusing formats whose scales the model has no place for."""
-    geometry = model.prepared.geometry
-    check_query(recipe)
+def _check_formats(request: CalibrateRequest, recipe: Recipe, model: RunModel) -> None:
+    """Refuse formats whose scales are not observed, or that the model has no place for."""
+    geometry, observe = model.prepared.geometry, recipe.observe
     modules = (attention.module for _, attention in geometry.attentions())
-    excluded = next((module for module in modules if module in model.prepared.ignored), None)
-    if recipe.formats and excluded is not None:
+    excluded = [module for module in modules if module in model.prepared.ignored]
+    missing = ""
+    if recipe.formats and (excluded or not observe.kv):
+        missing = f"K and V of {excluded[0]}" if excluded else "K and V"
+    elif any(find_dialect(name).has_linears for name in recipe.formats):
+        missing = "" if observe.inputs and observe.weights else "inputs and weights"
+    elif recipe.query_scale is True and not observe.query:
+        missing = "q"
+    if missing:
         raise UsageError(
-            f"{', '.join(recipe.formats)}: needs K and V of {excluded}, which recipe "
-            f"{recipe.name} excludes",
-            hint="take it out of observe.ignore, or write `formats: []`",
+            f"{', '.join(recipe.formats) or '--query-scale'}: recipe {recipe.name} does not "
+            f"observe {missing}",
+            hint="choose another recipe, take it out of observe.ignore, or write `formats: []`",
         )
+    check_query(recipe)
     find_site_rules(recipe.scales.rules, geometry)  # refuses unmatched patterns
     check_export(geometry, recipe.formats, recipe.tp, FP8_FORMATS[recipe.scales.fp8_dtype])
     check_overlay_source(
         *(geometry, recipe.formats, model.checkpoint.stored),
         replaces_scales=request.replace_scales,
-    )
-    return CalibrationJob(
-        model=model,
-        resume=request.resume,
-        force=request.force,
-        reporter=reporter,
-        group=group,
-        recipe=recipe,
-        shard=None if request.shard is None else parse_share(request.shard),
-        out=None if request.out is None else Path(request.out),
     )
 
 
@@ -265,11 +231,10 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
     if job.recipe.quantize is None or settings is None:
         return
     folder = job.folder / job.recipe.quantize.folder
-    known = {path.name for path in checkpoint.weight_files}
-    known |= {name.split("/")[0] for name in find_side_files(checkpoint)[0]}
-    known |= {SINGLE_FILE_NAME, INDEX_NAME, CONFIG_NAME, CARD_NAME}
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
-    refuse_unknown_entries(folder, found - known)
+    if folder.is_dir():
+        known = {path.name for path in checkpoint.weight_files} | {SINGLE_FILE_NAME}
+        known |= plan_overlay(checkpoint.stored).names
+        refuse_unknown_entries(folder, {path.name for path in folder.iterdir()} - known)
     try:
         job.select_matrices(settings)
     except (ModelError, ExportError) as error:

@@ -34,6 +34,7 @@ from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.output import PROGRESS_NAME, resumable_folder
 from fp8calib.commands.calibrate import CalibrateResult
+from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan, ShardIndex
@@ -206,25 +207,17 @@ class CalibrationJob:
 
     def describe_plan(self, mode: MemoryPlan, **more: Any) -> RunPlan:
         """Describe the planned run; `more` is added to it, or replaces what it has."""
-        text, model = self.plan, self.model
+        text = self.plan
         rows = text.rows if text else None
-        described: Any = {
-            "model": model.name,
-            "architecture": model.prepared.geometry.architecture,
-            "layers": len(model.prepared.geometry.layers),
-            "weights_size_bytes": model.checkpoint.total_size_bytes,
-            "dtype": model.dtype,
-            "dtype_why": model.dtype_why,
-            "device": model.device,
+        described = {
             **self.count(),
             "data": list(text.sources) if text else [],
             "rows": rows and rows.to_json(),
             "out": str(self.out),
             "writes": sorted(self.owned),
-            **mode.as_json(),
-            **more,
         }
-        return RunPlan(plan=described, text=tuple(rows.describe()) if rows else ())
+        plan = describe_run(self.model, mode, **(described | more))
+        return plan.model_copy(update={"text": tuple(rows.describe()) if rows else ()})
 
     def run(
         self, mode: MemoryPlan, header: StatsHeader, journal: Journal | None

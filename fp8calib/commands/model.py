@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import check_runnable
+from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.commands.options import DEFAULT_SEQ_LEN, RunOptions
 from fp8calib.commands.recipe import Data, Recipe
+from fp8calib.commands.result import RunPlan
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import ReadRow, has_chat_template
@@ -162,6 +164,21 @@ def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunMod
             dtype_why="the model's",
             is_live=True,
         )
+
+
+def describe_run(model: RunModel, mode: MemoryPlan, **more: Any) -> RunPlan:
+    """Describe a planned run; `more` is added, before the memory that it needs."""
+    geometry = model.prepared.geometry
+    described = {
+        "model": model.name,
+        "architecture": geometry.architecture,
+        "layers": len(geometry.layers),
+        "weights_size_bytes": model.checkpoint.total_size_bytes,
+        "dtype": model.dtype,
+        "dtype_why": model.dtype_why,
+        "device": model.device,
+    }
+    return RunPlan(plan={**described, **more, **mode.as_json()})
 
 
 def read_settings(request: object, specs: Sequence[str]) -> Data:

@@ -38,7 +38,7 @@ def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str
     check_live_model(model)
     place = next(folder for folder in near.absolute().parents if folder.is_dir())
     with TemporaryDirectory(prefix="fp8calib-model-", dir=place) as folder:
-        with borrowed(model), _no_progress_bars():
+        with borrowed(model):
             model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -49,16 +49,3 @@ def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str
             error.hint = error.hint.replace(folder, type(model).__name__)
             error.args = (error.message,)
             raise
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

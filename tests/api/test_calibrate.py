@@ -99,43 +99,6 @@ def test_a_failing_run_leaves_the_model_as_it_was() -> None:
     assert_unchanged(model, before)
 
 
-def test_every_one_of_many_refits_gives_the_scales_of_its_step() -> None:
-    model = zoo.build("llama")
-    rows = token_rows(2, LENGTH)
-    seen: dict[int, float] = {}
-
-    def keep(index: int) -> Callable[..., None]:
-        return lambda _module, _inputs, output: seen.__setitem__(index, float(output.abs().max()))
-
-    layers = model.model.layers
-    names = {f"model.layers.{i}.self_attn.{r}_scale" for i in range(len(layers)) for r in "kv"}
-    previous: set[float] = set()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for _ in range(8):
-        tokens = torch.stack(rows)
-        model(tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scales = fp8calib.calibrate(
-            model, rows, seq_len=LENGTH, batch_size=2, observe=("kv",)
-        ).stats.kv_scales()
-        handles = [
-            layer.self_attn.v_proj.register_forward_hook(keep(index))
-            for index, layer in enumerate(layers)
-        ]
-        with torch.no_grad():
-            model(tokens)
-        for handle in handles:
-            handle.remove()
-        assert scales.keys() == names
-        for index, amax in seen.items():
-            found = scales[f"model.layers.{index}.self_attn.v_scale"]
-            assert torch.equal(found, torch.tensor(amax) / 448)
-        now = {float(scale) for scale in scales.values()}
-        assert previous.isdisjoint(now)
-        previous = now
-
-
 def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> None:
     model = zoo.build("llama", num_key_value_heads=4)
     stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
@@ -253,21 +216,6 @@ def test_texts_are_rows_of_text(model: Path, tmp_path: Path) -> None:
     assert several.header.data_sources == ("rows.jsonl", "rows.jsonl")
 
 
-def test_token_ids_come_as_tensors_arrays_or_lists() -> None:
-    model = zoo.build("llama")
-    rows = token_rows()
-    prints = {
-        fp8calib.calibrate(model, found, seq_len=LENGTH).stats.header.data_fingerprint
-        for found in (
-            rows,
-            [row.numpy() for row in rows],
-            [row.tolist() for row in rows],
-            [tuple(row.tolist()) for row in rows],
-        )
-    }
-    assert len(prints) == 1
-
-
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
@@ -290,22 +238,6 @@ def test_rows_that_cannot_be_used_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         fp8calib.calibrate(zoo.build("llama"), rows, seq_len=LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("observe", iter(["kv"])),
-        ("tokenizer", "tiny"),
-        ("dtype", torch.float32),
-        ("device_map", {"": 0}),
-        ("samples", True),
-    ],
-)
-def test_options_of_another_type_are_named(model: Path, option: str, value: Any) -> None:
-    given: dict[str, Any] = {option: value}
-    with pytest.raises(fp8calib.UsageError, match=f"{option}|{option.replace('_', '-')}"):
-        fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, **given)
 
 
 def test_a_model_in_memory_runs_in_its_own_dtype() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands
-from tests.kit.checkpoints import change_config
 
 K0 = "model.layers.0.self_attn.k_scale"
 
@@ -98,13 +95,6 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
     assert set(list_commands(report, "kv-overlay")) == {"vLLM", "SGLang"}
     assert set(list_commands(report, "kv-overlay-head")) == {"vLLM"}
     assert {each["path"] for each in report["checked"]} == {"kv-overlay", "kv-overlay-head"}
-
-
-def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
-    err = calibrated[1].err
-    assert "computing in float32 on cpu (as requested)" in err
-    assert "not measured: lm_head" in err
-    assert "vllm serve " in err
 
 
 def test_the_default_output_is_named_after_the_model(
@@ -239,16 +229,6 @@ def test_a_recipe_file_decides_what_the_command_line_does_not(
     assert left_out["model.layers.1.self_attn"] == "excluded by the recipe (observe.ignore)"
 
 
-def test_formats_whose_k_and_v_are_excluded_are_refused_before_text_is_run(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\nobserve: {ignore: ['*.layers.1.self_attn']}\n")
-    message = fail(2, "calibrate", model, "--recipe", path, "--data", data, "--out", tmp_path / "o")
-    assert "kv-overlay: needs K and V of model.layers.1.self_attn, which recipe mine" in message
-    assert not (tmp_path / "o").exists()
-
-
 @pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))
 def test_every_shipped_recipe_runs(calibrate: Any, name: str) -> None:
     out, report = calibrate("--recipe", name)
@@ -359,17 +339,6 @@ def test_a_query_that_needs_a_scale_gets_one(
         assert queries == (both if is_written else [])
 
 
-def test_a_query_of_zeros_needs_no_scale(model: Path, data: Path, tmp_path: Path) -> None:
-    def kill(odd: Any) -> None:
-        odd.model.layers[1].self_attn.q_proj.weight.zero_()
-
-    folder = save_changed(model, tmp_path / "odd", kill)
-    command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales", "--json")
-    report = succeed(*command, "--out", tmp_path / "out").json
-    assert not [text for text in report["warnings"] if text.startswith("q clips or underflows")]
-    assert not any("q_scale" in name for name in load_file(tmp_path / "out/kv_scales.safetensors"))
-
-
 # --- the same again ----------------------------------------------------------------------------
 
 
@@ -414,16 +383,6 @@ def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(
     assert len([text for text in outcome.json["warnings"] if "would be read" in text]) == 1
 
 
-def test_a_relative_model_folder_with_a_slash_is_found(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(model.parent)
-    command = ("--data", data, *QUICK, "--dry-run", "--json")
-    for spelling in ("tiny-llama", "./tiny-llama/", os.path.relpath(model)):
-        out = succeed("calibrate", spelling, *command).json["plan"]["out"]
-        assert out == "tiny-llama-fp8calib"
-
-
 def test_the_end_is_ten_lines_and_the_commands_that_serve(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -462,13 +421,3 @@ def test_files_of_scales_are_not_judged_and_a_check_can_be_left_out(
     assert succeed(*command, *files[:-2], "--out", tmp_path / "a", "--json").json["checked"] == []
     left_out = succeed(*command, "--no-check", "--out", tmp_path / "b")
     assert "vllm serve" not in left_out.out
-
-
-def test_what_no_replay_can_judge_gets_no_command(data: Path, model: Path, tmp_path: Path) -> None:
-    """The config has one layer, the files two: only the engine's own loader tells."""
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
-    change_config(folder, num_hidden_layers=1)
-    outcome = succeed("calibrate", folder, "--data", data, *QUICK, "--out", tmp_path / "out")
-    assert "vllm serve" not in outcome.out
-    assert outcome.out.count("kv-overlay, vLLM 0.33.0: unknown: ") == 1
-    assert run("check", tmp_path / "out" / "kv-overlay").code == 9

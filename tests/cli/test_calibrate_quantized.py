@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from tests.cli.quantized_children import (
     set_method,
 )
 from tests.formats.foreign import FOLDER
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
 WHOLE_BYTES = "fp8calib.calibration.memory_plan.whole_bytes"
@@ -194,47 +193,3 @@ def test_integers_that_do_not_fit_are_named(
     change_tensors(child, change)
     out = ("--out", tmp_path / "out")
     assert says in fail(4, "calibrate", child, "--data", data, *OPTIONS, *out)
-
-
-def test_rotated_weights_are_named(data: Path, tmp_path: Path) -> None:
-    child = save_int(tmp_path / "child", 4)
-    change_config(child, lambda c: c["quantization_config"].update(transform_config={"a": 1}))
-    text = fail(4, "calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
-    assert "transform_config rotates the inputs" in text
-
-
-@pytest.mark.parametrize("family", ["llama4_text", "granitemoe"])
-def test_single_experts_that_transformers_does_not_stack_are_joined(
-    family: str, data: Path, tmp_path: Path
-) -> None:
-    """The model that `quantize` wrote gives what its codes give, stacked by hand."""
-    model: Any = zoo.save(family, tmp_path / "base")
-    child = tmp_path / "child"
-    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", child)
-    stored = load_file(child / "model.safetensors")
-
-    def decode(name: str) -> torch.Tensor:
-        return stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"].float()
-
-    with torch.no_grad():
-        for path, module in model.named_modules():
-            if f"{path}.weight_scale" in stored:
-                module.weight.copy_(decode(path))
-            elif path.endswith(".experts"):
-                turn = (0, 2, 1) if family == "llama4_text" else (0, 1, 2)
-                for stack, names in (("gate_up_proj", "gate up"), ("down_proj", "down")):
-                    parts = [
-                        torch.cat(
-                            [decode(f"{path}.{expert}.{name}_proj") for name in names.split()]
-                        )
-                        for expert in range(4)
-                    ]
-                    getattr(module, stack).copy_(torch.stack(parts).permute(turn))
-    model.save_pretrained(tmp_path / "decoded")
-    found = []
-    for name in ("child", "decoded"):
-        command = ("calibrate", tmp_path / name, "--data", data, *OPTIONS)
-        succeed(*command, "--out", tmp_path / f"{name}-out")
-        found.append(load_file(tmp_path / f"{name}-out" / "stats.safetensors"))
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(values, found[1][name]) for name, values in found[0].items())

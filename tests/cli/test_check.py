@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.formats.kv.overlay import make_quantization_config
-from tests import zoo
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
@@ -77,18 +75,6 @@ def test_the_numbers_are_those_of_the_export(calibrated: tuple[Path, Outcome]) -
             assert layer[role]["value"] == stored.item()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_json_is_parsed_for_its_own_ranks_alone(
-    calibrated: tuple[Path, Outcome], model: Path, tp: int
-) -> None:
-    ask = ("--model", model, "--engine", "sglang", "--tp", tp)
-
-    report = check(8, calibrated[0] / f"kv_cache_scales.tp{tp}.json", *ask)
-    assert statuses(report, "sglang") == {"misread"}
-    report = check(8, calibrated[0] / f"kv_cache_scales.tp{3 - tp}.json", *ask)
-    assert statuses(report, "sglang") == {"defaulted"}
-
-
 JSON_FILES = ("kv_cache_scales.tp1.json", "rfc.tp1.json", "kv_scales.safetensors")
 
 
@@ -110,50 +96,6 @@ def test_scales_that_record_another_model_are_refused(
     text = fail(4, "check", path, "--model", other)
     assert f"these scales are of another model: different {half} (" in text
     assert run("check", path, "--model", model).code in {0, 8}
-
-
-def list_fixes(folder: Path, engine: str) -> set[str]:
-    report = run("check", folder, "--engine", engine, "--json").json["engines"][engine]
-    verdicts = [layer[role] for layer in report["layers"] for role in "kv"]
-    return {each["fix"] for each in verdicts if each["status"] != "used"}
-
-
-@pytest.mark.parametrize("is_overlay", [True, False])
-@pytest.mark.parametrize(
-    ("family", "path"),
-    [
-        ("gpt2", "transformer.h.{}.attn"),
-        ("falcon", "transformer.h.{}.self_attention"),
-        ("gpt_neox", "gpt_neox.layers.{}.attention"),
-        ("bloom", "transformer.h.{}.self_attention"),
-    ],
-)
-def test_an_overlay_is_not_advised_where_it_does_not_help(
-    tmp_path: Path, family: str, path: str, is_overlay: bool
-) -> None:
-    folder = tmp_path / family
-    zoo.save(family, folder)
-    add_scales(folder, path, is_overlay=is_overlay)
-    fixes = list_fixes(folder, "transformers")
-
-    assert fixes
-    assert not any("overlay" in fix for fix in fixes)
-    assert is_overlay or any(f"transformers uses none of {family}" in fix for fix in fixes)
-
-
-def add_scales(folder: Path, path: str, *, is_overlay: bool) -> None:
-    names = [f"{path.format(index)}.{role}_scale" for index in (0, 1) for role in "kv"]
-    change_tensors(folder, {name: torch.tensor([0.5]) for name in names})
-    if is_overlay:
-        change_config(folder, quantization_config=make_quantization_config("tensor"))
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
-def test_an_overlay_is_advised_where_it_helps(model: Path, tmp_path: Path, engine: str) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
-    add_scales(folder, "model.layers.{}.self_attn", is_overlay=False)
-
-    assert any("overlay" in fix for fix in list_fixes(folder, engine))
 
 
 def test_scales_are_compared_with_statistics(
@@ -253,30 +195,6 @@ def test_weights_without_kv_scales_are_ok_unless_scales_are_required(
     check(8, tmp_path / "q", "--require-kv")
 
 
-@pytest.mark.parametrize(
-    ("config", "tensor"),
-    [
-        ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}}, ""),
-        ({"kv_cache_torch_dtype": "float8_e4m3fn"}, ""),
-        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, ""),
-        ({}, "model.layers.0.self_attn.kscale"),
-        ({}, "model.layers.0.self_attn.K_scale"),
-        ({}, "model.layers.0.self_attn._k_scale"),
-        ({}, "model.layers.0.self_attn.key_value_scale_inv"),
-        ({}, "model.layers.0.self_attn.value_cache_scale"),
-    ],
-)
-def test_a_checkpoint_that_asks_for_kv_scales_and_has_none_is_not_ok(
-    model: Path, tmp_path: Path, config: dict[str, object], tensor: str
-) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
-    change_config(folder, **config)
-    if tensor:
-        save_file({tensor: torch.tensor(0.5)}, folder / "scales.safetensors")
-
-    check(8, folder, "--engine", "sglang")
-
-
 def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
     overlay: Path, model: Path
 ) -> None:
@@ -304,29 +222,6 @@ def test_a_folder_may_be_of_a_model_named_beside_it(model: Path, tmp_path: Path)
     assert "--model" in fail(4, "check", folder)
     allowed = ("--engine", "vllm", "--allow-suspicious")
     assert check(0, folder, "--model", model, *allowed)["ok"]
-
-
-@pytest.mark.parametrize(
-    ("family", "path", "layers"),
-    [
-        ("gpt2", "transformer.h.{}.attn.attn", [0, 1]),
-        ("qwen3_next", "model.layers.{}.self_attn", [1]),
-        ("gemma3n_text", "model.layers.{}.self_attn", [0, 1, 2, 3]),
-        ("mixtral", "model.layers.{}.self_attn", [0, 1]),
-    ],
-)
-def test_the_layers_come_from_the_checkpoints_own_config(
-    tmp_path: Path, family: str, path: str, layers: list[int]
-) -> None:
-    folder = tmp_path / family
-    zoo.save(family, folder)
-    names = [f"{path.format(index)}.{role}_scale" for index in layers for role in "kv"]
-    change_tensors(folder, {name: torch.tensor([0.5]) for name in names})
-    change_config(folder, quantization_config=PER_TENSOR)
-
-    report = check(0, folder, "--engine", "vllm", "--allow-suspicious")
-
-    assert [layer["layer"] for layer in report["engines"]["vllm"]["layers"]] == layers
 
 
 @pytest.mark.parametrize(
@@ -396,15 +291,6 @@ def test_configs_of_no_model_are_one_error(
     text = fail(4, "check", overlay)
 
     assert not [words for words in says if words not in text]
-
-
-def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> None:
-    zoo.save("nemotron_h", tmp_path / "m")
-    assert '"__float__": "Infinity"' in (tmp_path / "m" / "config.json").read_text()
-
-    (layer,) = check(0, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]
-
-    assert (layer["layer"], layer["k"]["status"]) == (1, "defaulted")
 
 
 # --- models on the hub, and models with code of their own ----------------------------------------

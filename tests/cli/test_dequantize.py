@@ -22,7 +22,7 @@ from transformers import (
 import fp8calib
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
-from tests.cli.conftest import QUICK, save_tokenizer
+from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
     save_child,
@@ -296,18 +296,6 @@ def test_a_file_of_scales_alone_leaves_no_shard(tmp_path: Path, model: Path, dat
     require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
 
 
-def test_the_result_is_a_model_to_calibrate(tmp_path: Path, model: Path, data: Path) -> None:
-    """Its statistics are those of the source."""
-    child = tmp_path / "child"
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
-    dequantize(child, tmp_path / "out")
-    for name in ("child", "out"):
-        command = ("calibrate", tmp_path / name, "--data", data, *QUICK, "--format", "kv-scales")
-        succeed(*command, "--out", tmp_path / f"{name}-stats")
-    stats = [tmp_path / f"{name}-stats" for name in ("child", "out")]
-    require_equal(*(load_file(each / "stats.safetensors") for each in stats))
-
-
 def test_the_function_does_what_the_command_does(tmp_path: Path) -> None:
     child = save_fp4(tmp_path / "child", "nvfp4")
     printed = dequantize(child, tmp_path / "one")
@@ -414,23 +402,6 @@ def test_other_methods_are_refused_by_name(
 def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -> None:
     assert "its weights are not quantized" in refused(4, BASE)
     assert "cannot be dequantized" in refused(4, FOLDER / "llmcompressor-kv")
-
-
-@pytest.mark.parametrize(
-    ("tensor", "says"),
-    [
-        ({"weight_g_idx": torch.zeros(160, dtype=torch.int32)}, "weight_g_idx: groups of reor"),
-    ],
-)
-def test_a_damaged_weight_is_named(
-    tmp_path: Path, refused: Callable[..., str], tensor: dict[str, torch.Tensor], says: str
-) -> None:
-    child = save_int(tmp_path / "child", 4, group=32)
-    module = NAME.removesuffix(".weight")
-    change_tensors(child, {f"{module}.{leaf}": value for leaf, value in tensor.items()})
-    text = refused(4, child)
-    assert module in text
-    assert says in text
 
 
 def test_a_code_that_is_no_number_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -65,12 +65,6 @@ def test_loose_formats_need_nothing_but_the_stats(stats: Path, tmp_path: Path) -
     assert per_rank["0"] != per_rank["2"]
 
 
-def test_people_read_what_was_written_on_stdout(stats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shown = succeed("export", stats, "--format", "kv-scales", "--out", out).out
-    assert shown == f"written to {out}: kv_scales.safetensors\n"
-
-
 def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
     for dtype in ("e4m3fn", "e4m3fnuz"):
         command = ("export", stats, "--format", "kv-scales", "--fp8-dtype", dtype)
@@ -81,11 +75,6 @@ def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
     assert len(plain) == 6
     for name, value in plain.items():
         torch.testing.assert_close(fnuz[name], value * (448 / 240), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", sorted(set(ALL_FORMATS) - set(LOOSE)))
-def test_an_overlay_needs_the_model(refused: Callable[..., str], stats: Path, name: str) -> None:
-    assert f"--format {name} needs --model" in refused(2, stats, "--format", name)
 
 
 def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_path: Path) -> None:
@@ -107,46 +96,7 @@ def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -
     assert "\n" not in found.rpartition("\n")[0]
 
 
-def test_stats_of_weights_alone_have_no_kv_scales(
-    refused: Callable[..., str], model: Path, tmp_path: Path
-) -> None:
-    succeed("calibrate", model, "--recipe", "w8a16", "--out", tmp_path / "w")
-    text = refused(7, tmp_path / "w" / "stats.safetensors", "--format", "kv-scales")
-    assert "model.layers.0.self_attn" in text
-
-
 # --- show --------------------------------------------------------------------------------------
-
-
-def test_show_prints_statistics_as_json(stats: Path) -> None:
-    found = succeed("show", stats, "--json").json
-    scales = load_file(stats.parent / "kv_scales.safetensors")
-    assert [layer["k scale"] for layer in found["layers"]] == [
-        scales[f"model.layers.{index}.self_attn.k_scale"].item() for index in range(2)
-    ]
-    assert found["header"]["num_tokens"] == 64
-    assert len(found["linears"]) == 14
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("kv_scales.safetensors", 4), ("kv-overlay", 4), ("kv_cache_scales.tp2.json", 4)],
-)
-def test_show_prints_files_of_scales(stats: Path, name: str, expected: int) -> None:
-    path = stats.parent / name
-    assert len(succeed("show", path, "--json").json["scales"]) == expected
-    assert succeed("show", path, "--all").out.startswith(f"{path}: {expected} scales\n")
-
-
-def test_show_refuses_what_holds_no_scales(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / "torn.json").write_text("{")
-    (tmp_path / "torn.safetensors").write_bytes(b"\x10")
-    assert "holds no scales" in fail(4, "show", model)
-    assert "notes.txt" in fail(4, "show", tmp_path / "notes.txt")
-    assert "torn.json" in fail(4, "show", tmp_path / "torn.json")
-    assert "torn.safetensors" in fail(4, "show", tmp_path / "torn.safetensors")
-    assert "nowhere" in fail(2, "show", tmp_path / "nowhere")
 
 
 def test_the_folder_of_the_statistics_will_do(

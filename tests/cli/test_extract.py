@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.cli import quantized_sources as sources
-from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.program import fail, snapshot, succeed
 from tests.cli.quantized_sources import ATTENTION, JOINT, K, V
 from tests.kit.checked import list_verdicts
 
@@ -113,17 +112,6 @@ def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
     assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
 
 
-def test_people_read_what_was_written_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    source = sources.save_autofp8(tmp_path / "q")
-    command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
-    shown: Outcome = succeed(*command, "--save-path", out)
-    assert shown.out.startswith("autofp8 scales of 2 layers, e4m3fn\n")
-    assert f"written to {out}: README.md, config.json, " in shown.out
-    assert "vLLM 0.33.0: not ok: " in shown.out
-    assert "warning: scales of a quantized model (autofp8: q/model.safetensors)" in shown.err
-
-
 def test_a_json_of_one_form_is_no_checkpoint(extract: Extract, tmp_path: Path) -> None:
     report = extract(sources.save_autofp8(tmp_path / "q"), "--format", "vllm-json", "--tp", 2)
     target = tmp_path / "out" / "kv_cache_scales.tp2.json"
@@ -152,28 +140,6 @@ def test_a_file_of_tensors_says_where_its_scales_are_from(
         "has_fp8_weights": True,
     }
     assert str(tmp_path) not in json.dumps(metadata)
-
-
-def test_a_json_says_so_where_readers_pass_over_it(extract: Extract, tmp_path: Path) -> None:
-    extract(sources.save_ranks(tmp_path / "ammo"), "--format", "vllm-json")
-    document = json.loads((tmp_path / "out" / "kv_cache_scales.tp2.json").read_text())
-    assert document["_comment"].startswith(
-        "scales of a quantized model (trtllm: ammo/rank0.safetensors, ammo/rank1.safetensors): "
-    )
-    assert set(document) == {"_comment", "model_type", "kv_cache", "_fp8calib"}
-    assert set(document["kv_cache"]) == {"dtype", "scaling_factor"}
-    assert set(document["kv_cache"]["scaling_factor"]) == {"0", "1"}
-
-
-def test_a_name_that_is_no_unicode_stays_out_of_the_json(extract: Extract, tmp_path: Path) -> None:
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/llama-\xff"))
-    try:
-        sources.save_modelopt(folder)
-    except (OSError, UnicodeError):
-        pytest.skip("this file system, or safetensors, has no such names")
-    extract(folder, "--format", "vllm-json")
-    comment = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())["_comment"]
-    assert "modelopt: llama-?/model.safetensors" in comment
 
 
 # --- ranks and heads -------------------------------------------------------------------------
@@ -206,18 +172,6 @@ def test_the_ranks_of_a_json_are_those_found_or_those_asked_for(
     assert any("2 ranks" in note for note in report["notes"]) is bool(options)
 
 
-def test_several_numbers_of_ranks_are_written_at_once(extract: Extract, tmp_path: Path) -> None:
-    source = sources.save_ranks(tmp_path / "ranks")
-    report = extract(source, "--format", "vllm-json", "--tp", 1, "--tp", 4, "--tp", 1)
-    assert report["tp"] == [1, 4]
-    assert report["files"] == ["kv_cache_scales.tp1.json", "kv_cache_scales.tp4.json"]
-    for tp, shown in ((1, {"0": [0.75, 2.0]}), (4, {"2": [0.25, 2.0]})):
-        document = json.loads((tmp_path / "out" / f"kv_cache_scales.tp{tp}.json").read_text())
-        factors = document["kv_cache"]["scaling_factor"]
-        assert len(factors) == tp
-        assert shown.items() <= {rank: list(row.values()) for rank, row in factors.items()}.items()
-
-
 def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:
     pairs = sources.name_pairs()
     queries = {f"{ATTENTION.format(i)}.q_scale": torch.tensor(4.0) for i in range(2)}
@@ -229,24 +183,6 @@ def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path)
     report = extract(source, "--format", "tgi", into=tmp_path / "tgi")
     assert "q_scale is left out: this dialect cannot store it" in report["notes"]
     assert report["layers"][1]["q"] is None
-
-
-def test_the_rfc_has_its_kv_cache_section_alone_and_that_is_said(
-    extract: Extract, tmp_path: Path
-) -> None:
-    report = extract(sources.save_per_head(tmp_path / "q"), "--format", "rfc", "--tp", 2)
-    assert report["files"] == ["rfc.tp2.json"]
-    document = json.loads((tmp_path / "out" / "rfc.tp2.json").read_text())
-    assert document.pop("_comment").startswith("scales of a quantized model (compressed-tensors: ")
-    assert document.pop("model_type") == "llama"
-    assert document.pop("kv_cache") == {
-        "dtype": "float8_e4m3fn",
-        "scaling_factor": {"rank0": {"0": 0.5, "1": 1.0}, "rank1": {"0": 0.75, "1": 2.0}},
-    }
-    assert not document.keys() & {"mlp", "attention", "quantized_weights"}
-    (note,) = [note for note in report["notes"] if note.startswith("rfc: ")]
-    assert note.startswith("rfc: only its kv_cache section is written")
-    assert report["checked"] == []
 
 
 # --- formats of FP8 --------------------------------------------------------------------------
@@ -310,20 +246,6 @@ def test_layers_without_a_cache_are_listed(tmp_path: Path) -> None:
     assert "caches no K and V" in note
     document = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())
     assert document["kv_cache"]["scaling_factor"] == {"0": {"0": 1.0, "1": 0.5}}
-
-
-def test_layers_that_share_a_cache_are_listed(tmp_path: Path) -> None:
-    names = {
-        f"model.layers.{layer}.self_attn.{role}_scale": 0.5 * (layer + 1)
-        for layer in range(2)
-        for role in "kv"
-    }
-    report = _extract_of("gemma3n_text", tmp_path, names, "--format", "kv-scales")
-    assert [layer["k"] for layer in report["layers"]] == [0.5, 1.0, 0.5, 1.0]
-    shared = [note for note in report["notes"] if "reads another layer's K and V" in note]
-    assert [note.partition(": ")[0] for note in shared] == [
-        f"model.layers.{layer}.self_attn.{role}" for layer in (2, 3) for role in "kv"
-    ]
 
 
 def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.formats.foreign import (
     NO_KV_SCALES,
     load_kv_scales,
 )
-from tests.kit.checkpoints import change_tensors
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +102,6 @@ def test_verify_emulates_the_whole_checkpoint(rows: Path, name: str) -> None:
     else:
         assert "model.layers.1.mlp.experts.down_proj.weight" in sites
         assert "model.layers.1.mlp.experts.gate_proj.input" in sites
-
-
-def test_verify_takes_kv_scales_alone(rows: Path) -> None:
-    for name in ("llmcompressor-kv-head", "modelopt-kv"):
-        command = ("verify", FOLDER / "llama", "--scales", FOLDER / name, "--data", rows)
-        report = succeed(*command, "--samples", 2, "--dtype", "float32", "--json").json
-        scored = [item for item in report["layers"] if item["candidate"] == str(FOLDER / name)]
-        assert {item["site"].rpartition(".")[2] for item in scored} == {"k", "v", "q", "p"}
-
-
-def test_verify_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path, rows: Path) -> None:
-    source = FOLDER / "llmcompressor-mixtral-fp8-static-kv"
-    broken = Path(shutil.copytree(source, tmp_path / "broken"))
-    change_tensors(broken, lambda old: {n.replace(".experts.", ".others."): old[n] for n in old})
-    text = fail(4, "verify", FOLDER / "mixtral", "--scales", broken, "--data", rows)
-    assert "there is no weight for model.layers.0.mlp.experts.gate_up_proj" in text
-    assert "model.layers.0.block_sparse_moe.others" in text
 
 
 def test_experts_are_found_under_both_of_their_names(rows: Path) -> None:

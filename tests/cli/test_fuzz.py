@@ -261,20 +261,6 @@ def test_a_link_to_another_folder_is_not_followed(
         run(*command, path)
 
 
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_a_link_to_another_folder_is_no_file_of_ranks(
-    is_inner: bool, bench: Bench, tmp_path: Path
-) -> None:
-    (tmp_path / "ranks").mkdir()
-    link = tmp_path / "ranks" / "rank0.npz"
-    if is_inner:
-        link.mkdir()
-        link /= "rank1.npz"
-    link.symlink_to(bench.outside)
-    with nothing_is_opened_in(bench.outside):
-        assert run("show", tmp_path / "ranks").code == 4
-
-
 @pytest.mark.parametrize("command", ["show", "export"])
 def test_broken_statistics_are_read_or_refused(command: str, bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "stats.safetensors"

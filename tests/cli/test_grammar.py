@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from fp8calib import __version__
 from fp8calib.cli import main_inner
 from fp8calib.commands import spell_commands
-from fp8calib.commands.options import read_gib, split_names, spread_formats
+from fp8calib.commands.options import read_gib, spread_formats
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import list_format_names
 from tests.cli.program import fail, run, succeed
@@ -72,12 +71,6 @@ def test_an_error_of_the_parser_has_the_form_of_every_other(
     assert "Input should be" not in text
 
 
-def test_without_json_an_error_leaves_stdout_empty() -> None:
-    outcome = run("calibrate", "--no-such-option")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: ")
-
-
 def test_main_inner_raises_what_main_shows() -> None:
     with pytest.raises(UsageError, match="--format: no name given"):
         main_inner(["export", __file__, "--out", "out", "--format", ","])
@@ -108,17 +101,6 @@ def test_formats_that_follow_one_option_are_all_its_values(given: str, spread: s
     assert spread_formats(given.split()) == spread.split()
 
 
-def test_names_are_split_at_commas_and_kept_once() -> None:
-    assert split_names(["rfc, tgi", "rfc", "tgi,kv-scales,"]) == ["rfc", "tgi", "kv-scales"]
-    assert split_names(None) is None
-
-
-def test_an_error_is_told_once_in_json() -> None:
-    outcome = run("calibrate", "--json")
-    assert json.loads(outcome.out)["error"]["kind"] == "usage"
-    assert "error: " in outcome.err
-
-
 @pytest.mark.parametrize(
     ("text", "gib"),
     [
@@ -132,11 +114,6 @@ def test_an_error_is_told_once_in_json() -> None:
 )
 def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
     assert read_gib(text) == gib
-
-
-@pytest.mark.parametrize("text", ["x", "-1", "5 apples", "500K", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    assert "not a size" in fail(2, "calibrate", "nowhere", "--memory", text)
 
 
 @pytest.mark.parametrize(

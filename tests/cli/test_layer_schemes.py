@@ -12,10 +12,9 @@ import yaml
 from safetensors.torch import load_file
 
 import fp8calib
-from fp8calib.plugins.gptq.layer_rounding import LayerRounding
 from tests import zoo
 from tests.cli.conftest import QUICK
-from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.kit.checkpoints import change_tensors
 from tests.plugins.gptq.test_checkpoints import command
 
@@ -117,16 +116,11 @@ def test_recipes_and_python_write_the_same_bytes(model: Path, data: Path, tmp_pa
         (["*.o_proj=fp8-static"], "--layer-scheme *.o_proj=fp8-static: its input scales come"),
     ],
 )
-@pytest.mark.parametrize("command", ["quantize", "gptq"])
 def test_a_wrong_pattern_or_scheme_is_an_error_that_names_it(
-    options: list[str], says: str, command: str, model: Path, data: Path, tmp_path: Path
+    options: list[str], says: str, model: Path, tmp_path: Path
 ) -> None:
     patterns = [part for text in options for part in ("--layer-scheme", text)]
-    made = (command, model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
-    if command == "gptq":
-        if "its input scales" in says:
-            pytest.skip("gptq measures them")
-        made = (*made, "--data", data, "--seq-len", 16, "--samples", 8)
+    made = ("quantize", model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
     assert says in fail(2, *made)
     assert not list(tmp_path.iterdir())
 
@@ -205,35 +199,6 @@ def test_gptq_rounds_each_linear_as_a_run_of_its_scheme_does(tmp_path: Path) -> 
     compare(tmp_path, 14)
     chosen = {find_scheme(e["module"]) for e in report["rounded"] if e["rounding"] == "gptq"}
     assert chosen == {"fp8-static", "fp8-dynamic", "w8a16", "fp8-block"}
-
-
-def test_gptq_continues_with_the_same_schemes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zoo.save("llama", tmp_path / "model", num_hidden_layers=3)
-    succeed(*round_mixed(tmp_path, "whole"))
-    finish = LayerRounding.finish_layer
-
-    def stop(self: LayerRounding, layer: Any) -> None:
-        if layer.index == 2:
-            raise KeyboardInterrupt
-        finish(self, layer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerRounding, "finish_layer", stop)
-        assert run(*round_mixed(tmp_path, "cut")).code not in {0, 1}
-    other = [each.replace("layers.1", "layers.0") for each in OPTIONS]
-    other = [*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *other]
-    assert "another scheme or other options" in fail(2, *other, "--resume")
-    succeed(*round_mixed(tmp_path, "cut"), "--resume")
-    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
-
-
-def test_the_plan_of_gptq_names_the_patterns(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    plan = succeed(*round_mixed(tmp_path), "--dry-run", "--json").json["plan"]
-    assert plan["scheme"] == "fp8-dynamic"
-    assert [each["linears"] for each in plan["layer_schemes"]] == [2, 3, 1]
 
 
 # --- what reads the checkpoint --------------------------------------------------------------------

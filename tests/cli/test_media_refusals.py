@@ -22,9 +22,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, snapshot, succeed
-from tests.cli.test_resume import PAUSED, wait_for_checkpoint
-from tests.kit.forks import start_fork
+from tests.cli.program import fail, succeed
 from tests.kit.multimodal import draw_image, save_multimodal
 
 SEES, HEARS = "gemma3", "qwen2_audio"
@@ -230,17 +228,6 @@ def test_places_for_media_without_media_are_pointed_out(
     assert "1 sequences of text hold tokens that stand for media, and no media" in warned
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1)])
-def test_thin_images_are_what_the_processor_makes_of_them(
-    models: dict[str, Path], files: Path, size: tuple[int, int]
-) -> None:
-    draw_image(0, (900, 900)).crop((0, 0, *size)).save(files / "thin.png")
-    write_rows(files / "rows.jsonl", [image("thin.png")])
-    asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run", "--json")
-    report = succeed("calibrate", models[SEES], *asked).json
-    assert report["plan"]["rows"]["used"] == 1
-
-
 def test_a_path_may_lead_out_of_the_folder(models: dict[str, Path], files: Path) -> None:
     """Data is read with the rights of the user who names it: `..` and links are followed."""
     shutil.move(files / "good.png", files.parent / "out-of-it.png")
@@ -248,13 +235,6 @@ def test_a_path_may_lead_out_of_the_folder(models: dict[str, Path], files: Path)
     write_rows(files / "rows.jsonl", [image("../out-of-it.png"), image("link.png")])
     asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run", "--json")
     assert succeed("calibrate", models[SEES], *asked).json["plan"]["rows"]["used"] == 2
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_image_without_permission(models: dict[str, Path], files: Path) -> None:
-    (files / "good.png").chmod(0)
-    write_rows(files / "rows.jsonl", [image("good.png")])
-    assert "good.png cannot be read (Permission denied)" in refuse(5, models[SEES], files)
 
 
 @pytest.mark.parametrize(
@@ -278,33 +258,6 @@ def test_a_package_that_is_not_installed(
     text = refuse(2, models[name], files)
     assert "is not installed" in text
     assert 'pip install "fp8calib[' in text
-
-
-def test_a_row_of_1000_images_is_refused_by_its_length(
-    models: dict[str, Path], files: Path
-) -> None:
-    write_rows(files / "rows.jsonl", [{"text": "Well?", "images": ["good.png"] * 1000}])
-    assert "beyond --seq-len 256" in refuse(5, models[SEES], files)
-
-
-def test_a_run_that_could_be_resumed_is_kept(models: dict[str, Path], files: Path) -> None:
-    """An image that broke since is refused, and what was saved serves once it is back."""
-    rows = [image("good.png")] * 40
-    write_rows(files / "rows.jsonl", rows)
-    out = files.parent / "out"
-    asked = ("--data", files / "rows.jsonl", *QUICK, "--samples", 40, "--out", out, "--json")
-    command = ("calibrate", models[SEES], *asked)
-    process = start_fork(PAUSED, *command)
-    partial = wait_for_checkpoint(process, out)
-    process.kill()
-    process.communicate(timeout=60)
-    kept, whole = snapshot(partial), (files / "good.png").read_bytes()
-    (files / "good.png").write_bytes(whole[:99])
-    text = fail(5, *command[:-1], "--resume")
-    assert "(good.png): the image cannot be decoded" in text
-    assert snapshot(partial) == kept
-    (files / "good.png").write_bytes(whole)
-    assert succeed(*command, "--resume").json["resumed_sequences"] > 0
 
 
 # --- columns of datasets --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.machine import anonymous_bytes
 from tests import zoo
-from tests.cli.conftest import QUICK, save_tokenizer, write_rows
+from tests.cli.conftest import QUICK, save_tokenizer
 from tests.cli.program import fail, snapshot, succeed
 from tests.cli.test_process import PROGRAM, start
 from tests.kit.minutes import takes_minutes
@@ -89,20 +89,6 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     assert not out.exists()
 
 
-def test_a_plan_is_of_what_this_process_runs(wide: Path, data: Path, tmp_path: Path) -> None:
-    cap = ("--memory", cap_gib(64 * 2**20 + TABLE_BYTES // 2))
-    command = ("calibrate", wide, "--data", data, *QUICK, "--out", tmp_path / "out", *cap)
-    whole = succeed(*command, "--dry-run", "--json").json["plan"]
-    part = succeed(*command, "--shard", "1/4", "--dry-run", "--json").json["plan"]
-    assert (whole["sequences"], whole["tokens"]) == (4, 64)
-    assert (part["sequences"], part["tokens"]) == (1, 16)
-    assert part["shard"] == {"index": 1, "count": 4}
-    assert whole["peak_parts"]["hidden states"] == 64 * 64 * 4
-    assert part["peak_parts"]["hidden states"] == 16 * 64 * 4
-    text = succeed(*command, "--shard", "1/4", "--dry-run").out
-    assert re.search(r"^shard +1 of 4 ", text, re.MULTILINE)
-
-
 def find_smallest_cap(text: str) -> str:
     """Find the cap that the refusal of a smaller one names."""
     found = re.search(r"the smallest --memory that works is (\S+);", text)
@@ -116,21 +102,6 @@ def test_a_cap_under_two_layers_names_the_smallest_that_works(
     command = ("calibrate", wide, "--data", data, *QUICK, "--format", "kv-scales")
     cap = find_smallest_cap(fail(2, *command, "--out", tmp_path / "out", "--memory", 0.01))
     succeed(*command, "--out", tmp_path / "out", "--memory", cap)
-
-
-@takes_minutes
-def test_long_sequences_take_no_memory_for_a_mask(tmp_path: Path) -> None:
-    """A mask of 16,384 tokens squared would take 1.3 GB in fp32; the kernel needs none."""
-    zoo.save("llama", tmp_path / "long", max_position_embeddings=16384)
-    save_tokenizer(tmp_path / "long")
-    row = [3 + i * i % 90 for i in range(16384)]
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row}])
-    command = ("calibrate", tmp_path / "long", "--data", rows, "--samples", 1, "--seq-len", 16384)
-    out = ("--format", "kv-scales", "--out", tmp_path / "out", "--dtype", "float32", "--json")
-    code, text, err = run_apart(*command, *out, "--memory", 1)
-    assert code == 0, err
-    found = json.loads(text)["memory"]
-    assert found["peak_measured_bytes"] < found["peak_bytes"] < GIB
 
 
 @pytest.mark.parametrize(
@@ -198,15 +169,6 @@ def test_a_streamed_verification_gives_the_same_numbers(
     assert second == first
 
 
-def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> None:
-    command = ("verify", wide, "--data", data, *QUICK)
-    cap = find_smallest_cap(fail(2, *command, "--memory", 0.01))
-    plan = succeed(*command, "--memory", cap, "--dry-run", "--json").json["plan"]
-    assert plan["streamed"]
-    assert plan["candidates"] == ["scale-1.0"]
-    assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]
-
-
 # --- a config alone ------------------------------------------------------------------------------
 
 
@@ -239,15 +201,6 @@ def test_a_config_alone_gives_the_plan_of_its_weights(
     assert found["why"].endswith("; there are no weights: sizes follow from config.json")
     for key in ("peak_parts", "read_bytes", "weights_size_bytes", "layers", "dtype", "tokens"):
         assert found[key] == whole[key], key
-
-
-def test_a_config_alone_plans_a_verification_of_scales(
-    bare: Path, data: Path, candidates: list[Path]
-) -> None:
-    scales = [part for path in candidates for part in ("--scales", path)]
-    command = ("verify", bare, "--data", data, *QUICK)
-    assert plan_dry(*command, *scales)["candidates"] == [*map(str, candidates), "scale-1.0"]
-    assert plan_dry(*command, "--scheme", "fp8-dynamic")["candidates"]
 
 
 def test_a_config_alone_is_run_by_nothing(bare: Path, data: Path, tmp_path: Path) -> None:

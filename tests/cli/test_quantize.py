@@ -123,9 +123,7 @@ def test_a_damaged_weight_is_refused_or_told(
     ("family", "name"),
     [
         ("llama", "model.layers.1.input_layernorm.weight"),
-        ("llama", "model.norm.weight"),
         ("qwen3", "model.layers.0.self_attn.k_norm.weight"),
-        ("starcoder2", "model.layers.1.post_attention_layernorm.bias"),
         ("llama", "model.embed_tokens.weight"),
         ("llama", "model.layers.1.mlp.up_proj.weight"),
     ],
@@ -147,15 +145,10 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
     "change",
     [
         {"num_attention_heads": 0},
-        {"num_attention_heads": "four"},
-        {"hidden_size": -32},
         {"num_hidden_layers": 1 << 40},
-        {"num_hidden_layers": 0},
         {"num_hidden_layers": 3},
         {"hidden_act": "no such function"},
         {"rope_parameters": {"rope_type": "no such type"}},
-        {"num_key_value_heads": 1},
-        {"vocab_size": 64},
         {"hidden_size": 48},
     ],
 )
@@ -173,7 +166,7 @@ def test_a_config_that_cannot_be_the_models_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "rwkv"])
+@pytest.mark.parametrize("family", ["bert", "t5"])
 def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(
         family,
@@ -225,11 +218,6 @@ def test_what_statistics_gave_names_its_model_and_text(
     zoo.save("llama", tmp_path / "other", seed=3)
     message = fail(4, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
     assert "of another model: different weights (" in message
-
-
-def test_what_took_nothing_from_statistics_names_none(model: Path, tmp_path: Path) -> None:
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
-    assert read_measurements(tmp_path / "out") == []
 
 
 def read_measurements(folder: Path) -> list[dict[str, str]]:

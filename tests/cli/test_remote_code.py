@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import QUICK
 from tests.cli.program import succeed
-from tests.kit.checkpoints import change_config, change_json
+from tests.kit.checkpoints import change_config
 
 Refused = Callable[..., str]
 
@@ -64,17 +64,4 @@ def test_code_beside_a_known_architecture_is_not_run(
 ) -> None:
     change_config(carried, model_type="llama", architectures=["LlamaForCausalLM"])
     succeed("calibrate", carried, "--data", data, *QUICK, "--dry-run")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_code_of_a_tokenizer_is_not_run_unasked(
-    refused: Refused, carried: Path, tmp_path: Path
-) -> None:
-    change_config(carried, model_type="llama", architectures=["LlamaForCausalLM"], auto_map={})
-    own = {"AutoTokenizer": [None, "carried.CarriedTokenizer"]}
-    change_json(
-        carried / "tokenizer_config.json",
-        {"tokenizer_class": "CarriedTokenizer", "auto_map": own},
-    )
-    assert "--trust-remote-code" in refused(4, carried)
     assert not (tmp_path / "ran").exists()

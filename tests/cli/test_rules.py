@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fp8calib.numerics.rules import RuleKind
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, snapshot, succeed
 
@@ -53,10 +52,3 @@ def test_a_rule_of_a_recipe_is_followed_and_the_command_line_wins(
     assert len(scales["line"]) == 6
     for key, scale in scales["line"].items():
         assert scales["recipe"][key].item() == 4 * scale.item()
-
-
-@pytest.mark.parametrize("command", ["calibrate", "export"])
-def test_the_help_names_every_rule(command: str) -> None:
-    shown = succeed(command, "--help").out
-    for kind in RuleKind:
-        assert kind in shown

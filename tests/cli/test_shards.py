@@ -38,17 +38,6 @@ def test_joined_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> 
     assert succeed("export", *names, *out, "--force").out.startswith("joined 2 shards\nwritten to ")
 
 
-def test_joined_shards_are_exported_as_one_run_is(
-    shards: Path, model: Path, tmp_path: Path
-) -> None:
-    formats = ("--format", "kv-overlay", "rfc", "--tp", 2, "--model", model)
-    succeed("export", shards / "1", shards / "2", *formats, "--out", tmp_path / "a")
-    succeed("export", shards / "whole", *formats, "--out", tmp_path / "b")
-    found = snapshot(tmp_path / "a")
-    assert found.pop("stats.safetensors") == snapshot(shards / "whole")["stats.safetensors"]
-    assert found == snapshot(tmp_path / "b")
-
-
 def test_a_shard_writes_statistics_and_no_scales(shards: Path) -> None:
     folder = shards / "2"
     assert {path.name for path in folder.iterdir()} == {"stats.safetensors", "report.json"}
@@ -83,12 +72,6 @@ def test_a_shard_is_not_taken_for_the_whole(
     text = fail(2, *words, part)
     assert "holds only shard 1 of 2 of the statistics" in text
     assert "fp8calib export" in text
-
-
-def test_show_says_that_a_shard_is_one(shards: Path) -> None:
-    assert "only shard 1 of 2 (3 sequences)" in succeed("show", shards / "1").out
-    assert succeed("show", shards / "1", "--json").json["part"]["sequences"] == [[0, 3]]
-    assert succeed("show", shards / "whole", "--json").json["part"] is None
 
 
 def test_sets_that_are_none_are_refused(shards: Path, tmp_path: Path) -> None:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-import multiprocessing
 import os
-import random
-import shutil
 import signal
-import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +23,7 @@ from tests.cli.graft.grafting import (
     graft,
     name_command,
 )
-from tests.cli.program import run, snapshot, succeed
+from tests.cli.program import succeed
 from tests.kit.checkpoints import WEIGHTS
 from tests.kit.minutes import takes_minutes
 
@@ -50,19 +43,7 @@ def test_weights_are_copied_where_links_are_impossible(
     assert out.read_bytes() == (child / WEIGHTS).read_bytes()
 
 
-def test_a_read_only_source_is_only_read(calibrated: Path, child: Path, tmp_path: Path) -> None:
-    times = {path: path.stat().st_mtime_ns for path in child.iterdir()}
-    for path in (*child.iterdir(), child):
-        path.chmod(path.stat().st_mode & ~0o222)
-    try:
-        graft(calibrated, child, tmp_path / "out")
-        assert {path: path.stat().st_mtime_ns for path in child.iterdir()} == times
-    finally:
-        child.chmod(0o755)
-
-
 CHANGES = {"os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
-Act = Callable[[], object]
 
 
 def kill() -> None:
@@ -71,38 +52,6 @@ def kill() -> None:
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def break_disk() -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def run_in_fork(command: tuple[object, ...], act: Act, step: int, place: Path) -> tuple[int, bool]:
-    """Run the program in a fork, and act before its nth change of files below `place`.
-
-    Returns:
-        The exit code, -9 after a kill; and whether there was an nth change.
-    """
-    fork = multiprocessing.get_context("fork")
-    left = fork.RawValue("i", step)  # no lock, with which a child may be killed
-
-    def work() -> None:
-        def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            is_opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & 0o103
-            is_below = bool(arguments) and str(arguments[0]).startswith(str(place))
-            if (is_opened or event in CHANGES) and is_below:
-                left.value -= 1
-                if left.value == 0:
-                    act()
-
-        sys.addaudithook(watch)
-        os._exit(run(*command).code)
-
-    process = fork.Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode, left.value <= 0
 
 
 @pytest.fixture
@@ -114,59 +63,6 @@ def command(
     stats = calibrated / "stats.safetensors"
     options = ("--model", child, "--out", tmp_path / "out")
     return ("export", stats, "--format", "kv-overlay", *options)
-
-
-@pytest.mark.parametrize(("act", "code"), [(interrupt, 130), (break_disk, 7)])
-def test_an_interruption_or_a_failure_leaves_nothing_or_the_whole(
-    calibrated: Path, child: Path, tmp_path: Path, command: tuple[object, ...], act: Act, code: int
-) -> None:
-    """At every change of files, one after the other."""
-    before = snapshot(tmp_path)
-    graft(calibrated, child, tmp_path / "out")
-    whole = snapshot(tmp_path)
-    step, has_acted = 0, True
-    while has_acted:
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        step += 1
-        found, has_acted = run_in_fork(command, act, step, tmp_path)
-        assert found in (0, code)
-        assert snapshot(tmp_path) in ((before, whole) if found else (whole,))
-    assert step > 8
-
-
-def test_a_kill_at_any_moment_leaves_nothing_or_the_whole(
-    calibrated: Path, child: Path, tmp_path: Path, command: tuple[object, ...]
-) -> None:
-    """Before every change of files, and at random moments; a hidden folder may remain."""
-    before, times = snapshot(child), {path: path.stat().st_mtime_ns for path in child.iterdir()}
-    graft(calibrated, child, tmp_path / "whole")
-    whole = snapshot(tmp_path / "whole")
-
-    def check() -> None:
-        assert snapshot(child) == before
-        assert {path: path.stat().st_mtime_ns for path in child.iterdir()} == times
-        names = {path.name for path in tmp_path.iterdir() if path.name[0] != "."}
-        assert names - {"out"} == {"child", "whole"}
-        if "out" in names:
-            assert snapshot(tmp_path / "out") == whole
-            shutil.rmtree(tmp_path / "out")
-
-    step, has_acted, started = 0, True, 0.0
-    while has_acted:
-        step, started = step + 1, time.monotonic()
-        found, has_acted = run_in_fork(command, kill, step, tmp_path)
-        assert found == (-signal.SIGKILL if has_acted else 0)
-        check()
-    assert step > 8
-    duration_s = time.monotonic() - started
-    moments = random.Random(0)  # noqa: S311 -- no secrets
-    for _ in range(12):
-        process = multiprocessing.get_context("fork").Process(target=run, args=command)
-        process.start()
-        time.sleep(moments.uniform(0.2, 1.0) * duration_s)
-        process.kill()
-        process.join()
-        check()
 
 
 def save_sparse(folder: Path, *, layers: int) -> Path:

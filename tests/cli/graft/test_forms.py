@@ -13,13 +13,10 @@ from safetensors.torch import load_file
 
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import replace_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
-    ATTENTION,
-    PLAIN,
     SHARD,
     expected_scales,
     graft,
@@ -120,28 +117,6 @@ def test_the_words_of_each_method(
         graft(calibrated, children(form), tmp_path / form)
         config = json.loads((tmp_path / form / "kv-overlay" / "config.json").read_text())
         assert config["quantization_config"].get("kv_cache_scheme") == scheme
-
-
-def test_scales_per_head(calibrated: Path, children: Callable[[str], Path], tmp_path: Path) -> None:
-    graft(calibrated, children(PLAIN), tmp_path / "out", "--format", "kv-overlay-head")
-    out = tmp_path / "out" / "kv-overlay-head"
-    stats = load_file(calibrated / "stats.safetensors")
-    path = ATTENTION.format(1)
-    wanted = (stats[f"{path}.k/amax"].reshape(2, -1).amax(1) / 448).reshape(2, 1, 1)
-    torch.testing.assert_close(load_file(out / SHARD)[f"{path}.k_scale"], wanted)
-    assert statuses(out, "vllm") == {"used"}
-
-
-def test_a_section_is_replaced_where_it_is() -> None:
-    inner = {"text_config": {"vocab_size": 2, "quantization_config": {"quant_method": "fp8"}}}
-    new = {"quant_method": "fp8", "kv_cache_scheme": "static"}
-    assert replace_quantization(inner, new) == {
-        "text_config": {"vocab_size": 2, "quantization_config": new}
-    }
-    assert replace_quantization({"compression_config": {"a": 1}}, new) == {
-        "compression_config": new
-    }
-    assert replace_quantization({"vocab_size": 2}, new) == {}
 
 
 def test_both_models_are_recorded(calibrated: Path, child: Path, tmp_path: Path) -> None:

@@ -9,19 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
     ATTENTION,
     LINKED,
-    SHARD,
     expected_scales,
     graft,
     name_command,
     statuses,
     stored_scales,
 )
-from tests.cli.program import fail, succeed
+from tests.cli.program import succeed
 from tests.cli.quantized_children import BASE, set_method
 from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import WEIGHTS
@@ -65,22 +63,6 @@ def test_scales_are_replaced_only_on_request(
     assert {statuses(out, engine).pop() for engine in ("vllm", "sglang")} == {"used"}
 
 
-def test_a_graft_can_be_replaced_and_links_its_weights_again(
-    refused: Refused, calibrated: Path, child: Path, tmp_path: Path
-) -> None:
-    graft(calibrated, child, tmp_path / "first")
-    first = tmp_path / "first" / "kv-overlay"
-    assert "already has a tensor" in refused(7, first)
-    graft(calibrated, first, tmp_path / "again", "--replace-scales")
-    again = tmp_path / "again" / "kv-overlay"
-    name = LINKED
-    assert (again / name).samefile(first / name)
-    assert not (again / SHARD).exists()
-    assert (
-        load_file(again / "model-kv-scales.safetensors").keys() == load_file(first / SHARD).keys()
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -109,18 +91,6 @@ def test_beside_other_methods_nobody_reads_scales(
     assert f"no server uses KV scales beside quant_method {method} in this model: vLLM 0.33" in text
     assert "SGLang" in text
     assert "compressed-tensors (which also stores INT4 and INT8 weights)" in text
-
-
-def test_latents_have_no_place_in_any_server(tmp_path: Path) -> None:
-    zoo.save("deepseek_v3", tmp_path / "base")
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
-    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
-    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
-    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", tmp_path / "child")
-    command = ("export", tmp_path / "measured", "--format", "kv-overlay")
-    text = fail(7, *command, "--model", tmp_path / "child", "--out", tmp_path / "out")
-    assert "no KV scale reaches multi-head latent attention in vLLM" in text
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("is_quantized", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8calib.calibration.calibration_stats import load_stats, save_stats
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests.cli.graft.grafting import (
     PLAIN,
@@ -94,15 +91,6 @@ def test_statistics_without_hashes_are_refused(
     assert "no hashes of norms and embeddings are recorded" in text
 
 
-def test_an_option_for_a_quantized_model_changes_nothing_for_another(
-    calibrated: Path, tmp_path: Path
-) -> None:
-    for name, given in (("with", ("--other-weights",)), ("without", ())):
-        graft(calibrated, BASE, tmp_path / name, *given)
-    written = [tmp_path / name / "kv-overlay" / SHARD for name in ("with", "without")]
-    assert written[0].read_bytes() == written[1].read_bytes()
-
-
 KV_WEIGHTS = [
     f"model.layers.{layer}.self_attn.{role}_proj.weight" for layer in (0, 1) for role in "kv"
 ]
@@ -158,30 +146,6 @@ def test_an_fp8_linear_may_move_as_far_as_gptq_moves_it(
     assert f"its {LINEARS[4]} differs by " in refused(4, child)
 
 
-def test_what_was_compared_is_said(
-    calibrated: Path, children: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The llama has two layers of seven linears."""
-    report = graft(calibrated, children(PLAIN), tmp_path / "out")
-    assert report["compared"] == "14 of 14 recorded linears"
-    pack = calibrated / "kv_scales.safetensors"
-    shown = succeed(*name_command(pack, children(PLAIN), tmp_path / "pack")).out
-    assert "compared with the calibrated model: 14 of 14 recorded linears" in shown
-
-
-def test_one_entry_of_the_embedding_is_compared(refused: Refused, child: Path) -> None:
-    """The first entry, by one step of bfloat16."""
-
-    def step(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        name = "model.embed_tokens.weight"
-        bits = tensors[name].to(torch.bfloat16).view(torch.int16).clone()
-        bits[0, 0] += 1
-        return {**tensors, name: bits.view(torch.bfloat16)}
-
-    change_tensors(child, step)
-    assert "its model.embed_tokens.weight differs" in refused(4, child)
-
-
 def test_projections_that_cannot_be_decoded_are_named(
     calibrated: Path, child: Path, tmp_path: Path
 ) -> None:
@@ -192,23 +156,3 @@ def test_projections_that_cannot_be_decoded_are_named(
     (warning,) = graft(calibrated, child, tmp_path / "out")["warnings"]
     assert "its linears were not all compared" in warning
     assert "transform_config rotates" in warning
-
-
-def test_statistics_without_projections_say_so(
-    calibrated: Path, child: Path, tmp_path: Path
-) -> None:
-    """Statistics of earlier versions have hashes of a sample alone."""
-    stats = load_stats(calibrated)
-    with Checkpoint.open(BASE) as base:
-        embedding = base.read("model.embed_tokens.weight")
-    middle = embedding.float().flatten()[(embedding.numel() - 2048) // 2 :][:2048]
-    middle = torch.where(middle.abs() < 2**-14, 0.0, middle).to(torch.bfloat16)
-    digest = hashlib.sha256(f"{list(embedding.shape)}\0".encode())
-    digest.update(middle.view(torch.int16).numpy().tobytes())
-    old = {n: t for n, t in stats.header.unquantized.items() if not t.startswith("rows:")}
-    old["model.embed_tokens.weight"] = digest.hexdigest()[:16]
-    path = tmp_path / "old" / "stats.safetensors"
-    path.parent.mkdir()
-    save_stats(replace(stats, header=stats.header.model_copy(update={"unquantized": old})), path)
-    (warning,) = graft(path.parent, child, tmp_path / "out")["warnings"]
-    assert "record of the calibrated model has no linears" in warning
