@@ -227,9 +227,6 @@ def test_a_folder_may_be_of_a_model_named_beside_it(model: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("code", "arguments", "said"),
     [
-        (2, ("nowhere",), "no such file"),
-        (2, ("{overlay}", "--engine", "trtllm"), "unknown engine"),
-        (2, ("{overlay}", "--tp", 0), "--tp"),
         (2, ("{overlay}/tokenizer_config.json",), "--model"),
         (4, ("{overlay}/README",), "neither"),
         (2, ("{overlay}", "--model", "{overlay}/config.json"), "a file"),
@@ -268,11 +265,9 @@ def test_files_that_hold_no_scales(
 
 
 CONFIGS: list[tuple[dict[str, Any] | bytes, list[str]]] = [
-    *(({"num_hidden_layers": number}, []) for number in (10**6, 10**30, -1)),
+    ({"num_hidden_layers": 10**30}, []),
     ({"num_hidden_layers": "two"}, ["transformers cannot use it: ", "num_hidden_layers", "two"]),
-    *(({"model_type": name}, []) for name in (None, ["llama"], "no-such-model", "bert")),
-    ({"hidden_size": 10**18}, []),
-    ({"num_attention_heads": 0}, []),
+    *(({"model_type": name}, []) for name in (None, ["llama"], "bert")),
     ({"rope_parameters": "none"}, []),
     *((raw, ["config.json"]) for raw in (b"{", b"\xff\xfe{\x00", b"[" * 100_000)),
     (b'{"x": ' + b'{"a":' * 700 + b"1" + b"}" * 701, ["nested too deeply"]),

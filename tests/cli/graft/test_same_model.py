@@ -116,12 +116,11 @@ def _quantize_another(folder: Path, form: str, factors: dict[str, float]) -> Pat
 
 
 @pytest.mark.parametrize("form", [*QUANTIZED, "int8", "int4", "nvfp4", "modelopt", "mxfp4"])
-@pytest.mark.parametrize("factor", [64.0, 2.0, 1 / 256])
 def test_other_linears_are_refused(
-    calibrated: Path, refused: Refused, tmp_path: Path, form: str, factor: float
+    calibrated: Path, refused: Refused, tmp_path: Path, form: str
 ) -> None:
     """Norms, embeddings, k and v are the base's; directly, and through a pack."""
-    child = _quantize_another(tmp_path, form, dict.fromkeys(LINEARS, factor))
+    child = _quantize_another(tmp_path, form, dict.fromkeys(LINEARS, 2.0))
     text = refused(4, child)
     assert any(f"its {name} differs by " in text for name in LINEARS)
     pack = calibrated / "kv_scales.safetensors"
@@ -129,7 +128,7 @@ def test_other_linears_are_refused(
     assert any(name in text for name in LINEARS)
 
 
-@pytest.mark.parametrize("name", [KV_WEIGHTS[3], *LINEARS])
+@pytest.mark.parametrize("name", [KV_WEIGHTS[3], LINEARS[0]])
 def test_one_linear_that_is_another_is_refused(refused: Refused, tmp_path: Path, name: str) -> None:
     child = _quantize_another(tmp_path, PLAIN, {name: -1.0})
     assert f"its {name} differs by " in refused(4, child)
