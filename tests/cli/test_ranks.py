@@ -221,6 +221,7 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
     assert code == 6, err
     error = json.loads(out)["error"]
     assert (error["kind"], error["message"]) == ("calibration", f"rank 1 of 2: {message}")
+    second.kill()  # it waits for the first one to print
     assert finish(second)[1:] == ("", "")
     assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
 
