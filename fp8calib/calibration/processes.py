@@ -100,7 +100,7 @@ class ProcessGroup:
         except (KeyboardInterrupt, RuntimeError) as error:
             if self._watch is None:
                 raise
-            self._watch.is_noticed = True
+            self._watch.is_noticed.set()
             self._watch.join(3 * _BEAT_S)  # torchrun interrupts before the watch knows why
             if self._watch.failure is None:
                 raise
@@ -168,7 +168,7 @@ class _Watch(threading.Thread):
 
     Attributes:
         failure: of another process.
-        is_noticed: whether the main thread knows of a failure, or waits for one.
+        is_noticed: set once the main thread knows of a failure, or waits for one.
     """
 
     def __init__(self, process_rank: ProcessRank, store: Store) -> None:
@@ -176,7 +176,7 @@ class _Watch(threading.Thread):
         self.failure: BaseException | None = None
         self._process_rank = process_rank
         self._store = PrefixStore("fp8calib", store)
-        self.is_noticed = False
+        self.is_noticed = threading.Event()
         self._works = True
         self._has_failed = False
 
@@ -197,10 +197,9 @@ class _Watch(threading.Thread):
                 f"another of {size} processes died, or was silent for {SILENT_S:.0f} s",
                 hint="the statistics gathered so far are kept: run the same command with --resume",
             )
-        if self.failure is not None and not self.is_noticed:
+        if self.failure is not None and not self.is_noticed.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            time.sleep(STUCK_S)
-            if not self.is_noticed:
+            if not self.is_noticed.wait(STUCK_S):
                 self._abort(self.failure)
 
     def tell(self, error: BaseException) -> None:
@@ -212,12 +211,14 @@ class _Watch(threading.Thread):
             report = [kind, f"rank {rank} of {size}: {known.message}", known.hint]
             with suppress(RuntimeError):  # the first process has ended, and the store with it
                 self._store.set("failure", json.dumps(report))
-        self._has_failed = self.is_noticed = True
+        self._has_failed = True
+        self.is_noticed.set()
         self.join(3 * _BEAT_S)
 
     def finish(self) -> None:
         """Wait until all processes are done, or one has failed."""
-        self._works, self.is_noticed = False, True
+        self._works = False
+        self.is_noticed.set()
         self.join()
         if self.failure is not None:
             raise self.failure

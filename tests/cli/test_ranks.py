@@ -28,6 +28,12 @@ from tests.kit.minutes import in_minutes
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 
 
+@pytest.fixture(autouse=True)
+def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let forks not wait for the first process to print."""
+    monkeypatch.setattr(processes, "_PRINT_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "mixtral"
