@@ -329,10 +329,13 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
             **done,
         )
 
-    def check_old(staging: Path) -> None:
-        """Check what an interrupted run left, or warn that it is lost."""
+    old: list[Journal] = []
+
+    def read_old(staging: Path) -> None:
+        """Read what an interrupted run left, or warn that it is lost."""
         if job.resume:
-            open_journal(staging).load()
+            old.append(open_journal(staging))
+            old[0].load()
             if job.layer_job is not None:
                 job.layer_job.check_same(staging)
         elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
@@ -352,27 +355,25 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         resume=job.resume,
         force=job.force,
         inputs=[job.model.source.folder],
-        on_old=check_old,
+        on_old=read_old,
         kept_after=(KeyboardInterrupt, RankLostError, ExportError),
     ) as staging:
-        journal = open_journal(staging)
+        journal = old[0] if old else open_journal(staging)
         is_lone = group.size == 1 and not any(map(is_checkpoint, staging.iterdir()))
         if is_lone and (finished := read_finished(job, header, staging)) is not None:
             yield finished
             return
         remove_outputs(staging)
-        if job.resume:
-            journal.load()
+        if journal.has_layers:
+            say("--resume: continuing after the finished layers")
+        elif journal.sequences:
             done = count_sequences(journal.sequences)
-            if journal.has_layers:
-                say("--resume: continuing after the finished layers")
-            elif not journal.sequences:
-                say("--resume: no interrupted run found, starting from the beginning")
-            else:
-                say(
-                    f"--resume: {done} of {header.num_sequences} sequences are done, continuing "
-                    "with the rest"
-                )
+            say(
+                f"--resume: {done} of {header.num_sequences} sequences are done, continuing "
+                "with the rest"
+            )
+        elif job.resume:
+            say("--resume: no interrupted run found, starting from the beginning")
         if group.size > 1:
             group.broadcast(lambda: (staging, journal.sequences))
         yield journal

@@ -233,19 +233,16 @@ def plan_text(
         loaded = load_processor(source) if processor is None else processor
         return MediaEncoder(loaded, source.config, source.folder.name)
 
+    settings = data.model_dump(exclude={"sources", "batch_size", "seq_len"})
     return build_plan(
         data.sources,
         tokenizer=give_tokenizer,
         encoder=make_encoder if placeholders else None,
         placeholders=placeholders,
         vocab_size=int(source.text_config.vocab_size),
-        samples=data.samples,
         seq_len=length,
-        pack=data.pack,
-        seed=data.seed,
         part=part,
         longest_padded=source.longest_padded,
         rows=rows,
-        text_column=data.text_column,
-        strict_rows=data.strict_rows,
+        **settings,
     )
