@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
+    LINKED,
     SHARD,
     expected_scales,
     graft,
@@ -25,7 +28,7 @@ from tests.cli.graft.grafting import (
 )
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_children import BASE, FORMS, save_fp4, save_int
-from tests.kit.checkpoints import change_config
+from tests.kit.checkpoints import WEIGHTS, change_config
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,3 +164,18 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, options: tuple[st
     with torch.no_grad():
         before, after = (load(folder)(ids).logits for folder in (tmp_path / "child", out))
     assert torch.equal(before, after)
+
+
+def test_weights_are_copied_where_links_are_impossible(
+    calibrated: Path, child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_self: Path, _target: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    report = graft(calibrated, child, tmp_path / "out")
+    (warning,) = report["warnings"]
+    assert "kv-overlay/model-00001-of-00002.safetensors: copied (" in warning
+    assert "cannot be hard-linked: Invalid cross-device link" in warning
+    out = tmp_path / "out" / "kv-overlay" / LINKED
+    assert out.read_bytes() == (child / WEIGHTS).read_bytes()
