@@ -22,7 +22,7 @@ from transformers import (
 import fp8calib
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
-from tests.cli.conftest import save_tokenizer
+from tests.cli.conftest import QUICK, save_tokenizer
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
     save_child,
