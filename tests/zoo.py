@@ -57,6 +57,7 @@ ZOO: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
+        "topk_method": "noaux_tc",
     },
     "gemma3n_text": {
         "head_dim": 16,

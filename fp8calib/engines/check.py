@@ -306,5 +306,5 @@ def _find_refusal(
     if not lacking:
         return None
     names = ", ".join(lacking)
-    why = f"config.json lacks {names}, without which {engine.title} does not build {architecture}"
+    why = f"config.json lacks {names}, without which {engine.title} does not load {architecture}"
     return Refusal(why, fix=f"add {names} as in the config.json of the model's authors")

@@ -53,6 +53,9 @@ _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding", "Embedding")
 _EXPERTS = ("RoutedExperts", "FusedMoE")
 _SUFFIX = ".weight"
+_NEEDED = {"topk_method": {"DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM"}}
+"""Fields without which a class is built, but not loaded: vLLM 0.32.0 stops at the router's
+`e_score_correction_bias` without `topk_method: noaux_tc` (run: KeyError)."""
 
 
 def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -84,7 +87,8 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
                 facts[linear.fact][architecture] = None
     for architecture, fields in lacking.items():
-        for field in fields:
+        needed = (field for field, classes in _NEEDED.items() if architecture in classes)
+        for field in (*fields, *needed):
             facts[f"{READS}{field}"][architecture] = None
     for architecture, why in reasons.items():
         if architecture not in built:
