@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, suspect_odd_scales
 from fp8calib.engines.reach import measure_reaches
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.dtypes import find_cache_flag
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
@@ -235,29 +240,20 @@ def replay_overlay(
     roles = itertools.product((each for _, each in geometry.attentions()), KV_ROLES)
     names = [name for attention, role in roles for name in name_scales(attention, role)]
     unlisted = list_unlisted(geometry, names)
-    files = {
-        SINGLE_FILE_NAME: [name for name in names if name not in unlisted],
-        UNLISTED_NAME: unlisted,
-    }
-    entry = TensorEntry(dtype="F32", shape=(1,), start=0, stop=4)
-    overlay = ScaleFolder(
-        path=model.path,
-        config={**model.config, "quantization_config": make_quantization_config("tensor")},
-        tensors={file: dict.fromkeys(held, entry) for file, held in files.items()},
-        scales={
-            file: {
-                name: StoredScale(name=name, file=file, shape=(1,), values=(1.0,)) for name in held
-            }
-            for file, held in files.items()
-        },
-        has_index=True,
-        index={"weight_map": dict.fromkeys(files[SINGLE_FILE_NAME], SINGLE_FILE_NAME)},
-        is_on_disk=False,
-    )
-    try:
-        return engine.replay_folder(overlay, geometry, tp)
-    except Refusal as refusal:
-        return report_refusal(geometry, refusal)
+    listed = [name for name in names if name not in unlisted]
+    config = {**model.config, "quantization_config": make_quantization_config("tensor")}
+    index = {"weight_map": dict.fromkeys(listed, SINGLE_FILE_NAME)}
+    with TemporaryDirectory(prefix="fp8calib-") as place:
+        folder = Path(place)
+        for name, document in ((CONFIG_NAME, config), (INDEX_NAME, index)):
+            (folder / name).write_text(json.dumps(document))
+        for name, held in ((SINGLE_FILE_NAME, listed), (UNLISTED_NAME, unlisted)):
+            scales = {each: np.ones(1, np.float32) for each in held}
+            save_file(scales, folder / name, metadata={"format": "pt"})
+        try:
+            return engine.replay_folder(open_folder(folder), geometry, tp)
+        except Refusal as refusal:
+            return report_refusal(geometry, refusal)
 
 
 def _replay_file(

@@ -48,16 +48,15 @@ def build_skeleton(source: ModelSource) -> LoadedModel:
 def _list_seen(folder: ScaleFolder) -> Iterator[object]:
     """List what transformers and the replay see of a folder: all but the values of weights."""
     yield from (folder.tensors, folder.scales, folder.faults, folder.index, folder.recorded)
-    yield from (folder.modelopt, folder.unread, folder.preferred, folder.is_on_disk)
-    for path in sorted(folder.path.iterdir()) if folder.is_on_disk else ():
+    yield from (folder.modelopt, folder.unread, folder.preferred)
+    for path in sorted(folder.path.iterdir()):
         if path.suffix != ".safetensors":
             is_config = path.name.endswith("config.json") and path.is_file()
             yield path.name, path.read_bytes() if is_config else b""
         elif path.name in folder.tensors:
             yield _read_header(path)
-    if folder.is_on_disk:
-        places = {n: (file, e) for file, held in folder.tensors.items() for n, e in held.items()}
-        yield sorted(read_scale_values(folder, places).bad.items())
+    places = {n: (file, e) for file, held in folder.tensors.items() for n, e in held.items()}
+    yield sorted(read_scale_values(folder, places).bad.items())
 
 
 def _read_header(path: Path) -> bytes:

@@ -79,8 +79,6 @@ class ScaleFolder:
     """The files that cannot be read, with the reason."""
     has_index: bool = False
     index: object = None
-    is_on_disk: bool = True
-    """Whether the files are at `path`; otherwise they are imagined."""
     unread: str = ""
     """Why the weights are not read, although engines may read them; empty where they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)

@@ -6,15 +6,13 @@ names and shapes. No weight is read: what it gets from a file is an empty tensor
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -23,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
-from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.errors import shorten
@@ -45,6 +41,19 @@ class LoadedModel:
     files: tuple[str, ...]
     """What transformers opened."""
 
+    def find_module(self, path: str) -> torch.nn.Module | None:
+        """Find a module; None where the model has none of that path."""
+        try:
+            return self.model.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def find_parameter(self, name: str) -> torch.Tensor | None:
+        """Find a parameter or a buffer; None where the model has none of that name."""
+        module, _, leaf = name.rpartition(".")
+        found = getattr(self.find_module(module), leaf, None)
+        return found if isinstance(found, torch.Tensor) else None
+
 
 def load_on_meta(folder: ScaleFolder) -> LoadedModel:
     """Load a folder as `from_pretrained` with `dtype="auto"` does.
@@ -55,19 +64,15 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
     """
     opened: dict[str, _OpenFile] = {}
     faults: list[Any] = []
-    with ExitStack() as stack:
-        stack.enter_context(_silence())
-        path = folder.path
-        if not folder.is_on_disk:
-            path = Path(stack.enter_context(TemporaryDirectory()))
-            _write_imagined(folder, path)
-        stack.enter_context(_observe(opened, faults))
-        stack.enter_context(_DtypesOfCpu())  # type: ignore[no-untyped-call]
+    with (
+        _as_on_cpu(),
+        _observe(opened, faults),
         # it draws numbers for parameters that are missing, and takes half of the time
-        stack.enter_context(mock.patch(f"{_MODEL}.initialize_weights"))
+        mock.patch(f"{_MODEL}.initialize_weights"),
+    ):
         try:
             model, loading = _find_class(folder.config).from_pretrained(
-                path,
+                folder.path,
                 device_map="meta",
                 dtype="auto",
                 output_loading_info=True,
@@ -124,7 +129,7 @@ def _run_linears(model: Any) -> str:
     for name, module in linears if model.dtype.itemsize > 1 else ():
         given = torch.empty(1, module.in_features, dtype=model.dtype, device="meta")
         try:
-            with _silence(), _DtypesOfCpu():  # type: ignore[no-untyped-call]
+            with _as_on_cpu():
                 module(given)
         except Exception as error:  # noqa: BLE001 -- the engine's answer
             return f"{shorten(name)} fails with {_describe(error)}"
@@ -141,8 +146,7 @@ def _run(model: Any, num_layers: int) -> str:
 
     hooks = torch.nn.modules.module
     with (
-        _silence(),
-        _DtypesOfCpu(),  # type: ignore[no-untyped-call]
+        _as_on_cpu(),
         torch.no_grad(),
         mock.patch(f"{_DECOMPRESSION}.from_accelerate", create=True),  # knows no meta device
         hooks.register_module_forward_pre_hook(lambda module, _: entered.append(module)),
@@ -234,8 +238,8 @@ def _describe_fault(info: Any) -> str:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Silence what transformers and compressed-tensors say while loading; the report says it."""
+def _as_on_cpu() -> Iterator[None]:
+    """Refuse what a CPU refuses, and silence what transformers says: the report says it."""
     import loguru  # noqa: PLC0415 -- comes with compressed-tensors
     from transformers.utils import logging  # noqa: PLC0415 -- slow
 
@@ -244,7 +248,11 @@ def _silence() -> Iterator[None]:
     logging.disable_progress_bar()
     loguru.logger.disable("compressed_tensors")
     try:
-        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+        with (
+            warnings.catch_warnings(),
+            redirect_stderr(StringIO()),
+            _DtypesOfCpu(),  # type: ignore[no-untyped-call]
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -273,19 +281,14 @@ def _observe(opened: dict[str, _OpenFile], faults: list[Any]) -> Iterator[None]:
         yield
 
 
-class _OpenFile:
+class _OpenFile(nullcontext["_OpenFile"]):
     """A file as `safetensors.safe_open` gives it, whose tensors are empty."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(self)
         with TensorFile(path) as file:
             self._tensors, self._metadata = file.tensors, file.header.metadata
         self.read: set[str] = set()
-
-    def __enter__(self) -> _OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def metadata(self) -> Mapping[str, str] | None:
         """Give the metadata of the header; None where it has none."""
@@ -304,51 +307,23 @@ class _OpenFile:
         return self.get_slice(name)[...]
 
 
+@dataclass(frozen=True, slots=True)
 class _Slice:
     """A tensor of a file, as safetensors gives it before it is read."""
 
-    def __init__(self, entry: TensorEntry, note: Callable[[], None]) -> None:
-        self._entry = entry
-        self._note = note
+    entry: TensorEntry
+    note: Callable[[], None]
 
     def get_shape(self) -> list[int]:
         """Give the shape."""
-        return list(self._entry.shape)
+        return list(self.entry.shape)
 
     def get_dtype(self) -> str:
         """Give the name of the dtype in the file."""
-        return self._entry.dtype
+        return self.entry.dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
         """Make the tensor, or a part of it, without numbers."""
-        self._note()
-        dtype = TORCH_DTYPES[self._entry.dtype]
-        whole = torch.empty(self._entry.shape, dtype=dtype, device="meta")
+        self.note()
+        whole = torch.empty(self.entry.shape, dtype=TORCH_DTYPES[self.entry.dtype], device="meta")
         return whole[index]  # type: ignore[index]
-
-
-def _write_imagined(folder: ScaleFolder, path: Path) -> None:
-    """Write the config and the headers of a folder that is not on the disk."""
-    (path / CONFIG_NAME).write_text(json.dumps(folder.config))
-    if folder.has_index:
-        (path / INDEX_NAME).write_text(json.dumps(folder.index))
-    for file, tensors in folder.tensors.items():
-        _write_header(path / file, tensors)
-
-
-def _write_header(path: Path, tensors: Mapping[str, TensorEntry]) -> None:
-    """Write a safetensors file whose data is a hole."""
-    start = 0
-    document: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, entry in tensors.items():
-        stop = start + entry.size_bytes
-        document[name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    header = json.dumps(document).encode()
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + start)

@@ -72,18 +72,18 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
         return _report_loaded(folder, geometry, load_on_meta(folder))
     except Refusal as refusal:
         report = report_refusal(geometry, refusal)
-        if isinstance(refusal, Unjudged):
+        entries = (entry for file in folder.tensors.values() for entry in file.values())
+        if isinstance(refusal, Unjudged) or not _have_weights(entries):
             return report
         verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
-        entries = (entry for file in folder.tensors.values() for entry in file.values())
-        return report.model_copy(update={"weights": verdict if _have_weights(entries) else None})
+        return report.model_copy(update={"weights": verdict})
 
 
 def _report_loaded(
     folder: ScaleFolder, geometry: ModelGeometry, loaded: LoadedModel
 ) -> EngineReport:
     for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
-        parameter = _find_parameter(loaded, name)
+        parameter = loaded.find_parameter(name)
         if parameter is not None and parameter.dtype in _FP8_DTYPES:
             why = f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
             raise Refusal(why, fix=_WEIGHT_FIX)
@@ -99,12 +99,14 @@ def _report_loaded(
     context.note_unread("reported as unexpected")
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
-    weights = next(_list_weight_faults(context, loaded), None)
+    if fault := next(_list_weight_faults(context, loaded), None):
+        verdict = LoadVerdict(status=Status.MISREAD, why=fault, fix=_WEIGHT_FIX)
+        report = report.model_copy(update={"weights": verdict})
     # The last, because it decompresses the weights.
     is_quantized = bool(folder.config.get("quantization_config"))
     if is_quantized and (error := find_run_error(loaded.model, len(geometry.layers))):
         raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
-    return report.model_copy(update={"weights": weights})
+    return report
 
 
 def _judge(
@@ -125,10 +127,10 @@ def _judge_role(
     context: LoadContext, loaded: LoadedModel, attention: Attention, slot: Slot
 ) -> LoadVerdict:
     leaf = f"{slot[1]}_scale"
-    parameter = _find_parameter(loaded, f"{attention.module}.{leaf}")
+    parameter = loaded.find_parameter(f"{attention.module}.{leaf}")
     if parameter is None:
         why = "reported as unexpected, and the cache is not quantized"
-        module = _find_module(loaded, f"{attention.module}.{leaf}")
+        module = loaded.find_module(attention.module)
         arguments = {"past_key_value", "past_key_values"}
         if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
             why = f"{why}: {_RENAMED}"
@@ -152,19 +154,6 @@ def _judge_role(
         why = f"{stored}: kv_cache_scheme is not FP8"
         return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX})
     return verdict
-
-
-def _find_parameter(loaded: LoadedModel, name: str) -> torch.Tensor | None:
-    found = getattr(_find_module(loaded, name), name.rpartition(".")[2], None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _find_module(loaded: LoadedModel, name: str) -> torch.nn.Module | None:
-    """Find the module of a parameter; None where the model has none of that name."""
-    try:
-        return loaded.model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return None
 
 
 def _judge_rounded(context: LoadContext, stored: StoredScale, dtype: torch.dtype) -> LoadVerdict:
@@ -197,21 +186,27 @@ def _note_unexpected(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
         )
 
 
-def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[LoadVerdict]:
+def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
     """List what makes weights wrong without an error."""
-    has_weights = _have_weights(context.tensors.values())
     missing = sorted(name for name in loaded.missing if parse_name(name) is None)
-    for name in missing if has_weights else ():
+    for name in missing if _have_weights(context.tensors.values()) else ():
         what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
-        yield _misread(
-            f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
-        )
-    for name in sorted(loaded.read):
-        for find in (_find_cast, _find_exponents, _find_scaling, _find_spread):
-            if fault := find(context, loaded, name):
-                yield _misread(fault)
-    yield from map(_misread, _list_joined_faults(loaded))
-    yield from map(_misread, _list_bad_scales(context, loaded))
+        yield f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
+    stored = {name: context.folder.tensors[loaded.read[name]][name] for name in sorted(loaded.read)}
+    section = _read_section(context.folder)
+    for name, entry in stored.items():
+        yield from _list_dtype_faults(context, loaded, name, entry)
+        yield from _list_scaling_faults(loaded, name, entry)
+        yield from _list_spread_faults(section, name, stored)
+    yield from _list_joined_faults(loaded)
+    inputs = list_input_scale_names()
+    used = {  # joined experts need no scales of their inputs
+        name: (loaded.read[name], entry)
+        for name, entry in stored.items()
+        if not name.endswith(inputs) or loaded.find_parameter(name) is not None
+    }
+    for name, what in read_scale_values(context.folder, used).bad.items():
+        yield f"{shorten(name)} holds {what}"
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
@@ -219,100 +214,83 @@ def _have_weights(entries: Iterable[TensorEntry]) -> bool:
     return any(len(entry.shape) > 1 and 0 not in entry.shape for entry in entries)
 
 
-def _misread(why: str) -> LoadVerdict:
-    return LoadVerdict(status=Status.MISREAD, why=why, fix=_WEIGHT_FIX)
+def _list_dtype_faults(
+    context: LoadContext, loaded: LoadedModel, name: str, entry: TensorEntry
+) -> Iterator[str]:
+    """List where values are cast to others, or taken for what they are not.
 
-
-def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where the values of a weight are cast to others; empty where they are not."""
-    parameter = _find_parameter(loaded, name)
-    entry = context.folder.tensors[loaded.read[name]][name]
-    if parameter is None or len(entry.shape) != 2:
-        return ""
-    stored = TORCH_DTYPES[entry.dtype]
-    scheme = getattr(_find_module(loaded, name), "quantization_scheme", None)
-    weights = getattr(scheme, "weights", None)
-    is_float = getattr(weights, "type", "float") == "float"
-    has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
-    if is_float and has_exponents is stored.is_floating_point:
-        kind = "exponents" if has_exponents else "floats"
-        why = f"{shorten(name)} is {entry.dtype}: transformers takes its values for {kind}"
-        return "" if has_exponents and _hold_exponents(context, loaded, name) else why
-    if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
-        return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-    if parameter.dtype is not torch.float8_e4m3fn or stored is parameter.dtype:
-        return ""
-    if stored.itemsize > 1:
-        return f"{shorten(name)} is {entry.dtype}, but the config quantizes it: it is cast to FP8"
-    what = "transformers casts its values to float8_e4m3fn, where those above 448 are NaN"
-    return f"{shorten(name)} is {entry.dtype}: {what}"
-
-
-def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where numbers that are no powers of two take the place of the exponents of MXFP8.
-
-    transformers 5.23 integrations/finegrained_fp8.py (_dequantize_one), run: all are scales but
-    uint8.
+    MXFP8's scales are exponents in uint8; transformers 5.23 takes all other dtypes for scales
+    (integrations/finegrained_fp8.py, _dequantize_one; run).
     """
-    section = _read_section(context.folder)
-    dtype = context.folder.tensors[loaded.read[name]][name].dtype
-    is_mx = section.get("quant_method") == "mxfp8" and is_linear_scale(name)
-    if not is_mx or dtype in EXPONENT_DTYPES:
-        return ""
-    values = _read(context, loaded, name)
-    if values.is_floating_point() and bool((torch.frexp(values.double()).mantissa == 0.5).all()):
-        return ""
-    return f"{shorten(name)} is {dtype}: transformers takes its values for scales"
+    text = f"{shorten(name)} is {entry.dtype}"
+    parameter, stored = loaded.find_parameter(name), TORCH_DTYPES[entry.dtype]
+    scheme = getattr(loaded.find_module(name.rpartition(".")[0]), "quantization_scheme", None)
+    is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
+    has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
+
+    def read() -> torch.Tensor:
+        with TensorFile(context.folder.path / loaded.read[name]) as opened:
+            return opened.read(name).double()
+
+    if parameter is None or len(entry.shape) != 2:
+        pass
+    elif is_float and has_exponents is stored.is_floating_point:
+        kind = "exponents" if has_exponents else "floats"
+        if not has_exponents or not _are_exponents(read()):
+            yield f"{text}: transformers takes its values for {kind}"
+    elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
+        yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+    elif parameter.dtype is torch.float8_e4m3fn and stored is not parameter.dtype:
+        if stored.itemsize > 1:
+            yield f"{text}, but the config quantizes it: it is cast to FP8"
+        else:
+            what = "transformers casts its values to float8_e4m3fn, where those above 448 are NaN"
+            yield f"{text}: {what}"
+    is_mx = _read_section(context.folder).get("quant_method") == "mxfp8" and is_linear_scale(name)
+    if is_mx and entry.dtype not in EXPONENT_DTYPES:
+        is_power = stored.is_floating_point and (torch.frexp(read()).mantissa == 0.5).all()
+        if not is_power:
+            yield f"{text}: transformers takes its values for scales"
 
 
-def _hold_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> bool:
+def _are_exponents(values: torch.Tensor) -> bool:
     """Check whether floats are exponents of MXFP8 as they are stored, which a cast keeps."""
-    values = _read(context, loaded, name).double()
     return bool(((values == values.round()) & (values >= 1) & (values <= _LARGEST_EXPONENT)).all())
 
 
-def _read(context: LoadContext, loaded: LoadedModel, name: str) -> torch.Tensor:
-    with TensorFile(context.folder.path / loaded.read[name]) as opened:
-        return opened.read(name)
+def _list_scaling_faults(loaded: LoadedModel, name: str, entry: TensorEntry) -> Iterator[str]:
+    """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
+    if len(entry.shape) < 2 or is_companion(name):
+        return
+    module = name.removesuffix(".weight")
+    beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
+    scale = next((each for each in beside if each in loaded.read), "")
+    if entry.dtype in WEIGHT_FORMATS and not scale:
+        yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+    if entry.dtype in PLAIN_DTYPES and scale and loaded.find_parameter(scale) is None:
+        yield f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
 
 
-def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where the scales of blocks are spread evenly, but blocks are meant otherwise.
+def _list_spread_faults(
+    section: Mapping[str, object], name: str, stored: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    """List scales of blocks that are spread evenly, but blocks are meant otherwise.
 
     transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's size
     is that of the weight divided by the number of scales. Of MXFP8 it is 32, whatever is stored.
     """
     module, _, leaf = name.rpartition(".")
-    if leaf != "weight_scale_inv" or f"{module}.weight" not in loaded.read:
-        return ""
-    stored = context.tensors[f"{module}.weight"]
-    weight, scale = stored.shape, context.tensors[name].shape
-    section = _read_section(context.folder)
+    weight, scale = stored.get(f"{module}.weight"), stored[name].shape
     block, is_fixed = section.get("weight_block_size"), section.get("quant_method") == "mxfp8"
-    if len(scale) != 2 or not isinstance(block, list) or len(block) != 2:
-        return ""
-    if stored.dtype not in WEIGHT_FORMATS:  # two values of FP4 share a byte
-        return ""
-    for size, number, width in zip(weight, scale, block, strict=True):
+    if leaf != "weight_scale_inv" or weight is None or len(scale) != 2:
+        return
+    # two values of FP4 share a byte
+    if not isinstance(block, list) or len(block) != 2 or weight.dtype not in WEIGHT_FORMATS:
+        return
+    for size, number, width in zip(weight.shape, scale, block, strict=True):
         is_cut = number > 1 and number == -(-size // width) and bool(size % width)
         if number * width != size if is_fixed else is_cut:
-            return f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
-    return ""
-
-
-def _find_scaling(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where a weight in FP8 is multiplied by no scale, or another one by a scale."""
-    entry = context.folder.tensors[loaded.read[name]][name]
-    if len(entry.shape) < 2 or is_companion(name):
-        return ""
-    module = name.removesuffix(".weight")
-    beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
-    scale = next((each for each in beside if each in loaded.read), "")
-    if entry.dtype in WEIGHT_FORMATS and not scale:
-        return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-    if entry.dtype in PLAIN_DTYPES and scale and _find_parameter(loaded, scale) is None:
-        return f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
-    return ""
+            yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
 
 
 def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
@@ -324,7 +302,7 @@ def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
     numbers: dict[str, set[int]] = defaultdict(set)
     for name in loaded.read:
         expert = split_expert(name)
-        if expert is not None and _find_parameter(loaded, name) is None:
+        if expert is not None and loaded.find_parameter(name) is None:
             numbers[span_experts(name)].add(expert[1])
     for name in sorted(numbers):
         scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
@@ -333,20 +311,6 @@ def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
                 f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} scales, "
                 "and transformers gives these to the first ones"
             )
-
-
-def _list_bad_scales(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
-    """List the scales that are read and are none; joined experts need none of their inputs."""
-    if not context.folder.is_on_disk:
-        return
-    inputs = list_input_scale_names()
-    used = {
-        name: (file, context.folder.tensors[file][name])
-        for name, file in loaded.read.items()
-        if not name.endswith(inputs) or _find_parameter(loaded, name) is not None
-    }
-    for name, what in read_scale_values(context.folder, used).bad.items():
-        yield f"{shorten(name)} holds {what}"
 
 
 def _read_section(folder: ScaleFolder) -> Mapping[str, object]:

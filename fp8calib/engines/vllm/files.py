@@ -30,7 +30,7 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
         Refusal: vLLM finds no file.
     """
     ordered = replace(folder, order=_split_numbers)
-    found = folder.path.rglob(_PREFERRED) if folder.is_on_disk else ()
+    found = folder.path.rglob(_PREFERRED)
     causes = sorted(str(each.relative_to(folder.path)) for each in found if each.is_file())
     if not causes:
         return ordered

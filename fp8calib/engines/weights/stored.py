@@ -203,8 +203,6 @@ def find_wrong_values(
     def misread(why: str) -> Finding:
         return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
 
-    if not folder.is_on_disk:
-        return None
     files = list_opened_files(folder, prefers_single=prefers_single)
     # vLLM 0.32.0 and transformers 5.23 keep the last one (run). KV scales are judged elsewhere.
     indexed = folder.indexed or {}
