@@ -1,7 +1,7 @@
 """An inference engine as one record: how it is started, what it computes, what it loads.
 
-The records are data and import nothing heavy, because `--help` lists them. What needs torch (the
-replays) is a function that imports its module when it is called.
+The records are data and import nothing heavy, because `--help` lists them; replays are imported
+when they are called (`on_call`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
@@ -24,17 +26,20 @@ if TYPE_CHECKING:
     from fp8calib.engines.weights.rules import NameRules, WeightRule
     from fp8calib.model.shapes import ModelGeometry
 
-ViewFolder = Callable[["ScaleFolder"], "ScaleFolder"]
-"""Give a folder as an engine opens it; raise `Refusal` where it finds no file."""
-ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
-"""Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
-MakeReader = Callable[["ScaleFolder", "ModelGeometry"], "LinearReader"]
-"""Make the `LinearReader` (`fp8calib/engines/weights/`) of a folder.
 
-It raises `Refusal` where the engine refuses the folder's config.
-"""
-ReplayJson = Callable[[Path, "ModelGeometry", int, "ScaleFolder"], "EngineReport"]
-"""Replay the loading of a JSON file of scales on a number of ranks of a model; likewise."""
+def on_call(function: str, *last: object) -> Callable[..., Any]:
+    """Give the function `MODULE:NAME`, whose module is imported when it is called.
+
+    `last` are its last arguments.
+    """
+    module, _, name = function.partition(":")
+
+    def call(*arguments: object) -> Any:
+        return attrgetter(name)(import_module(module))(*arguments, *last)
+
+    return call
+
+
 SCALE_FACTOR = "global scales of an NVFP4 cache are multiplied by"
 """A fact of releases, such as `6 on sm_100, sm_103`."""
 
@@ -119,17 +124,20 @@ class Engine:
     """The generations of GPUs whose linears multiply quantized inputs, by `fp8` and `mxfp8`."""
     no_numerics: str = ""
     """Why `verify` cannot emulate it."""
-    replay_folder: ReplayFolder | None = None
-    view: ViewFolder | None = None
-    """None where it opens what the index names, or all files, in the order of their names."""
+    replay_folder: Callable[[ScaleFolder, ModelGeometry, int], EngineReport] | None = None
+    """Replays the loading of a folder on a number of ranks; raises `Refusal` at a failure."""
+    view: Callable[[ScaleFolder], ScaleFolder] | None = None
+    """Gives a folder as it opens it, or raises `Refusal`; None where it opens what the index names,
+    or all files, in the order of their names."""
     no_folder: str = ""
     """Why no replay says what it does with a checkpoint folder."""
-    replay_json: ReplayJson | None = None
+    replay_json: Callable[[Path, ModelGeometry, int, ScaleFolder], EngineReport] | None = None
+    """Replays the loading of a JSON file of scales; likewise."""
     no_json: str = ""
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
-    make_reader: MakeReader | None = None
-    """How it reads the quantization config; None for one whose own loader is run: `replay_folder`
-    reports on the weights too."""
+    make_reader: Callable[[ScaleFolder, ModelGeometry], LinearReader] | None = None
+    """How it reads the quantization config, which raises `Refusal` where the engine refuses that;
+    None for one whose own loader is run: `replay_folder` reports on the weights too."""
     explain_type: Callable[[object], str] = field(default=lambda _: "")
     """Says why it does not know a model_type; empty where it does, or where that is not known."""
     list_read_fields: Callable[[str], Sequence[str]] = field(default=lambda _: ())

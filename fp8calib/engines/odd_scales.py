@@ -1,36 +1,89 @@
-"""Name scales of K and V that are far from what they hold, such as reciprocals.
+"""Name scales of K, V, weights and inputs that are far from what they hold, such as reciprocals.
 
-What K and V hold is known from the statistics of a calibration, else from the weights that make
-them, else from the other layers, and from the models in use.
+What they hold is known from the statistics of a calibration, else from the weights that make K and
+V, else from the other layers, and from the models in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from statistics import median
+from typing import TYPE_CHECKING
 
-from fp8calib.engines.outliers import find_outliers
-from fp8calib.engines.reach import Reach, find_odd
+from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
-from fp8calib.engines.scale_mixups import Slot, find_common_factor, find_mixup, find_swap
+from fp8calib.engines.scale_mistakes import (
+    SWAPPED,
+    UNCALIBRATED,
+    Reach,
+    Slot,
+    are_swapped,
+    find_common_factor,
+    find_mixup,
+    find_odd,
+    find_outliers,
+)
 from fp8calib.engines.status import Status
-from fp8calib.engines.weight_estimates import Estimates
-from fp8calib.errors import format_ranges
-from fp8calib.model.shapes import KV_ROLES, Role
-from fp8calib.numerics.formats import E4M3FN
+from fp8calib.engines.weights.finding import Finding
+from fp8calib.errors import format_ranges, shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.model.shapes import KV_ROLES, Role, Site
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
-_LEAST_USUAL, _MOST_USUAL = 2.0**-20, 2.0
+if TYPE_CHECKING:
+    from fp8calib.calibration.calibration_stats import CalibrationStats
+    from fp8calib.engines.weight_estimates import Estimates
+
+_MOST_HEADROOM = 16.0
+"""How far above the statistics a scale may be: other text and headroom give less."""
+_MOST_CLIPPING = 64.0
+"""How far below it may be, because rules like `percentile` clip outliers; see `MOST_CLIPPED`."""
+_MOST_UNSEEN_CLIPPING = 4.0
+"""The same where no histogram tells how many values that clips."""
+
+
+def measure_reach(stats: CalibrationStats, site: Site) -> Reach | None:
+    """Give what calibration saw at a site; None where it saw nothing, or only zeros."""
+    found = stats.sites.get(site)
+    amax = 0.0 if found is None or not found.amax.numel() else float(found.amax.max())
+    if found is None or not amax > 0:
+        return None
+    histogram = found.histogram
+    is_counted = histogram is not None and bool(histogram.any())
+    return Reach(
+        amax=amax,
+        least=amax / (_MOST_CLIPPING if is_counted else _MOST_UNSEEN_CLIPPING),
+        most=amax * _MOST_HEADROOM,
+        source=f"calibration saw up to {amax:,.4g}",
+        histogram=histogram if is_counted else None,
+    )
+
+
+# --- K and V --------------------------------------------------------------------------------------
+
+_LEAST_USUAL, _MOST_USUAL_KV = 2.0**-20, 2.0
 """The median of the scales of K or of V that is not suspicious. K and V of the models in use reach
 some 1 to 500, so their scales lie around 0.002 to 1."""
 _MOST_FROM_ESTIMATE = 20.0
 """How far from what weights and the other layers suggest a scale may be. In SmolLM2-135M right
 scales differ from it by at most 2.2 times."""
-_UNCALIBRATED = 1.0
-"""The scale that tools write without calibration. It costs little, and is only a problem."""
 _ALL_UNCALIBRATED = (
     "every scale of K and V is 1.0, as in files that nobody calibrated; pass --stats to tell"
 )
 _FIX = "write the scales of these statistics (`fp8calib export`), or calibrate again"
+
+
+def measure_reaches(stats: CalibrationStats) -> dict[Slot, Reach]:
+    """Give what calibration saw of K and V, by layer and role; not every layer was seen."""
+    found = {}
+    for layer, attention in stats.geometry.attentions():
+        owner = stats.geometry.producer_of(attention)
+        for role in KV_ROLES:
+            if (reach := measure_reach(stats, owner.site(role))) is not None:
+                found[layer.index, role] = reach
+    return found
 
 
 def mark_odd_scales(
@@ -49,8 +102,21 @@ def mark_odd_scales(
     mixup, mixed = find_mixup(used, amax)
     found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
     found |= find_common_factor(used, amax)
-    layers = tuple(_mark(layer, found) for layer in report.layers)
-    return report.model_copy(update={"layers": layers})
+
+    def mark(index: int, role: Role, verdict: LoadVerdict) -> LoadVerdict:
+        text = found.get((index, role))
+        update = {"status": Status.BAD, "why": text, "fix": _FIX}
+        return verdict if text is None else verdict.model_copy(update=update)
+
+    layers = (
+        LayerVerdict(
+            layer=each.layer,
+            k=mark(each.layer, Role.K, each.k),
+            v=mark(each.layer, Role.V, each.v),
+        )
+        for each in report.layers
+    )
+    return report.model_copy(update={"layers": tuple(layers)})
 
 
 def suspect_odd_scales(
@@ -70,34 +136,32 @@ def suspect_odd_scales(
     estimates = estimate()
     reaches = _match(used, estimates.reaches)
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
-    found = dict(_list_outliers(used, reaches, likely)) | _list_odd(used, reaches)
-    is_known = {slot: value != _UNCALIBRATED for slot, value in used.items()}
-    suspected = {slot: text for slot, text in found.items() if is_known[slot]}
-    noted = {slot: text for slot, text in found.items() if not is_known[slot]}
+    found = dict(_list_outliers(used, likely)) | _list_odd(used, reaches)
+    noted = {slot: text for slot, text in found.items() if used[slot] == UNCALIBRATED}
+    suspected = {slot: text for slot, text in found.items() if slot not in noted}
     report = report.suspect(*_summarize(suspected))
     report = report.add_problems(*_summarize(noted), *filter(None, [estimates.note]))
-    if used and set(used.values()) == {_UNCALIBRATED}:
+    if used and set(used.values()) == {UNCALIBRATED}:
         report = report.add_problems(_ALL_UNCALIBRATED)
-    if swap := find_swap(used, likely):
-        report = report.suspect(f"{swap}: they fit the weights of the other of the two")
+    if are_swapped(used, likely):
+        report = report.suspect(f"{SWAPPED}: they fit the weights of the other of the two")
     estimated = {role for _, role in reaches}
     unusual = (_find_unusual(used, role) for role in KV_ROLES if role not in estimated)
     return report.suspect(*filter(None, unusual))
 
 
 def _list_outliers(
-    used: Mapping[Slot, float], reaches: Mapping[Slot, Reach], likely: Mapping[Slot, float]
+    used: Mapping[Slot, float], likely: Mapping[Slot, float]
 ) -> Iterator[tuple[Slot, str]]:
     """List the scales that are far from those of the other layers."""
     for role in KV_ROLES:
         scales = {layer: value for (layer, each), value in used.items() if each is role}
-        known = {layer: value for layer, value in scales.items() if (layer, role) in reaches}
-        expected = {layer: likely[layer, role] for layer in known}
+        expected = {layer: likely[layer, role] for layer in scales if (layer, role) in likely}
+        known = {layer: scales[layer] for layer in expected}
         unlike = find_outliers(known, expected, most_factor=_MOST_FROM_ESTIMATE)
-        others = {
-            layer: text for layer, text in find_outliers(scales).items() if layer not in known
-        }
-        yield from (((layer, role), text) for layer, text in {**others, **unlike}.items())
+        others = find_outliers(scales)
+        found = {**{layer: text for layer, text in others.items() if layer not in known}, **unlike}
+        yield from (((layer, role), text) for layer, text in found.items())
 
 
 def _list_used(report: EngineReport, factor: float) -> dict[Slot, float]:
@@ -123,21 +187,11 @@ def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Sl
     found = {}
     for (layer, role), scale in used.items():
         other = (layer, Role.V if role is Role.K else Role.K)
-        is_shared = scale == used.get(other) and scale != _UNCALIBRATED
+        is_shared = scale == used.get(other) and scale != UNCALIBRATED
         slots = [(layer, role), other] if is_shared else [(layer, role)]
         if reaches.keys() >= set(slots):
             found[layer, role] = max((reaches[slot] for slot in slots), key=lambda each: each.amax)
     return found
-
-
-def _mark(layer: LayerVerdict, found: Mapping[Slot, str]) -> LayerVerdict:
-    def mark(role: Role, verdict: LoadVerdict) -> LoadVerdict:
-        text = found.get((layer.layer, role))
-        if text is None:
-            return verdict
-        return verdict.model_copy(update={"status": Status.BAD, "why": text, "fix": _FIX})
-
-    return LayerVerdict(layer=layer.layer, k=mark(Role.K, layer.k), v=mark(Role.V, layer.v))
 
 
 def _summarize(found: Mapping[Slot, str]) -> Iterator[str]:
@@ -152,10 +206,116 @@ def _summarize(found: Mapping[Slot, str]) -> Iterator[str]:
 def _find_unusual(used: Mapping[Slot, float], role: Role) -> str:
     """Name scales as large as reciprocals are, or far too small for K or V of any model."""
     values = [value for (_, each), value in used.items() if each is role]
-    if not values or _LEAST_USUAL <= median(values) <= _MOST_USUAL:
+    if not values or _LEAST_USUAL <= median(values) <= _MOST_USUAL_KV:
         return ""
     found = f"the {role} scales ({min(values):.4g} to {max(values):.4g}) stand for values of up to "
     found += f"{max(values) * E4M3FN.max:,.4g}"
-    if median(values) > _MOST_USUAL:
+    if median(values) > _MOST_USUAL_KV:
         found += ": they look like reciprocals, or like amax; engines need amax / 448"
     return found
+
+
+# --- weights and inputs ---------------------------------------------------------------------------
+
+_MOST_USUAL = {Role.WEIGHT: 448.0, Role.INPUT: 1000.0}
+"""What the median of the weights, and of the inputs, of linears reach at most."""
+_MOST_FACTOR = 100.0
+"""How far from the other layers the scale of a kind of linear may be. In SmolLM2-135M the largest
+weights of a kind are at most 3.5 times their median, its inputs after a norm at most 12 times."""
+_MOST_INPUT_FACTOR = 500.0
+"""The same for inputs that no norm limits: those of one `down_proj` are 152 times the median."""
+_AFTER_NORM = re.compile(r"\.(q|k|v|qkv|gate|up|gate_up)_proj\.\w+$")
+_PARTNERS = {"q": "k", "k": "q", "v": "o", "o": "v", "up": "down", "down": "up"}
+"""The projections between which a factor can be moved, which leaves what a model computes."""
+_PROJECTION = re.compile(rf"\.({'|'.join(_PARTNERS)})_proj\.")
+_MOST_IMBALANCE = 4.0
+_NUMBER = re.compile(r"\d+")
+_WEIGHT_FIX = "quantize the model again"
+
+
+def map_measured(stats: CalibrationStats) -> dict[str, str]:
+    """Map the weights of linears that were calibrated to their modules; of experts none."""
+    return {
+        linear.checkpoint_name: linear.module
+        for _, linear in stats.geometry.linears()
+        if linear.checkpoint_name is not None and not linear.num_experts
+    }
+
+
+def judge_weight_scales(
+    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: CalibrationStats
+) -> Finding | None:
+    """Find a scale of an FP8 weight, or of its input, that is far from the statistics.
+
+    Args:
+        tensors: of the checkpoint, by name.
+        largest: the largest number of each scale, by name.
+        stats: of the unquantized model.
+    """
+    sites = map_measured(stats)
+    reaches: dict[tuple[Role, Fp8Format], dict[str, Reach]] = defaultdict(dict)
+    for role, scale, weight in _list_scales(tensors, largest):
+        if (reach := measure_reach(stats, Site(sites.get(weight, ""), role))) is not None:
+            reaches[role, WEIGHT_FORMATS[tensors[weight].dtype]][scale] = reach
+    for (_, fmt), group in reaches.items():
+        for name, text in find_odd(largest, group, fmt).items():
+            why = f"{shorten(name)} ({largest[name]:.4g}) {text}"
+            return Finding(status=Status.MISREAD, why=why, fix=_WEIGHT_FIX)
+    return None
+
+
+def suspect_weight_scales(
+    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float]
+) -> Iterator[tuple[str, Collection[str]]]:
+    """Describe scales of weights and inputs that are as large as reciprocals, and outliers.
+
+    Args:
+        tensors: of the checkpoint, by name.
+        largest: the largest number of each scale, by name.
+
+    Yields:
+        The description, and the names of the scales.
+    """
+    reach: dict[Role, list[float]] = defaultdict(list)
+    kinds: dict[tuple[Role, str], list[str]] = defaultdict(list)
+    for role, scale, weight in _list_scales(tensors, largest):
+        reach[role].append(largest[scale] * WEIGHT_FORMATS[tensors[weight].dtype].max)
+        kinds[role, _NUMBER.sub("#", scale)].append(scale)
+    for role, found in reach.items():
+        if median(found) > _MOST_USUAL[role]:
+            text = f"their {role} scales stand for {role}s of up to {max(found):,.4g}: they look"
+            why = "like reciprocals; engines need amax / 448, not 448 / amax"
+            yield f"{text} {why}", largest.keys()
+            return
+    ratios: dict[str, float] = {}
+    for (role, _), names in kinds.items():
+        if role is Role.WEIGHT and (middle := median(largest[name] for name in names)):
+            ratios |= {name: largest[name] / middle for name in names}
+    for (role, _), names in kinds.items():
+        names.sort(key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+        scales = {index: largest[name] for index, name in enumerate(names)}
+        is_limited = role is Role.WEIGHT or _AFTER_NORM.search(names[0]) is not None
+        factor = _MOST_FACTOR if is_limited else _MOST_INPUT_FACTOR
+        for index, text in find_outliers(scales, most_factor=factor).items():
+            if not _is_balanced(names[index], ratios):
+                yield f"{shorten(names[index])} {text}", (names[index],)
+
+
+def _is_balanced(name: str, ratios: Mapping[str, float]) -> bool:
+    """Whether the other projection is as much smaller as this one is larger than in most layers."""
+    partner = _PROJECTION.sub(lambda found: f".{_PARTNERS[found[1]]}_proj.", name)
+    if partner == name or partner not in ratios or name not in ratios:
+        return False
+    return 1 / _MOST_IMBALANCE < ratios[name] * ratios[partner] < _MOST_IMBALANCE
+
+
+def _list_scales(
+    tensors: Mapping[str, TensorEntry], largest: Mapping[str, float]
+) -> Iterator[tuple[Role, str, str]]:
+    """List the scales of FP8 weights and of their inputs: role, name and the weight's name."""
+    for weight, entry in tensors.items():
+        if entry.dtype in WEIGHT_FORMATS:
+            companions = name_companions(weight)
+            names = {Role.WEIGHT: companions.scales, Role.INPUT: companions.input_scales}
+            for role, each in names.items():
+                yield from ((role, name, weight) for name in each if name in largest)

@@ -10,8 +10,7 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.transformers.engine import TRANSFORMERS
-from fp8calib.engines.vllm.cpu import VLLM_CPU
-from fp8calib.engines.vllm.engine import VLLM
+from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
 from fp8calib.errors import UsageError, suggest
 from fp8calib.plugin import load_engines
 

@@ -12,8 +12,8 @@ from torch.nn.functional import interpolate
 
 from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.scale_mistakes import Reach
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions

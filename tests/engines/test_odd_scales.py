@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.scale_mixups import find_common_factor, find_mixup
+from fp8calib.engines.scale_mistakes import find_common_factor, find_mixup
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.errors import ModelError
 from fp8calib.model.geometry_from_config import read_geometry

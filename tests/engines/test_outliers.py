@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.cli import main
-from fp8calib.engines.outliers import find_outliers
+from fp8calib.engines.scale_mistakes import find_outliers
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
 

