@@ -29,8 +29,9 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
     report_unknown,
 )
+from fp8calib.engines.scale_mistakes import Estimates
 from fp8calib.engines.status import Status
-from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
+from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
 from fp8calib.engines.weights.stored import StoredWeights

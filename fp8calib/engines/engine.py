@@ -14,8 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
+from fp8calib.engines.status import Evidence
 from fp8calib.numerics.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVer
 from fp8calib.engines.scale_mistakes import (
     SWAPPED,
     UNCALIBRATED,
+    Estimates,
     Reach,
     Slot,
     are_swapped,
@@ -26,7 +27,6 @@ from fp8calib.engines.scale_mistakes import (
     find_outliers,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.finding import Finding
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import KV_ROLES, Role, Site
@@ -34,7 +34,6 @@ from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
-    from fp8calib.engines.weight_estimates import Estimates
 
 _MOST_HEADROOM = 16.0
 """How far above the statistics a scale may be: other text and headroom give less."""
@@ -230,7 +229,6 @@ _PARTNERS = {"q": "k", "k": "q", "v": "o", "o": "v", "up": "down", "down": "up"}
 _PROJECTION = re.compile(rf"\.({'|'.join(_PARTNERS)})_proj\.")
 _MOST_IMBALANCE = 4.0
 _NUMBER = re.compile(r"\d+")
-_WEIGHT_FIX = "quantize the model again"
 
 
 def map_measured(stats: CalibrationStats) -> dict[str, str]:
@@ -244,8 +242,8 @@ def map_measured(stats: CalibrationStats) -> dict[str, str]:
 
 def judge_weight_scales(
     tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: CalibrationStats
-) -> Finding | None:
-    """Find a scale of an FP8 weight, or of its input, that is far from the statistics.
+) -> str:
+    """Describe a scale of an FP8 weight, or of its input, that is far from the statistics.
 
     Args:
         tensors: of the checkpoint, by name.
@@ -259,9 +257,8 @@ def judge_weight_scales(
             reaches[role, WEIGHT_FORMATS[tensors[weight].dtype]][scale] = reach
     for (_, fmt), group in reaches.items():
         for name, text in find_odd(largest, group, fmt).items():
-            why = f"{shorten(name)} ({largest[name]:.4g}) {text}"
-            return Finding(status=Status.MISREAD, why=why, fix=_WEIGHT_FIX)
-    return None
+            return f"{shorten(name)} ({largest[name]:.4g}) {text}"
+    return ""
 
 
 def suspect_weight_scales(

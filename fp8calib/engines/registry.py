@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.release import parse_version
+from fp8calib.engines.facts.release import FOLDER, parse_version
 from fp8calib.engines.numerics import Numerics
-from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.transformers.engine import TRANSFORMERS
 from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
@@ -25,6 +25,9 @@ REFERENCE = Engine(
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
 _ONLY_READ_HINT = "docs/reference.md lists such engines"
+ONLY_READ: dict[str, dict[str, str]] = json.loads((FOLDER / "only_read.json").read_bytes())
+"""Engines whose source was read once, by the name that `--engine` had for them: a title, the
+releases or the commit that was read, what becomes of KV scales and FP8 weights, and the files."""
 ENGINES: dict[str, Engine] = {}
 """By key."""
 
@@ -96,7 +99,10 @@ def find_replayed(name: str) -> Engine:
 def _find(name: str, known: list[str]) -> Engine:
     key, _, version = name.partition("==")
     if key in ONLY_READ:
-        raise UsageError(f"--engine {name}: only read: {ONLY_READ[key].text}", hint=_ONLY_READ_HINT)
+        text = (
+            "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"
+        ).format(**ONLY_READ[key])
+        raise UsageError(f"--engine {name}: only read: {text}", hint=_ONLY_READ_HINT)
     if key not in ENGINES:
         raise _refuse(name, "unknown engine", known)
     releases = (ENGINES[key], *ENGINES[key].releases)

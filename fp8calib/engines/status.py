@@ -1,4 +1,4 @@
-"""What an engine does with a scale, or with a part of a checkpoint."""
+"""What an engine does with a scale or a part of a checkpoint, and how it is known."""
 
 from __future__ import annotations
 
@@ -22,3 +22,14 @@ class Status(StrEnum):
     """It does not start."""
     UNKNOWN = "unknown"
     """This cannot be told without the engine."""
+
+
+class Evidence(StrEnum):
+    """How it is known what an engine does."""
+
+    RUN = "run"
+    """The engine itself was run, and the results were compared."""
+    LOADER = "loader run"
+    """Of the engine only the code that loads scales was run; the rest was read."""
+    READ = "read"
+    """Its source was read."""

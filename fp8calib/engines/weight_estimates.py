@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.functional import interpolate
 from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.scale_mistakes import Reach
+from fp8calib.engines.scale_mistakes import Estimates, Reach
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
@@ -39,16 +38,6 @@ read)."""
 _WEIGHTLESS_NORMS = ("gemma3n_text", "gemma4_text", "llama4_text")
 """Model types that norm K or V without a weight, which no tensor shows (transformers 5.23
 `models/*/modeling_*.py`, read)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """What the weights tell of K and V."""
-
-    reaches: dict[tuple[int, Role], Reach] = field(default_factory=dict)
-    """By layer and role; not every layer is known."""
-    note: str = ""
-    """Which layers were compared; empty where all were that can be."""
 
 
 def estimate_reaches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +29,7 @@ class WeightValues:
     faults: tuple[str, ...]
     """Tensors that hold NaN or infinity."""
     notes: tuple[str, ...]
-    """An output layer that engines leave out, tensors of zeros, and those with rows of zeros, which
-    are right for tokens that nobody uses."""
+    """Tensors of zeros, and those with rows of zeros, which suit tokens that nobody uses."""
 
     def amend(self, report: CheckReport) -> CheckReport:
         """Add it to the report of every engine: all of them compute with these values."""
@@ -79,37 +78,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                         notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
                 else:
                     progress.advance(entry.size_bytes)
-    return WeightValues(faults=tuple(faults), notes=(*_list_untied(folder), *empty, *notes))
-
-
-def _list_untied(folder: ScaleFolder) -> Iterator[str]:
-    """Name an output layer that differs from the embedding, though the config ties them.
-
-    vLLM's and SGLang's classes then leave it out; transformers 5 computes with it.
-    """
-    files = {name: file for file, held in folder.tensors.items() for name in held}
-    embedding = next((name for name in files if name.endswith("embed_tokens.weight")), None)
-    head = next((name for name in files if name.endswith("lm_head.weight")), None)
-    if embedding is None or head is None or folder.config.get("tie_word_embeddings") is not True:
-        return
-    entries = [folder.tensors[files[name]][name] for name in (head, embedding)]
-    alike = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
-    if alike:
-        with (
-            TensorFile(folder.path / files[head]) as one,
-            TensorFile(folder.path / files[embedding]) as other,
-        ):
-            size_bytes = entries[0].size_bytes
-            alike = all(
-                one.read_bytes(head, start, stop).equal(other.read_bytes(embedding, start, stop))
-                for start in range(0, size_bytes, _AT_ONCE_BYTES)
-                for stop in [min(start + _AT_ONCE_BYTES, size_bytes)]
-            )
-    if not alike:
-        yield (
-            f"{shorten(head)} is not {shorten(embedding)}, though config.json ties them: vLLM and "
-            "SGLang compute with the embedding"
-        )
+    return WeightValues(faults=tuple(faults), notes=(*empty, *notes))
 
 
 def _read(file: TensorFile, name: str, entry: TensorEntry, progress: Progress) -> tuple[str, int]:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.commands.recipe import Recipe
-from fp8calib.engines.only_read import ONLY_READ
-from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.registry import ENGINES, ONLY_READ
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -262,9 +261,9 @@ def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 def show_only_read() -> str:
     """Make the table of engines whose source was read once."""
     titles = ["engine", "KV scales", "FP8 weights", "source"]
+    named = {key: each.values() for key, each in ONLY_READ.items()}
     rows = [
-        [f"`{key}`: {each.title} {each.version}", each.kv_scales, each.weights, each.source]
-        for key, each in ONLY_READ.items()
+        [f"`{key}`: {title} {version}", *texts] for key, (title, version, *texts) in named.items()
     ]
     return _show_table(titles, rows)
 

@@ -24,7 +24,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
@@ -187,7 +187,7 @@ def describe(
     *,
     dialect: str = "compressed-tensors",
     config: Mapping[str, object] = types.MappingProxyType({}),
-    kind: GroupKind = GroupKind.LINEAR,
+    kind: str = "linear",
 ) -> QuantizedWeights:
     """Describe linears that an engine joins, all in one scheme."""
     members = (StoredLinear(module=each, shape=linears[each], tensors={}) for each in linears)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.status import Evidence
 from tests.real_engines import package
 from tests.real_engines.package import open_package
 from tests.real_engines.probe import Probe

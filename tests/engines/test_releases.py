@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 import fp8calib
 from fp8calib.commands.check import CheckResult
 from fp8calib.engines.check import check_folder
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import make_releases
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.status import Status
+from fp8calib.engines.status import Evidence, Status
 from fp8calib.errors import UsageError
 from fp8calib.model.shapes import ModelGeometry
 from tests import zoo

@@ -19,7 +19,6 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weight_values import WeightValues, read_weight_values
 from tests import zoo
 from tests.cli.program import run, succeed
-from tests.kit.checkpoints import change_config
 
 FOREIGN = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
@@ -102,19 +101,3 @@ def test_a_fault_beside_another_one_is_told() -> None:
     amended = WeightValues(faults=("a holds NaN",), notes=()).amend(report).engines["x"]
     assert amended.weights == other
     assert amended.problems == ("a holds NaN",)
-
-
-@pytest.mark.parametrize(
-    ("is_tied", "differs", "is_told"), [(1, 1, True), (1, 0, False), (0, 1, False)]
-)
-def test_an_output_layer_that_engines_leave_out_is_told(
-    tmp_path: Path, is_tied: int, differs: int, is_told: bool
-) -> None:
-    zoo.save("llama", tmp_path / "m")
-    change_config(tmp_path / "m", tie_word_embeddings=bool(is_tied))
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["lm_head.weight"][-1, -1] += differs
-    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    told = "lm_head.weight is not model.embed_tokens.weight, though config.json ties them"
-    assert any(text.startswith(told) for text in read(tmp_path / "m").notes) is is_told

@@ -22,9 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fp8calib.plugins.vllm
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.classes import READS, UNBUILT, CreatedLinear
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
+from fp8calib.engines.status import Evidence
 from tests import zoo
 from tests.architectures import families
 from tests.real_engines.class_reader import ClassReader, ReadLinear

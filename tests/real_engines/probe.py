@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.status import Evidence
 from tests.real_engines.package import Package
 
 

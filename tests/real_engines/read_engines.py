@@ -18,7 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import (
     SGLANG_FACTS,
     VLLM_FACTS,
@@ -28,6 +27,7 @@ from fp8calib.engines.facts.release import (
     read_facts,
 )
 from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.status import Evidence
 from scripts.engine_page import list_loading_rules
 from tests.real_engines import sglang_facts, vllm_facts
 from tests.real_engines.class_facts import read_classes

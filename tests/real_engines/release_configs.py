@@ -34,7 +34,6 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import OtherScheme
 from fp8calib.engines.weights.linears import (
-    GroupKind,
     LinearGroup,
     StoredLinear,
 )
@@ -345,11 +344,9 @@ def _describe(method: Any, layer: Any, *, needs_method: bool) -> str:
 def make_group(path: str, state: str) -> LinearGroup:
     """Make the group of a module, which the engine's class creates in this way."""
     parent, _, name = path.rpartition(".")
-    kind = {"FusedMoE": GroupKind.EXPERTS, "ParallelLMHead": GroupKind.HEAD}.get(
-        PATHS[path], GroupKind.LINEAR
-    )
+    kind = {"FusedMoE": "experts", "ParallelLMHead": "head"}.get(PATHS[path], "linear")
     modules = [f"{parent}.{part}" for part in PARTS.get(name, (name,))] if parent else [path]
-    if kind is GroupKind.EXPERTS:
+    if kind == "experts":
         modules = [
             f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
         ]

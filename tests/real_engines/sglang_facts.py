@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
+from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.auto_round import ACCEPTED
 from tests.real_engines.package import Package
 from tests.real_engines.probe import Probe

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.linears import GroupKind
 from fp8calib.formats.kv.overlay import IGNORED
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (
@@ -191,7 +190,7 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
     for case, expected in zip(cases, ask_vllm(FINER, cases), strict=True):
         tp, rank, hidden = case
         linears = {"model.layers.0.mlp.experts.0.gate_proj": (rank * tp, hidden)}
-        weights = describe(linears, "fp8-block", dialect="autofp8", kind=GroupKind.EXPERTS)
+        weights = describe(linears, "fp8-block", dialect="autofp8", kind="experts")
         geometry = ModelGeometry(
             architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
         )

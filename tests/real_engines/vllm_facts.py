@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fp8calib.engines.evidence import Evidence
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
+from fp8calib.engines.status import Evidence
 from fp8calib.engines.weights.auto_round import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol

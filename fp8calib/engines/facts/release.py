@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.status import Evidence
 
 FOLDER = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.auto_round import require_auto_round
 from fp8calib.engines.weights.forms import OtherScheme
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup
+from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
@@ -104,7 +104,7 @@ class SglangReader(LinearReader):
             Refusal: it does not start, or that cannot be told: its names are read, not run.
         """
         found = super().find_scheme(group)
-        if not group.is_by_config or group.kind is not GroupKind.LINEAR:
+        if not group.is_by_config or group.kind != "linear":
             return found
         is_quantized = not isinstance(found, Unquantized)
         own = group.path.rpartition(".")[2]
@@ -124,17 +124,17 @@ class SglangReader(LinearReader):
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
             self.require_mx(self.method, group, _MX_ERRORS.get(self.method, ""))
         is_compressed = self.method == "compressed-tensors"
-        if is_compressed and group.kind is GroupKind.HEAD and found.weights is Granularity.BLOCK:
+        if is_compressed and group.is_head and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
 
     def find_compressed(self, group: LinearGroup) -> Found:
         """Find a group's scheme by the rules of compressed-tensors."""
-        is_head = group.kind is GroupKind.HEAD
+        is_head = group.is_head
         if is_head and not self.release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        probe, is_expert = group, group.kind is GroupKind.EXPERTS
+        probe, is_expert = group, group.is_experts
         if is_expert:  # its names of projections, whatever the model's (`get_moe_scheme`)
             first = group.members[0]
             names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
@@ -225,13 +225,13 @@ class SglangReader(LinearReader):
     def find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group."""
         entry = self.find_entry(_matches_glob, group.path, self.excluded)
-        if group.kind is GroupKind.EXPERTS:
+        if group.is_experts:
             return entry
         return group.path if self.skips(group) else entry
 
     def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
-        what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
+        what = "expert" if group.is_experts else "linear"
         layers = self.section.get("quantized_layers")
         is_found = group.state != "joined" or (isinstance(layers, dict) and group.path in layers)
         is_read = algorithm in self.release.list_values(f"mixed precision {what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fp8calib.engines.engine import Engine, on_call
-from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.status import Evidence
 
 TRANSFORMERS = Engine(
     key="transformers",

@@ -21,7 +21,7 @@ from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.weights.auto_round import ACCEPTED, AUTO_ROUND_FIX, require_auto_round
 from fp8calib.engines.weights.forms import Expected, OtherScheme
-from fp8calib.engines.weights.linears import HEADS, GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
     Found,
     LinearReader,
@@ -107,7 +107,7 @@ class VllmReader(LinearReader):
         if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
             return
         linear = StoredLinear(module=HEADS[0], shape=(0, 0), tensors={})
-        head = LinearGroup(path=HEADS[0], kind=GroupKind.HEAD, members=(linear,), state="config")
+        head = LinearGroup(path=HEADS[0], kind="head", members=(linear,), state="config")
         if not isinstance(self.find_scheme(head), Unquantized):
             why = "the config quantizes the output layer, which is tied: nothing is stored for it"
             raise Unjudged(why)
@@ -123,7 +123,7 @@ class VllmReader(LinearReader):
             self._require_auto_round(group, found)
         elif found.is_mx:
             self.require_mx(self._mx_form, group, "ValueError")
-        elif group.kind is GroupKind.HEAD and found.weights is Granularity.BLOCK:
+        elif group.is_head and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
@@ -133,7 +133,7 @@ class VllmReader(LinearReader):
         Raises:
             Refusal: it does not.
         """
-        if group.kind is GroupKind.EXPERTS:
+        if group.is_experts:
             what = "MXFP8" if scheme.is_mx else "FP8 in blocks"
             if f"experts of {what}" not in self.release.list_values(ACCEPTED):
                 why = f"{self.release.title} loads no experts in {what} of auto-round"
@@ -155,14 +155,14 @@ class VllmReader(LinearReader):
             Refusal: it does not.
         """
         is_whole = isinstance(self.section.get("layer_type_quant_config"), dict)
-        if is_whole or group.kind is GroupKind.HEAD:
+        if is_whole or group.is_head:
             return
         entries = list_strings(self.section, "exclude")
 
         def is_excluded(path: str) -> bool:
             return self.find_entry(matches_target, path, entries) is not None
 
-        if group.kind is GroupKind.EXPERTS:
+        if group.is_experts:
             has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
             is_left_out = has_parts or is_excluded(group.path)
         else:
@@ -187,7 +187,7 @@ class VllmReader(LinearReader):
 
     def _covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Check whether a list covers a group: in which cases it may name the joined module."""
-        if group.kind is GroupKind.EXPERTS or len(group.members) == 1:
+        if group.is_experts or len(group.members) == 1:
             return covers_parts(group, matches)
         is_named = not self._exact.isdisjoint(self.spell(group.path))
         if self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED):
@@ -196,7 +196,7 @@ class VllmReader(LinearReader):
 
     def find_compressed(self, group: LinearGroup) -> Found:
         """Find a group's scheme by the rules of compressed-tensors."""
-        is_expert = group.kind is GroupKind.EXPERTS
+        is_expert = group.is_experts
         if is_expert:  # the projections of the first one decide for the layer's
             first = f"{group.members[0].module.rpartition('.')[0]}."
             members = tuple(each for each in group.members if each.module.startswith(first))
@@ -230,7 +230,7 @@ class VllmReader(LinearReader):
 
     def find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
-        is_expert = group.kind is GroupKind.EXPERTS
+        is_expert = group.is_experts
         if not is_expert and self.skips(group):
             return group.path
 
@@ -244,7 +244,7 @@ class VllmReader(LinearReader):
 
     def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
-        what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
+        what = "expert" if group.is_experts else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import QuantizedWeights
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import Linear, ModelGeometry
@@ -66,7 +66,7 @@ def list_block_findings(
         _judge_expert(each, blocks[each.module], tp, repeats=repeats)
         for group in weights.groups
         for each in group.members
-        if group.kind is GroupKind.EXPERTS and each.module in blocks
+        if group.is_experts and each.module in blocks
     )
     yield from islice(filter(None, experts), 1)
     known = {
@@ -77,8 +77,7 @@ def list_block_findings(
     found = [
         (group, [known.get(each.module) for each in group.members], blocks[group.members[0].module])
         for group in weights.groups
-        if group.kind is not GroupKind.EXPERTS
-        and all(each.module in blocks for each in group.members)
+        if not group.is_experts and all(each.module in blocks for each in group.members)
     ]
     split = [_judge_single(linears, block, tp) for _, linears, block in found if tp > 1]
     fused = (

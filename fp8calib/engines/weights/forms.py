@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, PositiveInt, StringConstraints, ValidationError
 
 from fp8calib.engines.replay.verdicts import Unjudged
-from fp8calib.engines.weights.linears import WEIGHT, GroupKind, LinearGroup, Shape, StoredLinear
+from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, Shape, StoredLinear
 from fp8calib.formats.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.quantization_config import StoredScheme
@@ -76,7 +76,7 @@ def list_expected(
     if isinstance(scheme, OtherScheme):
         return scheme.list_expected(*linear.shape)
     # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
-    is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS and not scheme.is_mx
+    is_modelopt = dialect.has_variants and not group.is_experts and not scheme.is_mx
     shapes = _NUMBER
     if scheme.weights is Granularity.CHANNEL:
         shapes = ((linear.shape[0],) if is_modelopt else (linear.shape[0], 1),)

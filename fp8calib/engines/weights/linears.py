@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import (
@@ -69,22 +68,14 @@ class StoredLinear:
         return WEIGHT in self.tensors and not self.is_plain
 
 
-class GroupKind(StrEnum):
-    """What an engine makes of a group."""
-
-    LINEAR = "linear"
-    EXPERTS = "experts"
-    HEAD = "head"
-    """The output layer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearGroup:
     """Linears that an engine joins: a linear, fused projections, or the experts of a layer."""
 
     path: str
     """The engine's module, by the checkpoint's path: `model.layers.0.self_attn.qkv_proj`."""
-    kind: GroupKind
+    kind: str
+    """`linear`, `experts` (of a layer) or `head` (the output layer)."""
     members: tuple[StoredLinear, ...]
     state: str = ""
     """How the engine's class creates it, as `CreatedLinear.state` says; empty where that is not
@@ -95,7 +86,12 @@ class LinearGroup:
     @property
     def is_experts(self) -> bool:
         """Whether it is the experts of a layer."""
-        return self.kind is GroupKind.EXPERTS
+        return self.kind == "experts"
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the output layer."""
+        return self.kind == "head"
 
     @property
     def is_by_config(self) -> bool:
@@ -192,7 +188,7 @@ def _join(
         is_left = f"{module}.{WEIGHT}" in leftovers or is_drafted(module, num_layers, decoder)
         yield LinearGroup(
             path=module,
-            kind=GroupKind.HEAD if linear.projection in HEADS else GroupKind.LINEAR,
+            kind="head" if linear.projection in HEADS else "linear",
             members=(linear,),
             state="stored" if is_left and not is_drafted(module, 0) else "",
         )
@@ -202,7 +198,7 @@ def _join(
         own = f"{first.rpartition('.')[0]}.{created.path.rpartition('.')[2]}".lstrip(".")
         yield LinearGroup(
             path=first if len(created.parts) == 1 else own,
-            kind=GroupKind.HEAD if created.kind == "head" else GroupKind.LINEAR,
+            kind="head" if created.kind == "head" else "linear",
             members=ordered,
             state=created.state,
             listed=fill_pattern(created.path, first),
@@ -303,7 +299,7 @@ def _make_experts(path: str, members: Sequence[StoredLinear], find: _FindCreated
     created = next((each for name in paths for each in find(name)), None)
     return LinearGroup(
         path=path,
-        kind=GroupKind.EXPERTS,
+        kind="experts",
         members=tuple(members),
         state="" if created is None else created.state,
         listed="" if created is None else fill_pattern(created.path, path),

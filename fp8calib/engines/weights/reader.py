@@ -25,7 +25,7 @@ from fp8calib.engines.weights.forms import (
     list_expected,
     read_compressed_group,
 )
-from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.auto_round import AUTO_ROUND, AUTO_ROUND_MX, is_mx
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -49,9 +49,9 @@ _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
 _MX_FORMS = ("compressed-tensors", "modelopt", "mxfp8")
 _KINDS = {
-    GroupKind.LINEAR: "linears",
-    GroupKind.EXPERTS: "experts",
-    GroupKind.HEAD: "output layer",
+    "linear": "linears",
+    "experts": "experts",
+    "head": "output layer",
 }
 
 
@@ -174,7 +174,7 @@ class LinearReader(ABC):
 
         def rename(linear: StoredLinear) -> StoredLinear:
             name = path if len(group.members) == 1 else f"{parent}.{linear.projection}"
-            if group.kind is GroupKind.EXPERTS:
+            if group.is_experts:
                 name = f"{path}{linear.module.removeprefix(group.path)}"
             return replace(linear, module=name)
 
@@ -198,9 +198,9 @@ class LinearReader(ABC):
 
     def find_fp8(self, group: LinearGroup) -> Found:
         """Find a group's scheme by the rules of the `fp8` method."""
-        if group.kind is GroupKind.HEAD:
+        if group.is_head:
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
-        if group.kind is GroupKind.EXPERTS:
+        if group.is_experts:
             entry = self.find_entry(self.skips_experts, group.path, self.excluded)
             return self.read_fp8() if entry is None else Unquantized.by(entry)
         return Unquantized.by(group.path) if self.skips(group) else self.read_fp8()
@@ -232,7 +232,7 @@ class LinearReader(ABC):
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
         names = [group.path, *(each.module for each in group.members)]
-        if group.kind is GroupKind.EXPERTS:
+        if group.is_experts:
             starts = (f"{group.path}.", group.path.removesuffix("experts"))
             names = [name for start in starts for name in layers if name.startswith(start)][:1]
         found = {
@@ -308,7 +308,7 @@ class LinearReader(ABC):
             is_known = target == "Linear" or "." in target or target.endswith("Attention")
             if not is_known and not target.startswith("re:"):
                 raise Unjudged(f"which linears the target {target!a:.40} means is not known")
-        is_linear = group.kind is not GroupKind.HEAD
+        is_linear = not group.is_head
         return "Linear" if is_linear and "Linear" in self.targets else None
 
     def find_expert_target(self, probe: LinearGroup) -> str | None:

@@ -40,6 +40,7 @@ Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
 _PREFERRED_BY_VLLM = "consolidated"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
+_SCALES_FIX = "quantize the model again"
 _VALUES_FIX = "write the checkpoint again, with each tensor once"
 
 
@@ -154,7 +155,8 @@ class StoredWeights:
         if stats is not None:
             measured = map_measured(stats)
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
-            self.unlike_stats = judge_weight_scales(self.tensors, largest, stats)
+            if why := judge_weight_scales(self.tensors, largest, stats):
+                self.unlike_stats = Finding(status=Status.MISREAD, why=why, fix=_SCALES_FIX)
         for text, odd in suspect_weight_scales(unmeasured, largest):
             self.suspicious.append(text)
             self.odd_scales.update(odd)
