@@ -73,7 +73,6 @@ def check_folder(
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
-    misfit = _find_misfit(geometry, tp)
     opened: dict[tuple[object, ...], StoredWeights] = {}
 
     def open_weights(folder: ScaleFolder) -> StoredWeights:
@@ -85,20 +84,14 @@ def check_folder(
 
     odd_scales = open_weights(folder).odd_scales
     judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
-    reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
-    asked = [find_replayed(name) for name in engines]
-    for engine in asked:
+
+    def ask(engine: Engine) -> EngineReport:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
-        if refusal := _find_refusal(engine, folder.config, geometry.architecture, misfit):
-            reports[engine.key] = report_refusal(geometry, refusal)
-            continue
         if folder.unread:
-            why = f"{folder.unread}{engine.run_hint}"
-            unread = report_unknown(geometry, why)
-            reports[engine.key] = unread.model_copy(update={"asks_for_kv": asks_for_kv})
-            continue
+            unread = report_unknown(geometry, f"{folder.unread}{engine.run_hint}")
+            return unread.model_copy(update={"asks_for_kv": asks_for_kv})
         seen = folder
         try:
             seen = folder if engine.view is None else engine.view(folder)
@@ -110,8 +103,28 @@ def check_folder(
         report = _correct_fixes(engine, report, geometry, tp, folder)
         factor = engine.scale_factor if find_cache_flag(folder) else 1.0
         report = amend_weights(engine, judge(report, factor), open_weights(seen), tp)
-        report = _tell_preferred(engine, report, seen, geometry)
-        reports[engine.key] = report.add_problems(engine.note) if engine.note else report
+        return _tell_preferred(engine, report, seen, geometry)
+
+    return _ask_all(engines, geometry, tp, folder.config, ask)
+
+
+def _ask_all(
+    engines: Sequence[str],
+    geometry: ModelGeometry,
+    tp: int,
+    config: Mapping[str, object],
+    ask: Callable[[Engine], EngineReport],
+) -> CheckReport:
+    """Ask each engine that may start with this config on so many ranks."""
+    misfit = _find_misfit(geometry, tp)
+    asked = [find_replayed(name) for name in engines]
+    reports = {}
+    for engine in asked:
+        if refusal := _find_refusal(engine, config, geometry.architecture, misfit):
+            reports[engine.key] = report_refusal(geometry, refusal)
+        else:
+            report = ask(engine)
+            reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 
@@ -173,18 +186,13 @@ def check_file(
     Raises:
         UsageError: an engine is unknown, or nothing of it is replayed.
     """
-    misfit = _find_misfit(geometry, tp)
     judge = _make_judge(model, geometry, stats)
-    asked = [find_replayed(name) for name in engines]
-    reports = {}
-    for engine in asked:
-        if refusal := _find_refusal(engine, model.config, geometry.architecture, misfit):
-            reports[engine.key] = report_refusal(geometry, refusal)
-            continue
+
+    def ask(engine: Engine) -> EngineReport:
         report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
-        report = _correct_fixes(engine, report, geometry, tp, model)
-        reports[engine.key] = report.add_problems(engine.note) if engine.note else report
-    return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+        return _correct_fixes(engine, report, geometry, tp, model)
+
+    return _ask_all(engines, geometry, tp, model.config, ask)
 
 
 def _make_judge(

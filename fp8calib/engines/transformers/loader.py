@@ -103,7 +103,7 @@ _KERNELS = "transformers.integrations."
 """Where the modules are that transformers puts in the place of linears on a GPU."""
 
 
-def find_run_error(model: torch.nn.Module, num_layers: int) -> str:
+def find_run_error(model: torch.nn.Module) -> str:
     """Say which module fails in a forward pass, and how; empty where none does.
 
     A failure that the model also has without quantization comes from the meta device, unless it
@@ -111,13 +111,13 @@ def find_run_error(model: torch.nn.Module, num_layers: int) -> str:
     """
     if any(type(module).__module__.startswith(_KERNELS) for module in model.modules()):
         return ""
-    error = _run(model, num_layers)
+    error = _run(model)
     if error:
         plain: Any = type(model)
         config: Any = deepcopy(model.config)
         config.__dict__.pop("quantization_config", None)
         with torch.device("meta"):
-            is_plain = bool(_run(plain._from_config(config), num_layers))
+            is_plain = bool(_run(plain._from_config(config)))
         if is_plain and "Config' object has no attribute" not in error:
             return _run_linears(model)
     return error
@@ -136,9 +136,8 @@ def _run_linears(model: Any) -> str:
     return ""
 
 
-def _run(model: Any, num_layers: int) -> str:
+def _run(model: Any) -> str:
     """Run a model; say which module fails, and how; empty where none does."""
-    _skip_alike(model, num_layers)
     entered = [model]
 
     def leave(*_: object) -> None:
@@ -160,26 +159,6 @@ def _run(model: Any, num_layers: int) -> str:
             failed = names.get(entered[-1]) or type(entered[-1]).__name__
             return f"{shorten(failed)} fails with {_describe(error)}"
     return ""
-
-
-def _skip_alike(model: torch.nn.Module, num_layers: int) -> None:
-    """Let a layer with the same parameters as one before it return what that one returned."""
-    outputs: dict[object, Any] = {}
-
-    def skip(layer: torch.nn.Module, key: object) -> None:
-        run = layer.forward
-
-        def forward(*arguments: Any, **named: Any) -> Any:
-            if key not in outputs:
-                outputs[key] = run(*arguments, **named)
-            return outputs[key]
-
-        layer.forward = forward
-
-    lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
-    for layer in next((each for each in lists if len(each) == num_layers), ()):
-        parts = {(name, each.shape, each.dtype) for name, each in layer.state_dict().items()}
-        skip(layer, (type(layer), frozenset(parts)))
 
 
 _MODEL = "transformers.modeling_utils.PreTrainedModel"

@@ -104,7 +104,7 @@ def _report_loaded(
         report = report.model_copy(update={"weights": verdict})
     # The last, because it decompresses the weights.
     is_quantized = bool(folder.config.get("quantization_config"))
-    if is_quantized and (error := find_run_error(loaded.model, len(geometry.layers))):
+    if is_quantized and (error := find_run_error(loaded.model)):
         raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
     return report
 
