@@ -24,8 +24,8 @@ class Plugin:
     """What a plug-in brings."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
-    """A command as it is typed (`gptq`, `vllm check`) -> the package with its modules `request` and
-    `command`, and `render` where the command prints more than its result's `str`."""
+    """A command as it is typed (`gptq`, `vllm check`) -> its module with a request, `run` and, if
+    it prints more than its result's `str`, `describe`; or a package (`list_modules`)."""
     formats: tuple[str, ...] = ()
     """Places `MODULE:NAME` of a `fp8calib.formats.dialect.Dialect`."""
     engines: tuple[str, ...] = ()
@@ -70,10 +70,21 @@ def _is_ours(point: EntryPoint) -> bool:
     return point.value.startswith(f"{GROUP}.")
 
 
+def list_modules(place: str) -> tuple[str, ...]:
+    """List the modules of a command: itself, or those that a package may have, the request's first.
+
+    With `command` apart from `request`, `--help` imports nothing that is slow.
+    """
+    spec = find_spec(place)
+    if spec is None or spec.submodule_search_locations is None:
+        return (place,)
+    return tuple(f"{place}.{name}" for name in ("request", "command", "render"))
+
+
 def _list_modules(found: Any) -> Iterator[str]:
-    """List the modules that a plug-in names."""
+    """List the modules that a plug-in has to have."""
     if isinstance(found, Plugin):
-        yield from (f"{package}.request" for package in found.commands.values())
+        yield from (list_modules(place)[0] for place in found.commands.values())
         yield from (place.partition(":")[0] for place in (*found.formats, *found.engines))
 
 

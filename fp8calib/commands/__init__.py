@@ -2,12 +2,14 @@
 
 The module of a command has its request, its result, `run` and `describe`. It is imported with the
 parser; what imports torch is imported in `run`, but for `verify`: all but its request is in
-`_verify`. A plug-in's package has the same in the modules `request`, `command` and `render`.
+`_verify`. A plug-in's command is such a module, or a package that has the same in the modules
+`request`, `command` and `render`.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -27,27 +29,28 @@ SCHEMA_VERSION = 1
 def spell_commands() -> dict[str, str]:
     """Map all commands as they are typed to what the other functions of this module take.
 
-    That is a name of `COMMANDS`, or the package of a plug-in.
+    That is a name of `COMMANDS`, or the module or the package of a plug-in.
     """
     own = {name.replace("_", "-"): name for name in COMMANDS}
     return {**own, **plugin.list_commands(), **own}
 
 
-def _find_module(command: str, kind: str, needed: str) -> ModuleType | None:
-    """Import the module of a command that has a function; of a plug-in the one called `kind`."""
-    own = [f"{__name__}.{command}", f"{__name__}._{command}"]
-    places = [f"{command}.{kind}", f"{command}.request"] if "." in command else own
-    modules = (import_module(place) for place in places if find_spec(place))
+def _list_places(command: str) -> Sequence[str]:
+    """List the modules that a command may have; its request is in the first one."""
+    if "." in command:
+        return plugin.list_modules(command)
+    return f"{__name__}.{command}", f"{__name__}._{command}"
+
+
+def _find_module(command: str, needed: str) -> ModuleType | None:
+    """Import the first module of a command that has a function."""
+    modules = (import_module(place) for place in _list_places(command) if find_spec(place))
     return next((module for module in modules if hasattr(module, needed)), None)
-
-
-def _place_request(command: str) -> str:
-    return f"{command}.request" if "." in command else f"{__name__}.{command}"
 
 
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module whose name ends in Request."""
-    module = import_module(_place_request(command))
+    module = import_module(_list_places(command)[0])
     (found,) = (
         item
         for name, item in vars(module).items()
@@ -59,7 +62,7 @@ def find_request(command: str) -> type:
 
 def summarize(command: str) -> str:
     """Give the first line of a request's docstring, without importing the request."""
-    place = _place_request(command)
+    place = _list_places(command)[0]
     loader: Any = find_spec(place).loader  # type: ignore[union-attr] # there is one
     classes = (
         each for each in ast.parse(loader.get_source(place)).body if isinstance(each, ast.ClassDef)
@@ -71,11 +74,11 @@ def summarize(command: str) -> str:
 
 def find_implementation(command: str) -> ModuleType:
     """Import the module with the command's `run`."""
-    found = _find_module(command, "command", "run")
+    found = _find_module(command, "run")
     assert found is not None  # noqa: S101 -- every command has one
     return found
 
 
 def find_render(command: str) -> ModuleType | None:
     """Import the module whose `describe` describes the command's result; None if there is none."""
-    return _find_module(command, "render", "describe")
+    return _find_module(command, "describe")

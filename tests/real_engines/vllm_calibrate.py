@@ -30,7 +30,7 @@ def main() -> None:
     """Answer every job of stdin."""
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     prepare_for_forks()
-    import fp8calib.plugins.vllm.commands.calibrate.command  # noqa: F401, PLC0415 -- once for all forks
+    import fp8calib.plugins.vllm.commands.calibrate  # noqa: F401, PLC0415 -- once for all forks
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no reply

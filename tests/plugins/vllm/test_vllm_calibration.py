@@ -21,9 +21,9 @@ from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.machine import ProcessRank
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.plugins import vllm as plugin
-from fp8calib.plugins.vllm.commands.calibrate.command import check_engine
-from fp8calib.plugins.vllm.commands.calibrate.request import (
+from fp8calib.plugins.vllm.commands.calibrate import (
     VllmCalibrateRequest,
+    check_engine,
     parse_engine_options,
 )
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed

@@ -120,9 +120,7 @@ class Evaluator:
     def _ask_check(self, out: Path, engine: str) -> Mapping[str, Any]:
         if engine != RUN_IN_CHECK:
             return ask_check(out, engine)
-        with mock.patch(
-            "fp8calib.plugins.vllm.commands.check.command.ask_loader", self._ask_loader
-        ):
+        with mock.patch("fp8calib.plugins.vllm.loader.ask_loader", self._ask_loader):
             return ask_check(out, "", "--python", str(PYTHON), command=("vllm", "check"))
 
     def _save_model(self, case: Case) -> Path:

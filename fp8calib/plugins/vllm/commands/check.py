@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import KW_ONLY
 from pathlib import Path
 
+from fp8calib.commands import check as core
+from fp8calib.commands import options as shared
 from fp8calib.commands.check import CheckRequest, CheckResult
-from fp8calib.commands.checked import check_path
-from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.plugins.vllm.commands.check.request import VllmCheckRequest
-from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader
+
+describe = core.describe
+
+
+@request_class
+class VllmCheckRequest:
+    """Load a checkpoint with vLLM's own loader, without its weights, and compare the replay.
+
+    The exit code is that of `fp8calib check`.
+
+    Example: fp8calib vllm check MODEL-FP8 --python ~/vllm/bin/python
+    """
+
+    path: str | Path = option(
+        "PATH",
+        "A checkpoint folder or hub id.",
+        reads=Path,
+        check=shared.require_input("name a checkpoint folder"),
+    )
+    _: KW_ONLY
+    python: str | Path | None = option(
+        "--python PATH",
+        "The Python of an environment with vLLM; default this one.",
+        reads=Path,
+        default=None,
+    )
+    tp: int = option("--tp N", "Tensor-parallel degree; default 1.", least=1, default=1)
 
 
 def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
@@ -21,6 +49,9 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         UsageError: there is no such folder, or no vLLM in the environment.
         ModelError: the checkpoint cannot be read.
     """
+    with slow_imports():
+        from fp8calib.commands.checked import check_path
+        from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader
     python = Path(request.python or sys.executable)
 
     def amend(report: CheckReport, path: Path, geometry: ModelGeometry) -> CheckReport:

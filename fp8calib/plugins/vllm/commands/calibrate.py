@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
 from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from fp8calib.commands import calibrate as core
-from fp8calib.commands.calibrate import CalibrateResult
-from fp8calib.commands.job import CalibrationJob
-from fp8calib.commands.request import Reporter, as_function
+from fp8calib.commands.calibrate import CalibrateRequest, CalibrateResult
+from fp8calib.commands.command_line import slow_imports
+from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import RunPlan
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.machine import ALONE, ProcessRank
-from fp8calib.plugins.vllm.commands.calibrate.request import VllmCalibrateRequest
-from fp8calib.plugins.vllm.engine import EngineSettings, check_options
+
+if TYPE_CHECKING:
+    from fp8calib.commands.job import CalibrationJob
+    from fp8calib.plugins.vllm.engine import EngineSettings
+
+describe = core.describe
+
+
+def parse_engine_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """Read KEY=VALUE; a value is read as YAML, so that 0.8, true and {a: 1} are what they say.
+
+    Raises:
+        UsageError: a text has no `=`, or its value is not YAML.
+    """
+    if not texts:
+        return None
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--engine-option {text}: not KEY=VALUE")
+        try:
+            found[key.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--engine-option {text}: {value} is not a value") from error
+    return found
+
+
+@request_class
+class VllmCalibrateRequest(CalibrateRequest):
+    """Run the text of a calibration inside vLLM, which is installed here.
+
+    Example: fp8calib vllm calibrate MODEL --data calib.jsonl --tensor-parallel-size 8
+    """
+
+    _: KW_ONLY
+    tensor_parallel_size: int = option(
+        "--tensor-parallel-size N", "Tensor-parallel ranks of vLLM.", least=1, default=1
+    )
+    pipeline_parallel_size: int = option(
+        "--pipeline-parallel-size N", "Pipeline stages of vLLM.", least=1, default=1
+    )
+    engine_option: Mapping[str, Any] | None = option(
+        "--engine-option KEY=VALUE",
+        "Another argument of vLLM; repeat for more.",
+        reads=list[str],
+        collect=parse_engine_options,
+        default=None,
+    )
 
 
 def run(
@@ -26,7 +78,10 @@ def run(
         CalibrationError: vLLM cannot load or run the model, or gave NaN or infinity.
         Fp8CalibError: as `fp8calib.calibrate`.
     """
+    with slow_imports():
+        from fp8calib.plugins.vllm.engine import check_options
     check_engine(request, process_rank)
+    check_options(request.engine_option or {})
     return core.run(request, reporter, make_engine=partial(_make_settings, request))
 
 
@@ -50,11 +105,11 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
             f"vLLM starts its own processes; torchrun starts {process_rank.size} more",
             hint="use --tensor-parallel-size, or --shard I/N in each of them",
         )
-    check_options(request.engine_option or {})
 
 
 def _make_settings(request: VllmCalibrateRequest, job: CalibrationJob) -> EngineSettings:
-    """Make the settings of vLLM for a job."""
+    from fp8calib.plugins.vllm.engine import EngineSettings
+
     return EngineSettings(
         dtype=job.model.dtype,
         trust_remote_code=request.trust_remote_code,

@@ -1,12 +1,16 @@
-"""The request of `fp8calib vllm audit`."""
+"""Compare the scales that a running vLLM holds with what a checkpoint means."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
 from pathlib import Path
 
+from fp8calib.commands import check as core
 from fp8calib.commands import options as shared
-from fp8calib.commands.request import option, request_class
+from fp8calib.commands.check import CheckResult
+from fp8calib.commands.request import Reporter, option, request_class
+
+describe = core.describe
 
 
 @request_class
@@ -26,3 +30,16 @@ class VllmAuditRequest:
     )
     _: KW_ONLY
     url: str = option("--url URL", "The server, with its endpoints for development.")
+
+
+def run(request: VllmAuditRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
+    """Compare a server with a checkpoint.
+
+    Raises:
+        UsageError: there is no such folder.
+        ModelError: the checkpoint cannot be read.
+        ServerError: the server cannot be reached, sleeps, or lacks the extension.
+    """
+    from fp8calib.plugins.vllm.live import audit
+
+    return audit(request.url, request.path)

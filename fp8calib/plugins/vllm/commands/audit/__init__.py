@@ -1,1 +1,0 @@
-"""fp8calib vllm audit: the scales that a running vLLM holds."""

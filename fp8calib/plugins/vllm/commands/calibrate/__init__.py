@@ -1,1 +1,0 @@
-"""fp8calib vllm calibrate: vLLM runs the text of a calibration."""

@@ -1,1 +1,0 @@
-"""fp8calib vllm check: the verdict of vLLM's own loader."""
