@@ -77,15 +77,6 @@ class ProcessGroup:
             distributed.gather_object(own, gathered, group=self._group)
         return gathered or []
 
-    def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor of all processes. fp32 rounds: the last bits depend on their number."""
-        if self._watch is None:
-            return own
-        total = own.cpu().clone()
-        with self.peer_failures():
-            distributed.all_reduce(total, group=self._group)
-        return total.to(own.device)
-
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
         """Where the failure of a peer interrupts or breaks something, raise its error.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
 from fp8calib.plugins.gptq import gptq
-from fp8calib.plugins.gptq.result import GptqResult
+from fp8calib.plugins.gptq.command import GptqResult
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 

@@ -1,7 +1,7 @@
 """Processes of a run that wait to see the last of them die.
 
-The last one prints its process id and sleeps; meanwhile the others compute, or wait for its values
-or its tensors, as the argument says.
+The last one prints its process id and sleeps; meanwhile the others compute, or wait for its values,
+as the argument says.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ def run(group: ProcessGroup, what: str) -> None:
     if group.rank == group.size - 1:
         print(f"pid {os.getpid()}", flush=True)
         time.sleep(600)
-    elif what == "tensors":
-        group.sum(torch.ones(2))
     elif what == "values":
         group.all_gather(None)
     else:

@@ -1,26 +1,85 @@
-"""Write an FP8 checkpoint whose weights GPTQ rounds."""
+"""Write an FP8 checkpoint with weights rounded by GPTQ: calibrate layer by layer, round, write."""
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
-from fp8calib.calibration.processes import open_process_group
-from fp8calib.commands.quantized import apply_recipe, warn_of_quantized
+import torch
+
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.journal import Journal
+from fp8calib.calibration.observe import Observe
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.hub import find_folder
+from fp8calib.checkpoint.output import check_output
+from fp8calib.commands.job import CalibrationJob, work_folder
+from fp8calib.commands.model import plan_text, prepare_run_model
+from fp8calib.commands.quantize import QuantizeResult
+from fp8calib.commands.quantize import describe as describe_checkpoint
+from fp8calib.commands.quantized import (
+    apply_recipe,
+    finish_quantized,
+    list_layer_schemes,
+    warn_of_quantized,
+)
+from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
-from fp8calib.machine import ALONE, ProcessRank
-from fp8calib.plugins.gptq.job import GptqTask, open_gptq, plan_gptq, run_gptq
+from fp8calib.commands.written import require_servable
+from fp8calib.errors import ModelError, UsageError, cut_list
+from fp8calib.model.device import choose_device
+from fp8calib.model.load import open_source
+from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.numerics.rules import ScaleRules
+from fp8calib.numerics.schemes import list_without_calibration
+from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
+from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
+from fp8calib.plugins.gptq.input_map import map_inputs
+from fp8calib.plugins.gptq.layer_rounding import Rounding, count_code_bytes, open_codes
 from fp8calib.plugins.gptq.request import GptqRequest
-from fp8calib.plugins.gptq.result import GptqResult
-from fp8calib.quantization.settings import make_settings
+from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
+from fp8calib.quantization.calibrated_scales import (
+    check_stats_model,
+    find_scales,
+    split_static,
+)
+from fp8calib.quantization.ignored import span_layers, spell_options
+from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    QuantizePlan,
+    make_plan,
+    select_linears,
+)
+from fp8calib.quantization.select import Selection
+from fp8calib.quantization.settings import PlanSettings, make_settings
+from fp8calib.quantization.sources.decoded import check_unquantized
+from fp8calib.quantization.write import find_finished, write_checkpoint
+from fp8calib.text import Block, Line
+
+_SHOWN = 5
+_SMALLEST = "the smallest that saturate nothing"
+_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {SCALE_STEPS} for each row"
 
 
-def run(
-    request: GptqRequest, reporter: Reporter, process_rank: ProcessRank = ALONE
-) -> GptqResult | RunPlan | None:
-    """Quantize a checkpoint; a dry run gives the plan, other processes than the first one nothing.
+class GptqResult(QuantizeResult):
+    """The checkpoint that was written, and how each linear was rounded."""
+
+    rounded: tuple[RoundedLinear, ...]
+
+
+def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
+    """Quantize a checkpoint; a dry run gives the plan.
 
     Raises:
         UsageError: an option is invalid, the folder is in use, or no class runs the model.
@@ -41,27 +100,259 @@ def run(
         power_of_two=True,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
+    plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
+    out, rounded = Path(request.out), list[RoundedLinear]()
     with (
-        saved_model(request.model, Path(request.out), request.tokenizer) as model,
-        open_process_group(process_rank) as group,
+        saved_model(request.model, out, request.tokenizer) as name,
+        Checkpoint.open(find_folder(name, request.revision)) as checkpoint,
     ):
-        task = GptqTask(
-            request=request,
-            model=model,
-            settings=settings,
-            rules=recipe.scales.choice,
+        check_unquantized(checkpoint)
+        selection = select_linears(checkpoint, settings)
+        job = _make_job(request, name, checkpoint, settings, reporter)
+        static = split_static(settings, selection)[0]
+        if stats is not None:
+            check_stats_model(stats, checkpoint)
+        else:
+            _check_measured(job, static)
+
+        def plan(measured: CalibrationStats | None) -> QuantizePlan:
+            return _plan_checkpoint(
+                *(job, settings, selection, recipe.scales.choice),
+                given=stats,
+                measured=measured,
+                static=static,
+            )
+
+        expected = plan(None)
+        if not request.allow_unservable:
+            note = require_servable(expected, checkpoint.folder)
+            if note:
+                reporter.warn(note)
+        if request.dry_run:
+            return _describe_run(job, expected)
+        started = time.monotonic()
+        if request.resume and (written := find_finished(out, expected)) is not None:
+            reporter.say(f"{out} is finished already")
+        else:
+            check_output(out, expected.names, request.force, inputs=[job.model.source.folder])
+            with _rounded_codes(job) as (measured, codes):
+                expected = plan(measured)
+                reporter.stage("quantizing", expected.data_bytes, unit="bytes")
+                written = write_checkpoint(
+                    *(checkpoint, expected, out),
+                    device=torch.device("cpu"),
+                    advance=reporter.advance,
+                    resume=request.resume,
+                    force=request.force,
+                    inputs=inputs,
+                    rounded=codes,
+                )
+                rounded = _list_rounded(job, selection, codes)
+            shutil.rmtree(job.folder, ignore_errors=True)
+        made = finish_quantized(
+            *(request, checkpoint, expected, written),
+            folder=out,
+            started=started,
             stats=stats,
-            inputs=inputs,
-            reporter=reporter,
+            plain_caches=plain_caches,
         )
-        with open_gptq(task, group) as opened:
-            if request.dry_run:
-                return plan_gptq(opened)
-            plain = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
-            result = run_gptq(opened, plain)
-    if result is not None:
-        warn_of_quantized(result, request, reporter)
+    result = GptqResult(**dict(made), rounded=tuple(rounded))
+    warn_of_quantized(result, request, reporter)
     return result
+
+
+def describe(result: GptqResult, request: GptqRequest) -> Iterator[Block]:
+    """Describe how the weights were rounded, the checkpoint, and what engines do with it."""
+    rounded = result.rounded
+    chosen = [item for item in rounded if item.rounding == GPTQ]
+    gains = [
+        item.gptq_db - item.nearest_db
+        for item in chosen
+        if item.gptq_db is not None and item.nearest_db is not None
+    ]
+    gained = f": {median(gains):.1f} dB less output error in the median" if gains else ""
+    yield Line(f"{len(chosen)} of {len(rounded)} linears rounded by GPTQ{gained}")
+    for why in dict.fromkeys(item.why for item in rounded if item.why):
+        names = [item.module for item in rounded if item.why == why]
+        yield Line(f"  rounded to nearest ({why}): {cut_list(names, _SHOWN)}")
+    if raised := [item.module for item in rounded if (item.damping or 0) > DAMPING]:
+        shown = cut_list(raised, _SHOWN)
+        yield Line(f"  more damping, for a Hessian that was not positive: {shown}")
+    yield from describe_checkpoint(result, request)
+
+
+def _make_job(
+    request: GptqRequest,
+    name: str,
+    checkpoint: Checkpoint,
+    settings: PlanSettings,
+    reporter: Reporter,
+) -> CalibrationJob:
+    """Make the job that observes what static scales need, and rounds; it works beside the output.
+
+    Raises:
+        UsageError: there is no class that runs the model, or the text is too short to hold back a
+            part of it.
+        UnfilledModelError: the checkpoint does not hold the model that its config describes.
+    """
+    weights = settings.has_static_inputs
+    observe = Observe(kv=False, query=False, inputs=True, weights=weights)
+    recipe = apply_request(Recipe(name="gptq", observe=observe, formats=()), request)
+    recipe, rows = resolve_text(recipe, request.data)
+    try:
+        source = open_source(
+            name, revision=request.revision, trust_remote_code=request.trust_remote_code
+        )
+        model = prepare_run_model(
+            *(source, checkpoint, recipe),
+            name=name,
+            device=choose_device(request.device),
+            dtype=request.dtype,
+            memory=request.memory,
+        )
+    except UnfilledModelError:
+        raise  # of no use for any rounding
+    except ModelError as error:
+        raise UsageError(
+            f"GPTQ runs the model, which is not possible here: {error.message}",
+            hint="`fp8calib quantize` needs neither text nor a class of the model",
+        ) from error
+    text = plan_text(
+        *(source, recipe.data), rows=rows, part="calibrate", tokenizer=request.tokenizer
+    )
+    if (count := len(text.sequences)) < HELD_EVERY:
+        raise UsageError(
+            f"GPTQ needs at least {HELD_EVERY} sequences, and the data gives {count}: "
+            f"one of {HELD_EVERY} is held back to measure the error",
+            hint="use more text, more --samples, or a shorter --seq-len",
+        )
+    for warning in text.warnings:
+        reporter.warn(warning)
+    out = Path(request.out)
+    return CalibrationJob(
+        model=model,
+        recipe=recipe,
+        plan=text,
+        out=out.with_name(f"{out.name}.rounding"),
+        resume=request.resume,
+        force=request.force,
+        reporter=reporter,
+        layer_job=Rounding(settings),
+    )
+
+
+def _check_measured(job: CalibrationJob, static: Collection[Matrix]) -> None:
+    """Refuse linears of a static scheme whose inputs would not be measured, before the run."""
+    missing = map_inputs(job.model.prepared, static).unreached
+    if not missing:
+        return
+    patterns = dict.fromkeys(map(span_layers, missing))
+    raise UsageError(
+        f"no input of {next(iter(missing))} can be measured for a static scale",
+        hint=f"leave such linears unquantized: {spell_options(patterns)}; or choose a scheme that "
+        f"needs no input scales: {', '.join(list_without_calibration())}",
+    )
+
+
+def _describe_run(job: CalibrationJob, expected: QuantizePlan) -> RunPlan:
+    """Describe what would be run and written."""
+    schemes = list(list_layer_schemes(expected))
+    linears = expected.selection.quantized
+    return job.describe_plan(
+        job.choose_mode(),
+        out=str(job.folder).removesuffix(".rounding"),
+        writes=sorted(expected.names),
+        scheme=expected.settings.scheme.name,
+        **({"layer_schemes": schemes} if schemes else {}),
+        linears=len(linears),
+        output_size_bytes=expected.size_bytes,
+        work_disk_bytes=count_code_bytes(linears),
+    )
+
+
+@contextmanager
+def _rounded_codes(job: CalibrationJob) -> Iterator[tuple[CalibrationStats, RoundedCodes]]:
+    """Run the text and round all layers; give the statistics and the codes, which then go."""
+    mode, header = job.choose_mode(), job.make_header()
+    for text in mode.describe():
+        job.reporter.say(text)
+    with work_folder(job, header) as journal:
+        assert isinstance(journal, Journal)  # noqa: S101 -- no report is written there
+        stats, _ = job.run(mode, header, journal)
+        with open_codes(journal.folder) as codes:
+            yield stats, codes
+
+
+def _list_rounded(
+    job: CalibrationJob, selection: Selection, codes: RoundedCodes
+) -> list[RoundedLinear]:
+    """List how every quantized linear was rounded, in the order of the checkpoint."""
+    known = {rounded.module: rounded for rounded in codes.report()}
+    reasons = map_inputs(job.model.prepared, selection.quantized).unreached
+    return [
+        known.get(matrix.module)
+        or RoundedLinear(
+            module=matrix.module, rounding="nearest", why=reasons.get(matrix.module, "not reached")
+        )
+        for matrix in selection.quantized
+    ]
+
+
+def _plan_checkpoint(
+    job: CalibrationJob,
+    settings: PlanSettings,
+    selection: Selection,
+    rules: ScaleRules,
+    *,
+    given: CalibrationStats | None,
+    measured: CalibrationStats | None,
+    static: Collection[Matrix],
+) -> QuantizePlan:
+    """Plan the checkpoint with the scales of the given statistics, or of those that were measured.
+
+    Input scales that are still to be measured are 1, at their places.
+    """
+    measures_inputs = bool(static) and given is None
+    stats = given or (measured if measures_inputs else None)
+    if stats is not None:
+        scales = find_scales(stats, job.model.checkpoint, settings, selection, rules)
+    elif measures_inputs:
+        ones = {matrix.module: torch.tensor(1.0) for matrix in static}
+        scales = CalibratedScales(inputs=ones, kv={})
+    else:
+        scales = NO_SCALES
+    header, text = job.make_header(), job.plan
+    if scales.origin is None or measures_inputs:
+        origin = CalibrationOrigin(
+            model=header.model_fingerprint,
+            data=header.data_fingerprint,
+            text_start=header.text_start,
+        )
+        scales = replace(scales, origin=origin)
+    assert text is not None  # noqa: S101 -- gptq runs data
+    searched = {searches_scales(scheme) for scheme in settings.schemes}
+    how = _SEARCHED if searched == {True} else _SMALLEST
+    if len(searched) > 1:
+        how = f"per channel: {_SEARCHED}; others: {_SMALLEST}"
+    rounding = {
+        "rounding": GPTQ,
+        "data": text.fingerprint,
+        "sequences": len(text.sequences),
+        # one sequence of this many is not in the Hessians; on these the better rounding is chosen
+        "held_back": HELD_EVERY,
+        "damping": DAMPING,
+        "order": "by falling diagonal of the Hessian",
+        "tokens": f"scaled to the power {LENGTH_POWER} of their length",
+        "scales": how,
+        # the scales of inputs were measured on the same text, which determines them
+        "measures_inputs": measures_inputs,
+    }
+    return make_plan(
+        *(job.model.checkpoint, settings, selection),
+        scales=scales,
+        rounding=rounding,
+        measures_inputs=measures_inputs,
+    )
 
 
 gptq = as_function("gptq", GptqRequest, run)

@@ -1,21 +1,28 @@
-"""Round the weights of each layer once all batches have run through it."""
+"""Round the weights of each layer once all batches of a calibration have run through it."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.processes import LONE, ProcessGroup
+from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.commands.job import CalibrationJob
+from fp8calib.errors import UsageError
 from fp8calib.model.shapes import Layer
 from fp8calib.numerics.encode import decode_rows, encode_rows
 from fp8calib.numerics.schemes import Scheme
 from fp8calib.plugins.gptq.core import (
+    DAMPING,
+    SCALE_STEPS,
     HessianFactor,
     factorise,
     output_error,
@@ -23,8 +30,13 @@ from fp8calib.plugins.gptq.core import (
     search_scales,
     searches_scales,
 )
-from fp8calib.plugins.gptq.hessians import HessianCollector, HessianSums, LayerHessians
-from fp8calib.plugins.gptq.input_map import InputMap
+from fp8calib.plugins.gptq.hessians import (
+    LENGTH_POWER,
+    HessianCollector,
+    HessianSums,
+    LayerHessians,
+)
+from fp8calib.plugins.gptq.input_map import MappedInput, map_inputs
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.settings import PlanSettings
@@ -38,25 +50,28 @@ _FACTOR_COPIES = 5
 """Square float64 matrices while a Hessian is factorised."""
 _WEIGHT_COPIES = 7
 """Copies of a weight in float32 while it is rounded and its errors are measured."""
+_CODES = f"{NAME_PREFIX}rounding"
+"""The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingTask:
-    """The weights to round, and the inputs that they multiply."""
+class Rounding:
+    """Rounds the weights of each layer after the text has run through it (a `LayerJob`)."""
 
-    settings: PlanSettings
-    matrices: Collection[Matrix]
-    inputs: InputMap
+    why_streamed = "layer by layer: each layer is rounded after the text has run through it"
 
-    def estimate_bytes(self) -> int:
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+
+    def estimate_bytes(self, job: CalibrationJob) -> int:
         """Estimate the memory of a layer's Hessians, and of rounding a weight, at their largest.
 
         Linears that engines fuse read one input.
         """
         sums: dict[int, dict[str, int]] = defaultdict(dict)
         largest = 0
-        for matrix in self.matrices:
-            mapped = self.inputs.inputs.get(matrix.module)
+        matrices, inputs = self._find_inputs(job)
+        for matrix in matrices:
+            mapped = inputs.get(matrix.module)
             if mapped is None:
                 continue
             size = matrix.shape[1]
@@ -65,34 +80,85 @@ class RoundingTask:
             largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
 
+    def open(self, job: CalibrationJob, folder: Path) -> LayerRounding:
+        """Make what rounds the weights of each layer into the working folder of a run.
+
+        Raises:
+            ExportError: the disk cannot hold the codes.
+        """
+        matrices, inputs = self._find_inputs(job)
+        require_free_space(folder, count_code_bytes(matrices))
+        codes = RoundedCodes(folder / _CODES)
+        codes.begin(self._list_options())
+        return LayerRounding(job.model.checkpoint, self._settings, matrices, inputs, codes)
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse the codes of an interrupted run with other options.
+
+        Raises:
+            UsageError: the working folder holds such codes.
+        """
+        if not RoundedCodes(folder / _CODES).is_of(self._list_options()):
+            raise UsageError(
+                f"{folder}: the interrupted run had another scheme or other options",
+                hint="omit --resume to start again, or use the options of that run",
+            )
+
+    def _find_inputs(
+        self, job: CalibrationJob
+    ) -> tuple[Sequence[Matrix], Mapping[str, MappedInput]]:
+        """Find the weights to round, and the inputs that they multiply."""
+        matrices = job.select_matrices(self._settings).quantized
+        return matrices, map_inputs(job.model.prepared, matrices).inputs
+
+    def _list_options(self) -> dict[str, object]:
+        """List the options that the codes depend on, beside the model and the text."""
+        settings = self._settings
+        return {
+            "scheme": settings.scheme.name,
+            "power_of_two": settings.has_power_of_two_scales,
+            **({"layer_schemes": settings.layer_schemes} if settings.by_pattern else {}),
+            "ignore": sorted(self._settings.ignore),
+            "damping": DAMPING,
+            "length_power": LENGTH_POWER,
+            "scale_steps": SCALE_STEPS,
+        }
+
+
+def count_code_bytes(matrices: Collection[Matrix]) -> int:
+    """Count the bytes of the codes of weights, which the disk holds twice until the end."""
+    return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
+
+
+@contextmanager
+def open_codes(folder: Path) -> Iterator[RoundedCodes]:
+    """Open the codes in the working folder of a run."""
+    codes = RoundedCodes(folder / _CODES)
+    try:
+        yield codes
+    finally:
+        codes.close()
+
 
 class LayerRounding(HessianCollector):
-    """Collects the Hessians of each layer and rounds its weights (a `LayerWork`).
-
-    Several processes sum their Hessians, and the first process rounds.
-    """
+    """Collects the Hessians of each layer and rounds its weights (a `LayerWork`)."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        task: RoundingTask,
+        settings: PlanSettings,
+        matrices: Sequence[Matrix],
+        inputs: Mapping[str, MappedInput],
         codes: RoundedCodes,
-        *,
-        group: ProcessGroup = LONE,
     ) -> None:
-        inputs = task.inputs.inputs
-        by_layer: dict[int, list[Matrix]] = defaultdict(list)
-        for matrix in task.matrices:
-            if matrix.module in inputs:
-                by_layer[inputs[matrix.module].layer].append(matrix)
-        done = group.broadcast(lambda: [index for index in by_layer if codes.has_layer(index)])
-        self._todo = {index: found for index, found in by_layer.items() if index not in done}
+        self._todo: dict[int, list[Matrix]] = defaultdict(list)
+        for matrix in matrices:
+            mapped = inputs.get(matrix.module)
+            if mapped is not None and not codes.has_layer(mapped.layer):
+                self._todo[mapped.layer].append(matrix)
         super().__init__({inputs[m.module].runner for found in self._todo.values() for m in found})
-        self._checkpoint = checkpoint
-        self._task = task
-        self._inputs = inputs
-        self._codes = codes
-        self._group = group
+        self._checkpoint, self._settings, self._matrices = checkpoint, settings, matrices
+        self._inputs, self._codes = inputs, codes
 
     def finish_layer(self, layer: Layer) -> None:
         """Round the weights of a layer and write their codes."""
@@ -100,37 +166,25 @@ class LayerRounding(HessianCollector):
         matrices = self._todo.get(layer.index)
         if matrices is None:
             return
-        if self._group.size > 1:
-            hessians = _sum_ranks(hessians, self._group)
-        if self._group.is_first:
-            with ThreadPoolExecutor(1) as pool:
-                self._round_layer(layer.index, matrices, hessians, pool)
-        self._group.broadcast(lambda: True)  # no process saves a state after an unwritten layer
-
-    def forget(self) -> None:
-        """Drop the Hessians of the open layer; finished layers stay."""
-        self.take()
-
-    def _round_layer(
-        self,
-        index: int,
-        matrices: list[Matrix],
-        hessians: LayerHessians,
-        pool: ThreadPoolExecutor,
-    ) -> None:
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
-        reader = WeightReader(self._checkpoint, pool, device=device)
-        settings = self._task.settings
-        scales = WeightScales(self._task.matrices, reader)
-        with self._codes.written_layer(index, matrices, settings) as put:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            self._codes.written_layer(layer.index, matrices, self._settings) as put,
+        ):
+            reader = WeightReader(self._checkpoint, pool, device=device)
+            scales = WeightScales(self._matrices, reader)
             for sums, group in self._group_by_input(matrices, hessians):
                 rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     key = self._inputs[matrix.module].key
-                    scheme = settings.scheme_of(matrix.module)
+                    scheme = self._settings.scheme_of(matrix.module)
                     scale = scales.of_weight(matrix, scheme, weight)
                     put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
+
+    def forget(self) -> None:
+        """Drop the Hessians of the open layer; finished layers stay."""
+        self.take()
 
     def _group_by_input(
         self, matrices: list[Matrix], hessians: LayerHessians
@@ -211,39 +265,3 @@ class _InputRounding:
 
 def _to_db(signal: float, error: float) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
-
-
-def _sum_ranks(own: LayerHessians, group: ProcessGroup) -> LayerHessians:
-    """Sum the Hessians of all processes.
-
-    A linear that shares its input with others in some processes only is added to `changing`.
-    """
-    owners: dict[str, str] = {}
-    changing: set[str] = set()
-    counts: Mapping[str, list[int]] = {k: [s.num_used, s.num_held] for k, s in own.sums.items()}
-    joined: dict[str, list[int]] = {}
-    named = {
-        f"{k}/{part}": getattr(s, part) for k, s in own.sums.items() for part in ("used", "held")
-    }
-    shapes: dict[str, torch.Size] = {}
-    gathered = group.all_gather(
-        (own.owners, own.changing, counts, {name: x.shape for name, x in named.items()})
-    )
-    for other_owners, other_changing, other_counts, other_shapes in gathered:
-        for module, owner in other_owners.items():
-            if owners.setdefault(module, owner) != owner:
-                changing.add(module)
-        changing.update(other_changing)
-        for key, pair in other_counts.items():
-            joined[key] = [a + b for a, b in zip(joined.get(key, [0, 0]), pair, strict=True)]
-        shapes |= other_shapes
-    # zeros where this process saw nothing
-    summed = {
-        name: group.sum(named[name] if name in named else torch.zeros(shapes[name]))
-        for name in sorted(shapes)
-    }
-    sums = {
-        key: HessianSums(summed[f"{key}/used"], summed[f"{key}/held"], *pair)
-        for key, pair in joined.items()
-    }
-    return LayerHessians(sums=sums, owners=owners, changing=changing)

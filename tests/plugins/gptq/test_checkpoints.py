@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from fp8calib.calibration import journal
 from fp8calib.plugins.gptq.layer_rounding import LayerRounding
+from fp8calib.plugins.gptq.rounded_codes import RoundedCodes
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_config, change_tensors
@@ -377,14 +378,14 @@ def test_a_resumed_run_writes_the_same_bytes(
 
 
 def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    round_layer = LayerRounding._round_layer
+    write_layer = RoundedCodes.written_layer
     found: list[int] = []
 
-    def note(self: LayerRounding, index: int, *arguments: Any) -> None:
+    def note(self: RoundedCodes, index: int, *arguments: Any) -> Any:
         found.append(index)
-        round_layer(self, index, *arguments)
+        return write_layer(self, index, *arguments)
 
-    monkeypatch.setattr(LayerRounding, "_round_layer", note)
+    monkeypatch.setattr(RoundedCodes, "written_layer", note)
     return found
 
 
