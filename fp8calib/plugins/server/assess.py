@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.plugins.server.answers import ServerScores
 from fp8calib.plugins.server.decoding import DecodingAnswers, assess_decoding
 from fp8calib.plugins.server.diagnose import (
     Changes,
@@ -17,9 +18,7 @@ from fp8calib.plugins.server.diagnose import (
     needs_faults,
 )
 from fp8calib.plugins.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.plugins.server.faults import FaultRunner
-from fp8calib.plugins.server.hypotheses import Fault
-from fp8calib.plugins.server.kinds.kind import ServerScores
+from fp8calib.plugins.server.faults import Fault, FaultRunner
 from fp8calib.plugins.server.result import (
     EstimateResult,
     ExplanationResult,
@@ -80,7 +79,7 @@ class ServerEvidence:
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
     """The fault of each entry of `candidates` that is not a candidate of the report."""
-    layer_faults: FaultRunner | None = None
+    runner: FaultRunner | None = None
     """None where nothing is emulated."""
 
 
@@ -239,22 +238,24 @@ def _diagnose(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
     found = diagnose(given)
-    layers = evidence.layer_faults
-    if layers is None or not layers.bases or not needs_faults(found):
+    runner = evidence.runner
+    if runner is None or not runner.faults or not needs_faults(found):
         return found, evidence.faults
-    base = max(layers.bases, key=lambda name: given.fit(name).correlation or 0.0)
+    base = max(runner.faults, key=lambda name: given.fit(name).correlation or 0.0)
     few = Changes(
-        server=changes[: layers.num_tokens],
-        candidates={name: each[: layers.num_tokens] for name, each in given.candidates.items()},
-        lengths=lengths[: layers.num_sequences],
+        server=changes[: runner.num_tokens],
+        candidates={name: each[: runner.num_tokens] for name, each in given.candidates.items()},
+        lengths=lengths[: runner.num_sequences],
         noise=answers.noise,
     )
-    own = layers.faults_of(base)
+    own = runner.faults[base]
     faults = {**evidence.faults, **own}
-    whole = layers.run_whole(own)
+    whole = {name: each for name, each in own.items() if each.layer is None}
+    single = {name: each for name, each in own.items() if each.layer is not None}
+    effects = runner.run(whole, "faults of all layers")
     if whole:
-        tried = explain_with_faults(found, few, base, own, whole)
+        tried = explain_with_faults(found, few, base, own, effects)
         if tried.name in whole and not needs_faults(tried):
             return tried, faults
-    effects = {**layers.run_layers(own), **whole}
+    effects = {**runner.run(single, f"{len(single)} faults of single layers"), **effects}
     return explain_with_faults(found, few, base, own, effects), faults

@@ -11,14 +11,11 @@ import math
 import os
 import random
 import re
-import socket
-import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any, Self, TypeVar
 
 from fp8calib import __version__
@@ -33,17 +30,12 @@ except ModuleNotFoundError as error:
 
 T = TypeVar("T")
 _BUSY = frozenset({408, 429, 502, 503, 504})
-_GATEWAY = 502
-_GATEWAY_S = 30.0
-"""A proxy that answers so for longer has no server behind it."""
 _SAID_S = 30.0
 """The shortest time between two notes on requests that are sent again."""
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 _CONNECT_S = 10.0
 """The longest wait for a connection, TLS included; then another is tried."""
-_RESOLVE_S = 8.0
-"""The longest wait for the address of a host, a part of it."""
 _ATTEMPTS = 2
 """How often a request is sent, at least, within the time-out."""
 _LAST_PART = 8
@@ -54,10 +46,14 @@ _BROKEN_CONNECTIONS = 3
 _SHOWN = 300
 _LEAST_KEY = 8
 """A shorter key is a placeholder such as `none`, which any message may hold."""
-_HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
-_HINT_GATEWAY = "a proxy answers, and no server behind it: is the server running?"
-_HINT_TLS = "set SSL_CERT_FILE to the certificate of the server's authority, or check the URL"
-_HINT_BROKEN = "is the server running, and is the URL right? its log may name the cause"
+_HINT_BUSY = (
+    "wait until it is free, raise --server-timeout, or lower --server-concurrency; behind a proxy, "
+    "is the server running?"
+)
+_HINT_BROKEN = (
+    "is the server running, and is the URL right? its log may name the cause; SSL_CERT_FILE names "
+    "the certificate of its authority"
+)
 _HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
 
@@ -101,22 +97,18 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     Raises:
         UsageError: the URL is not that of a server or holds a password, or the key cannot be sent.
     """
-    hint = "give it like http://localhost:8000"
     try:
         parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise UsageError(f"{option}: not a URL: {first_line(error)}", hint=hint) from error
-    if parsed.port is not None and not 0 < parsed.port < 2**16:
-        raise UsageError(f"{option}: not a URL: port {parsed.port} is not 1 to 65535", hint=hint)
-    if parsed.userinfo:
+        is_url = parsed.scheme in {"http", "https"} and bool(parsed.host)
+        is_url = is_url and not (parsed.userinfo or parsed.query or parsed.fragment)
+        is_url = is_url and (parsed.port is None or 0 < parsed.port < 2**16)
+    except (httpx.InvalidURL, ValueError):
+        is_url = False
+    if not is_url:  # it may hold a password, so the message does not
         raise UsageError(
-            f"{option}: the URL holds a user name or a password",
-            hint=f"put the key into the environment variable {variable}",
+            f"{option}: not the http or https URL of a server",
+            hint=f"write it like http://localhost:8000; {variable} holds the API key",
         )
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise UsageError(f"{option} {shorten(url)}: not a http or https URL", hint=hint)
-    if parsed.query or parsed.fragment:
-        raise UsageError(f"{option} {parsed.host}: the URL ends with a query", hint=hint)
     path = parsed.path.rstrip("/").removesuffix("/v1")
     base = str(parsed.copy_with(raw_path=path.encode() or b"/")).rstrip("/")
     key = os.environ.get(variable, "").strip()
@@ -158,51 +150,14 @@ class RequestCount:
             self.say(f"{why}; asking again")
 
 
-class ServerLoop(asyncio.SelectorEventLoop):
-    """An event loop that does not wait for a slow resolver, not even when it closes.
-
-    asyncio resolves names in threads that it joins when the loop closes. These threads are not
-    joined.
-    """
-
-    async def getaddrinfo(
-        self, host: bytes | str | None, port: bytes | str | int | None, **options: int
-    ) -> Any:
-        """Find the addresses of a host.
-
-        Raises:
-            OSError: there is none, or none is found in time.
-        """
-        found: Future[Any] = Future()
-        found.set_running_or_notify_cancel()  # the thread may set a result that nobody waits for
-
-        def resolve() -> None:
-            try:
-                found.set_result(socket.getaddrinfo(host, port, **options))
-            except (OSError, UnicodeError) as error:
-                found.set_exception(error)
-
-        Thread(target=resolve, daemon=True).start()
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(found), _RESOLVE_S)
-        except TimeoutError as error:
-            name = host.decode() if isinstance(host, bytes) else host
-            raise OSError(f"the address of {name} was not found within {_RESOLVE_S:g} s") from error
-
-
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run it to its end, in another thread where a loop runs in this one, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run_here(work)
+        return asyncio.run(work)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_run_here, work).result()
-
-
-def _run_here(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=ServerLoop) as runner:
-        return runner.run(work)
+        return pool.submit(asyncio.run, work).result()
 
 
 class ServerClient:
@@ -256,49 +211,38 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Response:
         until = time.monotonic() + self._timeout_s
-        without_server: float | None = None  # since when
         delay, broken = _FIRST_DELAY_S, 0
         while True:
-            wait: float | None = None
-            hint = _HINT_BUSY
+            pause, hint = 0.0, _HINT_BUSY
             left = until - time.monotonic()
             limit = min(left, self._timeout_s / _ATTEMPTS)
             try:
                 async with asyncio.timeout(limit):
-                    answer, wait = await self._attempt(method, path, body)
+                    answer, pause = await self._attempt(method, path, body)
+                if answer.status not in _BUSY:
+                    return self._checked(path, answer)
                 why = f"answers {answer.status}: {answer.text}"
             except TimeoutError as error:
+                why, hint = f"no answer within {self._timeout_s:g} s", _HINT_LATE
                 if limit == left:
-                    why = f"{path}: no answer within {self._timeout_s:g} s"
-                    raise self._fail(why, _HINT_LATE) from error
-                why, hint = "no answer", _HINT_LATE
+                    raise self._fail(f"{path}: {why}", hint) from error
                 delay = min(delay, limit / 4)  # most of what is left is for the answer
             except (httpx.TransportError, httpx.DecodingError) as error:
                 broken += 1
-                tls = _find_tls(error)
-                why, hint = self._explain_broken(error, tls), _HINT_TLS if tls else _HINT_BROKEN
-                if broken == _BROKEN_CONNECTIONS or tls:
+                why, hint = self._explain_broken(error), _HINT_BROKEN
+                if broken == _BROKEN_CONNECTIONS:
                     raise self._fail(f"{path}: {why}", hint) from error
-            else:
-                if answer.status not in _BUSY:
-                    return self._checked(path, answer)
-                if answer.status == _GATEWAY:
-                    now = time.monotonic()
-                    without_server = without_server or now
-                    if now - without_server > _GATEWAY_S:
-                        raise self._fail(f"{path}: {why}, for {_GATEWAY_S:g} s", _HINT_GATEWAY)
-            pause = min(max(delay, wait or 0.0), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
+            pause = min(max(delay, pause), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
             delay *= 2
             rest = until - self._timeout_s / _LAST_PART - time.monotonic()
             if rest <= 0:
                 raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
-            pause = min(pause, rest)  # a server may be free before the time that it names
             self._count.repeat(f"{self.endpoint.url}{path}: {why}")
-            await asyncio.sleep(pause)
+            await asyncio.sleep(min(pause, rest))  # it may be free before the time that it names
 
     async def _attempt(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[Response, float | None]:
+    ) -> tuple[Response, float]:
         """Send a request once; give the answer, and the seconds that a busy server asks for."""
         async with self._client.stream(method, self.endpoint.url + path, json=body) as response:
             raw = bytearray()
@@ -309,7 +253,8 @@ class ServerClient:
                         f"{path}: the answer is longer than {_LARGEST_BYTES // 2**20} MiB",
                         "use a smaller --server-logprobs or --seq-len",
                     )
-            return self._read(response, bytes(raw)), _read_delay(response)
+        wait = response.headers.get("retry-after", "")
+        return self._read(response, bytes(raw)), float(wait) if wait.isdecimal() else 0.0
 
     def _read(self, response: httpx.Response, raw: bytes) -> Response:
         try:
@@ -342,16 +287,15 @@ class ServerClient:
             raise self._fail(f"{path}: {answer.text}", "give the URL it is redirected to")
         return answer
 
-    def _explain_broken(self, error: httpx.RequestError, tls: BaseException | None) -> str:
-        if tls is not None:
-            return f"TLS: {self._clean(first_line(tls))}"
+    def _explain_broken(self, error: httpx.RequestError) -> str:
         if isinstance(error, httpx.ConnectTimeout):
             return f"no connection within {_CONNECT_S:g} s"
+        said = self._clean(first_line(error))
         if isinstance(error, httpx.ConnectError):
-            return f"no connection: {self._clean(first_line(error))}"
+            return f"no connection: {said}"
         if isinstance(error, httpx.DecodingError):
-            return f"the answer cannot be decompressed: {self._clean(first_line(error))}"
-        return f"the connection broke: {self._clean(first_line(error))}"
+            return f"the answer cannot be decompressed: {said}"
+        return f"the connection broke: {said}"
 
     def _fail(self, what: str, hint: str) -> ServerError:
         return ServerError(f"{self.endpoint.url}{what}", hint=hint)
@@ -365,18 +309,3 @@ def _find_message(body: Any) -> str:
     if isinstance(found, dict):
         found = found.get("message", "")
     return found if isinstance(found, str) else json.dumps(found)
-
-
-def _read_delay(response: httpx.Response) -> float | None:
-    try:
-        return max(float(response.headers.get("retry-after", "")), 0.0)
-    except ValueError:
-        return None
-
-
-def _find_tls(error: httpx.RequestError) -> BaseException | None:
-    """Find the TLS error behind a broken connection."""
-    found: BaseException | None = None if isinstance(error, httpx.TimeoutException) else error
-    while found is not None and not isinstance(found, ssl.SSLError):
-        found = found.__cause__ or found.__context__
-    return found

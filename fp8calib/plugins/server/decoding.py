@@ -13,7 +13,7 @@ from itertools import takewhile
 
 import torch
 
-from fp8calib.plugins.server.kinds.kind import ServerScores
+from fp8calib.plugins.server.answers import ServerScores
 from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.plugins.server.served_hooks import count_prompt
 from fp8calib.verification.paired import compare_paired

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from fp8calib.plugins.server.hypotheses import Fault
+from fp8calib.plugins.server.faults import Fault
 from fp8calib.verification.summary import standard_error
 
 UNQUANTIZED = "unquantized"

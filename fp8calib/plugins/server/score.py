@@ -11,6 +11,7 @@ import torch
 
 from fp8calib.calibration.progress import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
+from fp8calib.plugins.server.answers import AnswerError, SequenceScores, ServerScores
 from fp8calib.plugins.server.client import (
     Endpoint,
     RequestCount,
@@ -21,7 +22,6 @@ from fp8calib.plugins.server.client import (
 )
 from fp8calib.plugins.server.decoding import Decoded, count_written
 from fp8calib.plugins.server.kinds import ServerKind
-from fp8calib.plugins.server.kinds.kind import AnswerError, SequenceScores, ServerScores
 from fp8calib.plugins.server.recognise import check_tokenizer, recognise
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.written import SEED, count_given

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.plugins.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
-from fp8calib.plugins.server.hypotheses import Fault
+from fp8calib.plugins.server.faults import Fault
 from fp8calib.verification.report import SCALE_ONE
 
 _CLOSE = 0.9

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8calib.plugins.plan.choices import keep_modules
+from fp8calib.plugins.server.answers import SequenceScores, ServerScores
 from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
-from fp8calib.plugins.server.kinds.kind import SequenceScores, ServerScores
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import run
 from tests.plugins.server import planted

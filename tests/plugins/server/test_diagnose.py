@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8calib.model.shapes import Site
 from fp8calib.plugins.server.diagnose import (
     UNQUANTIZED,
     Changes,
@@ -18,11 +19,7 @@ from fp8calib.plugins.server.diagnose import (
     explain_with_faults,
     needs_faults,
 )
-from fp8calib.plugins.server.hypotheses import (
-    Fault,
-    lose_kv_scales,
-    lose_query_scales,
-)
+from fp8calib.plugins.server.faults import Fault, list_kv_faults, list_query_faults
 from fp8calib.verification.emulation.candidate import Candidate
 from tests.plugins.server import planted
 
@@ -193,11 +190,10 @@ def test_lost_q_scales_are_a_fault_of_their_own(folder: Path) -> None:
     """Only a q that has another scale than 1.0 can lose it."""
     runner = planted.Runner(folder, torch.float32, "vllm")
     unscaled = runner.emulate(None)
-    assert lose_query_scales("x", unscaled) == {}
     q_sites = [site for site in unscaled.quantizers if site.role == "q"]
-    scaled = runner.emulate(dict.fromkeys(unscaled.quantizers, 0.5))
-    (fault,) = lose_query_scales("x", scaled).values()
-    assert fault.layer is None
+    scaled = replace(runner.emulate(dict.fromkeys(unscaled.quantizers, 0.5)), name="x")
+    ((name, fault),) = list_query_faults([unscaled, scaled]).items()
+    assert (name, fault.layer) == ("x without its q scales", None)
     for site in unscaled.quantizers:
         scale = fault.emulation.quantizers[site].scale
         expected = scaled.quantizers[site].scale
@@ -208,14 +204,19 @@ def test_lost_k_or_v_scales_are_faults_where_both_have_scales(folder: Path) -> N
     """Otherwise it is the candidate, or scale 1.0."""
     runner = planted.Runner(folder, torch.float32)
     sites = list(runner.emulate(None).quantizers)
-    for role in ("k", "v"):
-        only = runner.emulate({site: 3.0 if site.role == role else 1.0 for site in sites})
-        assert lose_kv_scales("x", only) == {}
-    faults = lose_kv_scales("x", runner.emulate(dict.fromkeys(sites, 3.0)))
-    assert list(faults) == ["x without its k scales", "x without its v scales"]
-    for role, fault in zip(("k", "v"), faults.values(), strict=True):
-        assert fault.layer is None
-        quantizers = fault.emulation.quantizers
+    names = {role: f"x without its {role} scales" for role in ("k", "v")}
+
+    def find(values: dict[Site, float]) -> Mapping[str, Fault]:
+        candidate = replace(runner.emulate(values), name="x")
+        faults = list_kv_faults(candidate, runner.geometry)
+        return {name: faults[name] for name in names.values() if name in faults}
+
+    for role in names:
+        assert not find({site: 3.0 if site.role == role else 1.0 for site in sites})
+    faults = find(dict.fromkeys(sites, 3.0))
+    for role, name in names.items():
+        assert faults[name].layer is None
+        quantizers = faults[name].emulation.quantizers
         assert {s for s in sites if quantizers[s].scale == 1.0} == {
             s for s in sites if s.role == role
         }

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.plugins.server.answers import AnswerError
 from fp8calib.plugins.server.kinds import KINDS
-from fp8calib.plugins.server.kinds.kind import AnswerError
 
 IDS = [5, 3, 8]
 SGLANG = json.loads(
