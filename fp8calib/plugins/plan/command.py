@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from fp8calib.calibration.calibration_stats import (
     load_stats,
     save_stats,
 )
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.output import resumable_folder
+from fp8calib.checkpoint.output import resumable_folder, write_file_atomic
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
@@ -29,14 +31,19 @@ from fp8calib.plugins.plan.recipe import (
     require_loaded,
     spell_recipe,
 )
-from fp8calib.plugins.plan.render import write_plan_page
-from fp8calib.plugins.plan.report import CHOSEN, make_report
+from fp8calib.plugins.plan.report import CHOSEN, PlanResult, make_report
 from fp8calib.plugins.plan.request import RULES, PlanRequest
-from fp8calib.plugins.plan.result import PlanResult
 from fp8calib.plugins.plan.search import Search
+from fp8calib.text import Answer, Block, Cell, Line, Table
+from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.opened import require_head
+from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_curve, place_chart
+from fp8calib.verification.page.page import Section, render
+from fp8calib.verification.report import describe_pair
 
 PAGE_NAME = "plan.html"
+_SHOWN = 24
+"""Groups in a terminal; the page has all."""
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
 
 
@@ -72,7 +79,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
             stats = _calibrate(opened, folder, reporter, is_known=is_known)
             result = _plan(opened, stats, folder, measurements, reporter)
             (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
-            write_plan_page(result, folder / PAGE_NAME)
+            _write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
         if text not in told:
             reporter.warn(text)
@@ -165,6 +172,119 @@ def _describe_run(opened: OpenedPlan, reporter: Reporter) -> RunPlan:
             **_make_job(opened, reporter).choose_mode().as_json(),
         }
     )
+
+
+def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
+    """Describe the plan."""
+    yield Line(f"{result.budget}: {result.why}")
+    yield Line(_describe_sum(result))
+    yield Line()
+    yield _frontier_table(result)
+    yield Line()
+    yield _groups_table(result, most=_SHOWN)
+    yield Line()
+    own = "" if request.stats else f", {STATS_NAME}"
+    written = f"{result.recipe}, {PAGE_NAME}, {REPORT_NAME}{own}"
+    lines = {"next": result.write, "serve": result.serve, f"written to {result.out}": written}
+    yield Answer("\n".join(f"{name}: {text}" for name, text in lines.items() if text))
+
+
+def _describe_sum(result: PlanResult) -> str:
+    """Say how far the sum of the groups is from the plan."""
+    return (
+        f"on the {result.search_tokens:,} tokens of the search the plan has KLD "
+        f"{format_kld(result.searched_kld)} nats, and its groups alone add up to "
+        f"{format_kld(result.summed_kld)} ({result.passes} passes)"
+    )
+
+
+def _frontier_table(result: PlanResult) -> Table:
+    """List the plans that were run on the text that is held out."""
+    return Table(
+        title=f"plans on {result.tokens:,} tokens that are held out, in {result.sequences} "
+        f"sequences ({result.emulated})",
+        columns=["plan", "size", "KLD mean ± se", "ratio", "against the plan"],
+        rows=[
+            [
+                Cell("the plan", kind="name") if point.is_chosen else point.name,
+                format_size(point.size_bytes),
+                format_mean_kld(point.kld_mean, point.kld_se),
+                f"{point.ppl_ratio:.4f}",
+                "" if point.against_chosen is None else describe_pair(point.against_chosen),
+            ]
+            for point in result.frontier
+        ],
+        words=(0, 4),
+    )
+
+
+def _groups_table(result: PlanResult, *, most: int | None = None) -> Table:
+    """List the groups, those that cost most first."""
+    ranked = sorted(
+        result.groups,
+        key=lambda group: max((choice.kld_mean for choice in group.choices), default=0.0),
+        reverse=True,
+    )
+    shown = ranked[:most]
+    title = "groups, by their most costly choice"
+    if len(shown) < len(ranked):
+        title = f"{title}: {len(shown)} of {len(ranked)}"
+    return Table(
+        title=title,
+        columns=["group", "choice", "saves", "why"],
+        rows=[
+            [group.name, group.choice, format_size(group.saved_bytes), group.why] for group in shown
+        ],
+        words=(0, 1, 3),
+    )
+
+
+def _write_plan_page(result: PlanResult, path: Path) -> None:
+    """Write the page atomically.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    sections = [
+        Section(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
+        Section(title="Groups, by their most costly choice", table=_groups_table(result)),
+    ]
+    page = render(
+        title="FP8 plan of ",
+        subject=result.model,
+        headline=f"{result.budget}: {result.why}",
+        details=[_describe_sum(result)],
+        warnings=result.warnings,
+        command="\n".join(filter(None, (result.write, result.serve))),
+        first=replace(_frontier_table(result), title=""),
+        badges={},
+        run=(
+            f"{result.emulated}, emulated",
+            f"{result.tokens:,} tokens that are held out",
+            f"{result.dtype} on {result.device}",
+        ),
+        sections=sections,
+        provenance=result.provenance,
+        facts={},
+    )
+    write_file_atomic(path, page.encode("utf-8", "replace"))
+
+
+def _draw_frontier(result: PlanResult) -> list[Figure]:
+    points = sorted(result.frontier, key=lambda point: point.size_bytes)
+    chosen = [point if point.is_chosen else None for point in points]
+    uniform = [point if point.is_uniform and not point.is_chosen else None for point in points]
+    others = [None if point.is_uniform or point.is_chosen else point for point in points]
+    curves = [
+        kld_curve("the plan", STYLES[1], chosen),
+        kld_curve("other plans", STYLES[0], others),
+        kld_curve("one scheme for all", BASELINE, uniform),
+    ]
+    places = [
+        (f"{point.size_bytes / 1e6:.4g}", f"{point.name}: {format_size(point.size_bytes)}")
+        for point in points
+    ]
+    return [place_chart("KLD by size", places, curves, x_title="size, MB")]
 
 
 plan = as_function("plan", PlanRequest, run)

@@ -15,8 +15,9 @@ from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
-from fp8calib.plugins.kv_types.command import _spell_next
-from fp8calib.plugins.kv_types.result import CacheResult, recommend
+from fp8calib.plugins.kv_types.command import CacheResult, _spell_next, describe, recommend
+from fp8calib.plugins.kv_types.request import KvTypesRequest
+from fp8calib.text import Table
 from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
 from tests import zoo
 from tests.cli.program import fail, succeed
@@ -44,7 +45,8 @@ def test_types_have_their_figures_and_who_serves_them(model: PreTrainedModel) ->
     assert rows[SCALE_ONE].dtype == "fp8"
     for row in rows.values():
         assert row.tokens == int(2**30 / row.bytes_per_token)
-    table = result.make_table()
+    table = next(iter(describe(result, KvTypesRequest(model))))
+    assert isinstance(table, Table)
     shown = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert shown["nvfp4"]["GPUs"] == "sm_100, sm_103"
     assert shown[SCALE_ONE]["GPUs"] == "sm_80 to sm_121, gfx942 to gfx1201"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import fp8calib
 from fp8calib.plugins.plan import plan
-from fp8calib.plugins.plan.result import PlanResult
+from fp8calib.plugins.plan.report import PlanResult
 from tests import zoo
 from tests.cli.conftest import save_changed, save_tokenizer, write_rows
 from tests.cli.program import succeed
