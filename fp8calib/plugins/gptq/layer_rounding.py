@@ -118,7 +118,7 @@ class Rounding:
             "scheme": settings.scheme.name,
             "power_of_two": settings.has_power_of_two_scales,
             **({"layer_schemes": settings.layer_schemes} if settings.by_pattern else {}),
-            "ignore": sorted(self._settings.ignore),
+            "ignore": sorted(settings.ignore),
             "damping": DAMPING,
             "length_power": LENGTH_POWER,
             "scale_steps": SCALE_STEPS,
