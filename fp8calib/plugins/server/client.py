@@ -12,14 +12,13 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from fp8calib import __version__
-from fp8calib.errors import Fp8CalibError, ServerError, UsageError, first_line, shorten
+from fp8calib.errors import ServerError, UsageError, first_line, shorten
 
 try:
     import httpx
@@ -117,19 +116,6 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
             f"{variable}: the key cannot be sent in a header", hint="use printable ASCII characters"
         )
     return Endpoint(url=base, option=option, variable=variable, key=key)
-
-
-@contextmanager
-def hidden_key(endpoint: Endpoint) -> Iterator[None]:
-    """Take the key out of the messages of errors: they may quote any part of an answer."""
-    try:
-        yield
-    except Fp8CalibError as error:
-        if len(endpoint.key) >= _LEAST_KEY:
-            error.message = error.message.replace(endpoint.key, "***")
-            error.hint = error.hint.replace(endpoint.key, "***")
-            error.args = (error.message,)
-        raise
 
 
 @dataclass(slots=True)
@@ -257,6 +243,9 @@ class ServerClient:
         return self._read(response, bytes(raw)), float(wait) if wait.isdecimal() else 0.0
 
     def _read(self, response: httpx.Response, raw: bytes) -> Response:
+        """Read an answer without the key, which it may repeat anywhere."""
+        if len(self.endpoint.key) >= _LEAST_KEY:
+            raw = raw.replace(self.endpoint.key.encode(), b"***")
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -266,14 +255,7 @@ class ServerClient:
             text = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
         if response.has_redirect_location:
             text = f"a redirection to {httpx.URL(response.headers['location']).host or 'a path'}"
-        return Response(status=response.status_code, body=body, text=self._clean(text))
-
-    def _clean(self, text: str) -> str:
-        """Shorten a text of the server to one line without the key, which it may repeat."""
-        line = " ".join(text.split())
-        if self.endpoint.key:
-            line = line.replace(self.endpoint.key, "***")
-        return shorten(line[:_SHOWN]) or "nothing"
+        return Response(status=response.status_code, body=body, text=_shorten(text) or "nothing")
 
     def _checked(self, path: str, answer: Response) -> Response:
         if answer.status in {401, 403}:
@@ -290,7 +272,7 @@ class ServerClient:
     def _explain_broken(self, error: httpx.RequestError) -> str:
         if isinstance(error, httpx.ConnectTimeout):
             return f"no connection within {_CONNECT_S:g} s"
-        said = self._clean(first_line(error))
+        said = _shorten(first_line(error))
         if isinstance(error, httpx.ConnectError):
             return f"no connection: {said}"
         if isinstance(error, httpx.DecodingError):
@@ -299,6 +281,10 @@ class ServerClient:
 
     def _fail(self, what: str, hint: str) -> ServerError:
         return ServerError(f"{self.endpoint.url}{what}", hint=hint)
+
+
+def _shorten(text: str) -> str:
+    return shorten(" ".join(text.split())[:_SHOWN])
 
 
 def _find_message(body: Any) -> str:

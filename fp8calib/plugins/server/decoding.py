@@ -15,7 +15,6 @@ import torch
 
 from fp8calib.plugins.server.answers import ServerScores
 from fp8calib.plugins.server.result import ServerDecodeResult
-from fp8calib.plugins.server.served_hooks import count_prompt
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
 
@@ -122,8 +121,3 @@ def _describe(pair: PairedResult, rms: float, noise: float) -> str:
             return f"Whether decoding and prompts agree cannot be told: {size}{tell_more(pair)}."
         case _:
             return f"Decoding and prompts agree: the same tokens differ by {size}."
-
-
-def count_written(length: int) -> int:
-    """Count the tokens of a sequence that a server writes."""
-    return length - count_prompt(length)

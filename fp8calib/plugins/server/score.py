@@ -17,13 +17,13 @@ from fp8calib.plugins.server.client import (
     RequestCount,
     Response,
     ServerClient,
-    hidden_key,
     run_to_end,
 )
-from fp8calib.plugins.server.decoding import Decoded, count_written
+from fp8calib.plugins.server.decoding import Decoded
 from fp8calib.plugins.server.kinds import ServerKind
 from fp8calib.plugins.server.recognise import check_tokenizer, recognise
 from fp8calib.plugins.server.request import ServerRequest
+from fp8calib.plugins.server.served_hooks import count_prompt
 from fp8calib.plugins.server.written import SEED, count_given
 
 T = TypeVar("T")
@@ -70,23 +70,11 @@ class Server:
 
         async def ask(client: ServerClient, number: int) -> SequenceScores:
             ids = sequences[number].tolist()
-            answer = await client.post(kind.path, kind.make_scoring(self.model, ids, num_top))
-            where = f"{client.endpoint.url}{kind.path}: "
-            if not answer.is_ok:
-                raise _refuse(kind, where, answer, len(ids), num_top)
-            if answer.body is None:
-                raise ServerError(
-                    f"{where}the answer is not JSON: {answer.text}",
-                    hint="is there a proxy before the server? name the server itself",
-                )
-            try:
-                scores = kind.read_scores(answer.body, ids, num_top)
-            except AnswerError as error:
-                raise ServerError(
-                    f"{where}the answer to sequence {number} (counting from 0) {error.message}",
-                    hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
-                ) from error
-            self._require_vocabulary(f"{where}the answer", scores.top_ids.flatten().tolist())
+            body = kind.make_scoring(self.model, ids, num_top)
+            scores = await self._ask(
+                client, body, lambda answer: kind.read_scores(answer, ids, num_top), number
+            )
+            self._require_vocabulary(scores.top_ids.flatten().tolist(), number)
             return scores
 
         return ServerScores(
@@ -109,9 +97,10 @@ class Server:
         async def ask(client: ServerClient, number: int) -> torch.Tensor:
             start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
             body = kind.make_writing(self.model, start, count, SEED + number)
-            read = kind.read_written
-            more = await self._continue(client, number, body, lambda answer: read(answer, count))
-            self._require_vocabulary(self._name_continuation(number), more)
+            more = await self._ask(
+                client, body, lambda answer: kind.read_written(answer, count), number
+            )
+            self._require_vocabulary(more, number)
             return torch.tensor([*start, *more])
 
         return self._ask_each(sequences, ask, progress, "writing text")
@@ -127,46 +116,67 @@ class Server:
         kind = self.kind
 
         async def ask(client: ServerClient, number: int) -> Decoded:
-            count = count_written(len(sequences[number]))
-            start = sequences[number][:-count].tolist()
+            start = sequences[number][: count_prompt(len(sequences[number]))].tolist()
+            count = len(sequences[number]) - len(start)
             body = kind.make_decoding(self.model, start, count)
-            read = kind.read_decoded
-            more = await self._continue(client, number, body, lambda answer: read(answer, count))
+            more = await self._ask(
+                client, body, lambda answer: kind.read_decoded(answer, count), number
+            )
             tokens, logprobs = zip(*more, strict=True)
-            self._require_vocabulary(self._name_continuation(number), tokens)
+            self._require_vocabulary(tokens, number)
             ids = torch.tensor([*start, *tokens])
             return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
 
         return self._ask_each(sequences, ask, progress, stage)
 
-    async def _continue(
+    async def _ask(
         self,
         client: ServerClient,
-        number: int,
         body: Mapping[str, Any],
         read: Callable[[Any], T],
+        number: int,
     ) -> T:
-        """Ask for the continuation of a sequence."""
+        """Send a request about a sequence, and read the answer."""
+        answer = await client.post(self.kind.path, body)
+        if not answer.is_ok:
+            raise self._refuse(answer)
+        where = f"{self.endpoint.url}{self.kind.path}: the answer"
+        if answer.body is None:
+            raise ServerError(
+                f"{where} is not JSON: {answer.text}",
+                hint="is there a proxy before the server? name the server itself",
+            )
         try:
-            answer = await client.post(self.kind.path, body)
-            if not answer.is_ok:
-                raise AnswerError(f"is {answer.status}: {answer.text}")
             return read(answer.body)
         except AnswerError as error:
-            where = f"{client.endpoint.url}{self.kind.path}"
             raise ServerError(
-                f"{where}: the continuation of sequence {number} {error.message}",
-                hint=error.hint or "the server's log may name the cause",
+                f"{where} to sequence {number} (counting from 0) {error.message}",
+                hint=error.hint or f"is it a {self.kind.name} server? its log may name the cause",
             ) from error
 
-    def _name_continuation(self, number: int) -> str:
-        return f"{self.endpoint.url}: the continuation of sequence {number}"
+    def _refuse(self, answer: Response) -> Fp8CalibError:
+        """Explain an answer that is an error; name the server's option where one helps."""
+        kind, request = self.kind, self.request
+        text = answer.text.lower()
+        what = f"{self.endpoint.url}{kind.path}: answers {answer.status}: {answer.text}"
+        if "vocab" in text:
+            return ModelError(what, hint=_OTHER_MODEL)
+        hint = "the server's log may name the cause"
+        if "logprobs" in text:
+            hint = f"use a smaller --server-logprobs than {request.server_logprobs}, or start the "
+            hint += f"server with {kind.logprobs_flag}"
+        elif any(word in text for word in _TOO_LONG):
+            hint = f"use a smaller --seq-len, or start the server with a larger {kind.length_flag}"
+        elif answer.status == 404:
+            hint = f"it has no {kind.path}: name its kind with --server-kind"
+        return ServerError(what, hint=hint)
 
-    def _require_vocabulary(self, where: str, tokens: Sequence[int]) -> None:
+    def _require_vocabulary(self, tokens: Sequence[int], number: int) -> None:
         largest = max(tokens, default=0)
         if largest >= self.vocab_size:
             raise ModelError(
-                f"{where} has token {largest}, and the model has {self.vocab_size} tokens",
+                f"{self.endpoint.url}: the answer to sequence {number} has token {largest}, and "
+                f"the model has {self.vocab_size} tokens",
                 hint=_OTHER_MODEL,
             )
 
@@ -196,11 +206,10 @@ class Server:
                 for _ in range(concurrency):
                     tasks.create_task(work(client))
 
-        with hidden_key(self.endpoint):
-            try:
-                run_to_end(run())
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from None
+        try:
+            run_to_end(run())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
         return tuple(found[number] for number in range(len(sequences)))
 
 
@@ -252,25 +261,4 @@ def connect(
                 note=f"{endpoint.option}: {note}" if note else "",
             )
 
-    with hidden_key(endpoint):
-        return run_to_end(ask())
-
-
-def _refuse(
-    kind: ServerKind, where: str, answer: Response, length: int, num_top: int
-) -> Fp8CalibError:
-    """Explain an answer that is an error; name the server's option where one helps."""
-    text = answer.text.lower()
-    what = f"{where}answers {answer.status}: {answer.text}"
-    if "vocab" in text:
-        return ModelError(what, hint=_OTHER_MODEL)
-    hint = "the server's log may name the cause"
-    if "logprobs" in text:
-        hint = f"use a smaller --server-logprobs than {num_top}, or start the server with "
-        hint += kind.logprobs_flag
-    elif any(word in text for word in _TOO_LONG):
-        hint = f"use a --seq-len below {length}, or start the server with a larger "
-        hint += kind.length_flag
-    elif answer.status == 404:
-        hint = f"it has no {kind.path}: name its kind with --server-kind"
-    return ServerError(what, hint=hint)
+    return run_to_end(ask())

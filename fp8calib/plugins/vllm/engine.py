@@ -35,7 +35,6 @@ from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role, Site
-from fp8calib.plugins.vllm.lost_process import ProcessWatch
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
 from fp8calib.plugins.vllm.observer import Expected, checksum
 
@@ -196,7 +195,6 @@ class _Run:
     ) -> None:
         self._llm = llm
         self._num_sequences = num_sequences
-        self._watch = ProcessWatch()
         self._prepared = prepared
         self._observe = observe
         self._ranks: list[Rank] = []
@@ -242,7 +240,7 @@ class _Run:
                     f"vLLM refuses a row of samples {samples}: {_shorten(error)}",
                     hint="`fp8calib calibrate` runs transformers",
                 ) from error
-            raise self._explain(error) from error
+            raise _lost(error) from error
         for batch, output in zip(group, outputs, strict=True):
             _require_same_tokens(batch, output.prompt_token_ids)
         self._sequences.extend(group)
@@ -288,18 +286,17 @@ class _Run:
         try:
             answers: list[Any] = self._llm.collective_rpc(method, args=args)
         except Exception as error:
-            raise self._explain(error) from error
+            raise _lost(error) from error
         return answers
 
-    def _explain(self, error: Exception) -> RankLostError:
-        """Make the error of an engine that stopped."""
-        died = self._watch.find_first()
-        why = f"its process {died} died" if died else _shorten(error)
-        return RankLostError(
-            f"vLLM stopped: {why}",
-            hint="vLLM's log is above; the statistics gathered so far are kept: run the same "
-            "command with --resume",
-        )
+
+def _lost(error: Exception) -> RankLostError:
+    """Make the error of an engine that stopped."""
+    return RankLostError(
+        f"vLLM stopped: {_shorten(error)}",
+        hint="vLLM's log is above; the statistics gathered so far are kept: run the same command "
+        "with --resume",
+    )
 
 
 def _make_prompt(batch: Batch) -> dict[str, Any]:

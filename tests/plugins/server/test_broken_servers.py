@@ -308,7 +308,7 @@ def test_a_reference_that_writes_tokens_of_another_vocabulary(command: Command) 
         FakeServer(predict, tokenize=tokenize, broken=edit(rewrite)) as other,
     ):
         text = fail(4, *command(server.url), "--reference-server", other.url, "--sampled")
-    assert "the continuation of sequence " in text
+    assert "the answer to sequence " in text
     assert "has token 200000, and the model has 128 tokens" in text
 
 
