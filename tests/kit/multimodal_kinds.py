@@ -50,11 +50,6 @@ class Kind:
     starts: bool = True
     """Whether the chat template writes the token that starts a row."""
 
-    @property
-    def needs_torchvision(self) -> bool:
-        """Whether it needs torchvision, which releases for CPUs of torch may lack."""
-        return "torchvision" in self.needs
-
 
 def _process(
     name: str, *, parts: dict[str, tuple[str, dict[str, Any]]], **settings: Any
@@ -726,134 +721,6 @@ MULTIMODAL: dict[str, Kind] = {
             num_image_tokens=4,
         ),
     ),
-    "ernie4_5_vl_moe": Kind(
-        config={
-            "text_config": {
-                **_TEXT,
-                "moe_num_experts": 4,
-                "moe_k": 2,
-                "moe_intermediate_size": [24, 16],
-                "moe_num_shared_experts": 1,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "mrope_section": [1, 1, 2],
-                },
-            },
-            "vision_config": {**QWEN_VISION, "intermediate_size": 48},
-        },
-        ids={
-            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
-            "image_start_token_id": "<|IMAGE_START|>",
-            "image_end_token_id": "<|IMAGE_END|>",
-            "video_token_id": "<|VIDEO_PLACEHOLDER|>",
-            "video_start_token_id": "<|VIDEO_START|>",
-            "video_end_token_id": "<|VIDEO_END|>",
-        },
-        named={
-            "image_token": "<|IMAGE_PLACEHOLDER|>",
-            "image_start_token": "<|IMAGE_START|>",
-            "image_end_token": "<|IMAGE_END|>",
-            "video_token": "<|VIDEO_PLACEHOLDER|>",
-            "video_start_token": "<|VIDEO_START|>",
-            "video_end_token": "<|VIDEO_END|>",
-        },
-        placeholders={
-            "image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        },
-        needs=("torchvision",),
-        processor=_see(
-            "Ernie4_5_VLMoeProcessor",
-            "Ernie4_5_VLMoeImageProcessorPil",
-            _PATCHES,
-            "Ernie4_5_VLMoeVideoProcessor",
-        ),
-    ),
-    "exaone4_5": Kind(
-        config={
-            "text_config": {**_TEXT, "model_type": "exaone4", **SLIDING},
-            "vision_config": {
-                **QWEN_VISION,
-                "num_key_value_heads": 2,
-                "window_size": 32,
-                "fullatt_block_indexes": [0],
-            },
-        },
-        ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-        named=_QWEN_TOKENS,
-        tokens=("<vision>", "</vision>"),
-        placeholders={
-            "image": "<vision><|image_pad|></vision>",
-        },
-        needs=("torchvision",),
-        processor=_see(
-            "Exaone4_5_Processor", "Qwen2VLImageProcessorPil", _PATCHES, "Qwen2VLVideoProcessor"
-        ),
-    ),
-    "gemma3n": Kind(
-        config={
-            "text_config": {
-                **_TEXT,
-                "head_dim": 16,
-                "num_hidden_layers": 4,
-                "vocab_size": 274,
-                "num_kv_shared_layers": 2,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "sliding_window": 8,
-                "vocab_size_per_layer_input": 263,
-                "hidden_size_per_layer_input": 8,
-                "laurel_rank": 4,
-                "activation_sparsity_pattern": [0.0] * 4,
-            },
-            "vision_config": {
-                "architecture": "test_byobnet",
-                "hidden_size": 256,
-                "vocab_size": 8,
-                "vocab_offset": 263,
-            },
-            "audio_config": {
-                "vocab_size": 8,
-                "vocab_offset": 266,
-                "input_feat_size": 16,
-                "hidden_size": 32,
-                "conf_num_attention_heads": 4,
-                "conf_num_hidden_layers": 1,
-                "sscp_conv_channel_size": [8, 4],
-            },
-            "audio_soft_tokens_per_image": 5,
-            "vision_soft_tokens_per_image": 4,
-        },
-        ids={
-            "image_token_id": "<image_soft_token>",
-            "boi_token_id": "<start_of_image>",
-            "eoi_token_id": "<end_of_image>",
-            "audio_token_id": "<audio_soft_token>",
-            "boa_token_id": "<start_of_audio>",
-            "eoa_token_id": "<end_of_audio>",
-        },
-        named={
-            "image_token": "<image_soft_token>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "audio_token": "<audio_soft_token>",
-            "boa_token": "<start_of_audio>",
-            "eoa_token": "<end_of_audio>",
-        },
-        needs=("torchvision", "timm"),
-        placeholders={"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
-        processor=_process(
-            "Gemma3nProcessor",
-            parts={
-                "image_processor": (
-                    "SiglipImageProcessorPil",
-                    {"size": {"height": 64, "width": 64}},
-                ),
-                "feature_extractor": ("Gemma3nAudioFeatureExtractor", {"feature_size": 16}),
-            },
-            image_seq_length=4,
-            audio_seq_length=5,
-        ),
-    ),
     "glmasr": Kind(
         config={
             "text_config": _LLAMA,
@@ -996,41 +863,6 @@ MULTIMODAL: dict[str, Kind] = {
             },
         ),
     ),
-    "perception_lm": Kind(
-        config={
-            "text_config": _LLAMA,
-            "vision_config": {
-                "model_type": "timm_wrapper",
-                "architecture": "vit_pe_core_large_patch14_336",
-                "do_pooling": True,
-                "num_classes": 0,
-                "global_pool": "map",
-                "model_args": {
-                    "embed_dim": 32,
-                    "depth": 1,
-                    "num_heads": 4,
-                    "img_size": [16, 16],
-                    "patch_size": 8,
-                    "ref_feat_shape": [2, 2],
-                    "global_pool": "",
-                    "use_post_transformer_norm": False,
-                },
-            },
-            "projector_pooling_ratio": 1,
-        },
-        ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>"},
-        named={"image_token": "<|image|>", "video_token": "<|video|>"},
-        placeholders={"image": "<|image|>"},
-        needs=("torchvision", "timm"),
-        processor=_see(
-            "PerceptionLMProcessor",
-            "PerceptionLMImageProcessor",
-            {"size": _SQUARE, "tile_size": 16, "max_num_tiles": 1},
-            "PerceptionLMVideoProcessor",
-            patch_size=8,
-            pooling_ratio=1,
-        ),
-    ),
     "phi4_multimodal": Kind(
         config={
             **_TEXT,
@@ -1151,31 +983,6 @@ MULTIMODAL: dict[str, Kind] = {
         needs=("torchvision",),
         processor=_process("Qwen3OmniMoeProcessor", parts=_OMNI_PARTS),
     ),
-    "smolvlm": Kind(
-        config={
-            "text_config": _LLAMA,
-            "vision_config": {**VISION, "image_size": 32},
-            "scale_factor": 2,
-            "pad_token_id": 0,
-        },
-        ids={"image_token_id": "<image>"},
-        named={
-            **_IMAGE,
-            "fake_image_token": "<fake_token_around_image>",
-            "global_image_token": "<global-img>",
-            "end_of_utterance_token": "<end_of_utterance>",
-        },
-        tokens=_IDEFICS_TOKENS,
-        placeholders={"image": "<image>"},
-        needs=("torchvision", "num2words"),
-        processor=_see(
-            "SmolVLMProcessor",
-            "SmolVLMImageProcessorPil",
-            {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
-            "SmolVLMVideoProcessor",
-            image_seq_len=4,
-        ),
-    ),
     "video_llama_3": Kind(
         config={"text_config": _QWEN2, "vision_config": VISION},
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
@@ -1187,43 +994,6 @@ MULTIMODAL: dict[str, Kind] = {
             "VideoLlama3ImageProcessorPil",
             {**_PATCHES, "merge_size": 1},
             "VideoLlama3VideoProcessor",
-        ),
-    ),
-    "gemma4_unified": Kind(
-        config={
-            "text_config": {
-                **_TEXT,
-                "head_dim": 16,
-                "global_head_dim": 16,
-                **SLIDING,
-            },
-            "vision_config": {
-                "patch_size": 8,
-                "pooling_kernel_size": 2,
-                "mm_embed_dim": 32,
-                "mm_posemb_size": 16,
-                "output_proj_dims": 32,
-            },
-            "audio_config": {"audio_embed_dim": 640},
-        },
-        ids=_GEMMA4_IDS,
-        named=_GEMMA4,
-        tokens=("<|video|>",),
-        placeholders=_GEMMA4_MEDIA,
-        needs=("torchvision",),
-        processor=_process(
-            "Gemma4UnifiedProcessor",
-            parts={
-                "image_processor": (
-                    "Gemma4UnifiedImageProcessor",
-                    {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
-                ),
-                "video_processor": (
-                    "Gemma4UnifiedVideoProcessor",
-                    {**_VIDEO, "patch_size": 8, "pooling_kernel_size": 2},
-                ),
-                "feature_extractor": ("Gemma4UnifiedAudioFeatureExtractor", {}),
-            },
         ),
     ),
     "glm_ocr": _make_glm("Glm46VProcessor", "Glm46V", {"head_dim": 8}),
@@ -1250,75 +1020,6 @@ MULTIMODAL: dict[str, Kind] = {
             "GraniteDoclingImageProcessorPil",
             {"size": {"height": 32, "width": 32}, "max_patches": 2},
             image_seq_len=4,
-        ),
-    ),
-    "hyperclovax_vision_v2": Kind(
-        config={
-            "text_config": {**_TEXT, "model_type": "hyperclovax"},
-            "vision_config": {
-                **QWEN_VISION,
-                "model_type": "qwen2_5_vl_vision",
-                "window_size": 32,
-                "fullatt_block_indexes": [0],
-            },
-        },
-        ids={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
-        named={"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
-        placeholders={"image": "<|IMAGE_PAD|>"},
-        needs=("torchvision",),
-        processor=_see(
-            "HyperCLOVAXVisionV2Processor",
-            "Qwen2VLImageProcessorPil",
-            _PATCHES,
-            "Qwen2VLVideoProcessor",
-        ),
-    ),
-    "molmo2": Kind(
-        config={
-            "text_config": {**_TEXT, "head_dim": 8, "additional_vocab_size": 16},
-            "vision_config": {
-                **VISION,
-                **_LAYERS,
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "image_size": [16, 16],
-            },
-            "adapter_config": {
-                "vision_feature_layer": [1, 0],
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "intermediate_size": 48,
-                "text_hidden_size": 32,
-            },
-        },
-        ids={
-            "image_start_token_id": "<im_start>",
-            "low_res_image_start_token_id": "<low_res_im_start>",
-            "image_end_token_id": "<im_end>",
-            "image_patch_id": "<im_patch>",
-            "frame_start_token_id": "<frame_start>",
-            "frame_end_token_id": "<frame_end>",
-        },
-        named={"image_token": "<|image|>", "video_token": "<|video|>"},
-        tokens=(
-            "<im_start>",
-            "<low_res_im_start>",
-            "<im_end>",
-            "<im_patch>",
-            "<im_col>",
-            "<im_low>",
-            "<frame_start>",
-            "<frame_end>",
-        ),
-        placeholders={"image": "<|image|>"},
-        needs=("torchvision",),
-        processor=_see(
-            "Molmo2Processor",
-            "Molmo2ImageProcessor",
-            {"size": _SQUARE, "patch_size": 8, "max_crops": 2, "overlap_margins": [0, 0]},
-            "Molmo2VideoProcessor",
         ),
     ),
 }

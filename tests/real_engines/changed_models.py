@@ -1,56 +1,48 @@
-"""Write a changed copy of a Llama.
-
-python -m tests.real_engines.changed_models MODEL HOW OUT
-
-off-grid: weights moved off the 4-bit grid they are on, by noise of one step.
-rescaled: keys 64 times as large and values a 1024th; the function is the same.
-widened: hidden size and heads filled up with zeros to multiples of 128; the function is the same.
-"""
+"""Changed copies of a Llama whose function is the same."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-_GROUP = 32
-"""Weights of the demo's file format that share a 4-bit grid."""
-_STEPS = 15
 _WIDTH = 128
-_FACTORS = {"k_proj": 64.0, "q_proj": 1 / 64, "v_proj": 1 / 1024, "o_proj": 1024.0}
-"""RoPE turns keys and queries alike, and powers of two change no bit of the outputs."""
 
 
-def main(model: Path, how: str, out: Path) -> None:
-    """Copy the folder with changed weights."""
-    shutil.copytree(model, out)
-    tensors = load_file(out / "model.safetensors")
-    if how == "off-grid":
-        torch.manual_seed(0)
-        tensors = {name: move(value) for name, value in tensors.items()}
-    elif how == "rescaled":
-        tensors = {
-            name: value * _FACTORS.get(name.split(".")[-2], 1.0) for name, value in tensors.items()
-        }
-    else:
-        config = json.loads((out / "config.json").read_text())
-        tensors, changes = widen(tensors, config)
-        (out / "config.json").write_text(json.dumps({**config, **changes}, indent=2))
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+def save_rescaled(source: Path, folder: Path, *, keys: float, values: float) -> Path:
+    """Save a Llama whose keys and values are that much larger, as fp32.
+
+    q_proj and o_proj take the factor back. RoPE turns a head's keys and queries alike, so one
+    factor for all of them changes nothing; powers of two change no bit of the outputs either.
+    """
+    factors = {"k_proj": keys, "q_proj": 1 / keys, "v_proj": values, "o_proj": 1 / values}
+    tensors = {
+        name: weight.float() * factors.get(name.split(".")[-2], 1.0)
+        for name, weight in load_file(source / "model.safetensors").items()
+    }
+    return _save(source, folder, tensors, {"dtype": "float32"})
 
 
-def move(weight: torch.Tensor) -> torch.Tensor:
-    """Add uniform noise of one grid step, (max - min) / 15 over each 32 weights."""
-    if weight.dim() != 2 or weight.shape[1] % _GROUP:
-        return weight
-    groups = weight.float().view(weight.shape[0], -1, _GROUP)
-    step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / _STEPS
-    moved = groups + (torch.rand_like(groups) - 0.5) * step
-    return moved.view_as(weight).to(weight.dtype)
+def save_widened(source: Path, folder: Path) -> Path:
+    """Save a Llama whose hidden size and heads are filled up with zeros to multiples of 128."""
+    config = json.loads((source / "config.json").read_text())
+    return _save(source, folder, *widen(load_file(source / "model.safetensors"), config))
+
+
+def _save(
+    source: Path,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    changes: dict[str, object],
+) -> Path:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes, indent=2))
+    return folder
 
 
 def widen(
@@ -90,7 +82,3 @@ def widen(
         "rms_norm_eps": epsilon,
     }
     return found, changes
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,8 +1,7 @@
 """KV scales that were added to SmolLM2 in every form: in `check`, in transformers and in vLLM.
 
-The forms of other tools need `scripts/setup-peers.sh peers` and `quark`. vLLM's CPU build has
-kernels for INT4 and INT8 weights of compressed-tensors with inputs in INT8; other forms go through
-its weight loader alone, where that makes their layers.
+vLLM's CPU build has kernels for INT4 and INT8 weights of compressed-tensors with inputs in INT8;
+other forms go through its weight loader alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,15 +22,14 @@ from tests.cli.graft.grafting import graft, statuses
 from tests.cli.program import succeed
 from tests.cli.quantized_children import save_fp4, save_int
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.real_engines import changed_models
+from tests.real_engines.changed_models import save_widened
 from tests.real_engines.exports import read_scales
-from tests.real_engines.peer_children import FORMS as PEERS
-from tests.real_engines.vllm_job import ROOT, VllmServer, load_in_vllm
+from tests.real_engines.vllm_job import VllmServer, load_in_vllm
 
 WIDENED = "widened, "
 """Forms of a model whose sizes are multiples of 128: vLLM wants them of blocks, and transformers of
 inputs in groups."""
-OWN: Mapping[str, Callable[[Path, Path], object]] = {
+FORMS: Mapping[str, Callable[[Path, Path], object]] = {
     "fp8-dynamic": lambda base, out: quantize(base, out, "fp8-dynamic"),
     "w8a16": lambda base, out: quantize(base, out, "w8a16"),
     "modelopt": lambda base, out: quantize(base, out, "fp8-dynamic", "--format", "modelopt"),
@@ -44,17 +41,10 @@ OWN: Mapping[str, Callable[[Path, Path], object]] = {
     "mxfp4": lambda base, out: save_fp4(out, "mxfp4", base=base),
     "modelopt, nvfp4": lambda base, out: save_fp4(out, "modelopt", base=base),
 }
-FORMS = (
-    *OWN,
-    *(f"{WIDENED if form == 'fp8-block' else ''}{form}, by its tool" for form in PEERS),
-)
-RUNNING = ("int8", "int4", "int8, by its tool", "w4a16, by its tool", "w4a16-asym, by its tool")
+RUNNING = ("int8", "int4")
 """Those for which vLLM's CPU build has kernels."""
-NOT_IN_TRANSFORMERS = ("modelopt", "quark", "w4a16-asym")
-"""transformers 5.23 would take the codes of the first two for weights, and refuses packed zero
-points."""
-NO_KERNEL = ("w8a16-int",)
-"""Those for which vLLM's CPU build refuses to make a layer."""
+NOT_IN_TRANSFORMERS = ("modelopt", "modelopt, nvfp4")
+"""transformers 5.23 would take the codes for weights."""
 PROMPT = "The capital of France is Paris. It lies on the river Seine, in the north of the country."
 Written = Callable[[str], tuple[Path, Path]]
 
@@ -75,7 +65,7 @@ def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Writt
         base, out = demo_model, folder / f"{name}-out"
         if name == "widened":
             base = folder / name
-            changed_models.main(demo_model, name, base)
+            save_widened(demo_model, base)
             change_tensors(base, lambda tensors: {n: t.bfloat16() for n, t in tensors.items()})
         options = ("--data", data, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
         succeed("calibrate", base, *options, "--out", out)
@@ -85,30 +75,11 @@ def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Writt
     def write(form: str) -> tuple[Path, Path]:
         base, measured = find_base("widened" if form.startswith(WIDENED) else "demo")
         place = folder / form.replace(", ", "-").replace(" ", "-")
-        if form in OWN:
-            OWN[form](base, place / "child")
-        else:
-            tools_form = form.removeprefix(WIDENED).partition(",")[0]
-            write_by_tool(tools_form, base, data, place / "child")
+        FORMS[form](base, place / "child")
         graft(measured, place / "child", place / "out")
         return place / "child", place / "out" / "kv-overlay"
 
     return write
-
-
-def write_by_tool(form: str, base: Path, data: Path, out: Path) -> None:
-    environment = ".venv-quark" if form.startswith("quark") else ".venv-peers"
-    if not (ROOT / environment / "installed").exists():
-        pytest.skip(f"{form} needs {environment} (scripts/setup-peers.sh)")
-    python = ROOT / environment / "bin" / "python"
-    job = ("tests.real_engines.peer_children", form, base, data, out)
-    subprocess.run(
-        [str(part) for part in (python, "-m", *job)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -119,7 +90,7 @@ def test_check_says_used_and_transformers_gives_the_same_logits(
     child, overlay = written(form)
     for engine in ("vllm", "sglang"):
         assert statuses(overlay, engine) == {"used"}, engine
-    if form.startswith(NOT_IN_TRANSFORMERS):
+    if form in NOT_IN_TRANSFORMERS:
         return
     plain = tmp_path / "plain"
     shutil.copytree(overlay, plain, copy_function=os.link)
@@ -134,7 +105,7 @@ def test_check_says_used_and_transformers_gives_the_same_logits(
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(NO_KERNEL)])
+@pytest.mark.parametrize("form", FORMS)
 def test_vllms_weight_loader_holds_every_scale(written: Written, form: str) -> None:
     """VLLM keeps the scales of methods other than compressed-tensors in the model's dtype."""
     _, overlay = written(form)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.real_engines.changed_models import save_rescaled
 from tests.real_engines.exports import calibrate, read_scales
-from tests.real_engines.rescaled import save_rescaled
 from tests.real_engines.verifying import (
     UNSCALED,
     Verification,

@@ -20,12 +20,11 @@ from tests.kit.multimodal import (
 from tests.truth import brute_force, by_modality
 
 _EMBEDDED_ELSEWHERE = {
-    "gemma3n": {"<start_of_image>", "<end_of_image>", "<start_of_audio>", "<end_of_audio>"},
     "ovis2": {"<IMG_START>", "<IMG_GRID>", "<IMG_ROW>", "<IMG_END>"},
 }
 """Tokens around media whose embedding is in a table of the tower, whatever the medium shows."""
 
-_SOME_ARE_FIXED = {"chameleon", "gemma3n", "llava_next", "llava_onevision", "phi4_multimodal"}
+_SOME_ARE_FIXED = {"chameleon", "llava_next", "llava_onevision", "phi4_multimodal"}
 """Some positions of a medium have an embedding of its own: an end of a line, padding, a code."""
 
 _ADDED_IN_LAYERS = {"granite4_vision"}
