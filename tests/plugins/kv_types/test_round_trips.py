@@ -183,12 +183,3 @@ def test_bytes_of_a_vector_of_128(name: str, key: int, value: int) -> None:
     value_size = cache_type.key_size if cache_type.value is None else cache_type.value_size
     sizes = [bits * 128 / 8 + more for bits, more in (cache_type.key_size, value_size)]
     assert sizes == [key, value]
-
-
-def test_transposed_tensors_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
-    torch.set_warn_always(True)
-    try:
-        round_trips.ultraquant(torch.randn(2, 64, 3).transpose(1, 2))
-    finally:
-        torch.set_warn_always(False)
-    assert not recwarn.list

@@ -116,12 +116,6 @@ def test_hybrid_layers_are_refused_by_types_that_leave_the_ends(
         assert ("does not start with it" in why) is is_refused
 
 
-def test_latents_fit_no_type_of_heads(tmp_path: Path) -> None:
-    with opened(zoo.build("deepseek_v3"), tmp_path) as subject:
-        for cache_type in CACHE_TYPES.values():
-            assert "latents" in cache_type.explain_misfit(subject.geometry)
-
-
 SPARSE = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 2}
 LATENT_RANK, ROTARY = 128, 8
 

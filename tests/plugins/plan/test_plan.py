@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import yaml
 from safetensors import safe_open
 
@@ -89,12 +88,6 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
     verified = verify(planted, "--scales", out)[0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
     assert verified["ppl_ratio"] == pytest.approx(found["ppl_ratio"], rel=1e-6)
-
-
-def cast_rows(weight: torch.Tensor) -> torch.Tensor:
-    """Round to FP8 with a scale for each row."""
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 @pytest.fixture(scope="module")

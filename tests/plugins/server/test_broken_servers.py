@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -328,27 +327,6 @@ def test_a_server_that_is_gone_is_named_at_once(command: Command) -> None:
         url = server.url
     assert "no connection" in fail(4, *command(url), "--server-timeout", 20)
     assert time.monotonic() - started < 10
-
-
-def test_a_server_that_never_accepts_is_tried_again_and_named(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fp8calib.plugins.server.client._CONNECT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        started = time.monotonic()
-        text = fail(4, *command(url), "--server-timeout", 20)
-    assert "no connection within 0.2 s" in text
-    assert time.monotonic() - started < 10
-
-
-def test_before_the_text_a_busy_server_is_not_waited_for(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fp8calib.plugins.server.score._CONNECTING_S", 1.0)
-    with FakeServer(predict, broken=say(503, "", "/v1/models")) as server:
-        text = fail(4, *command(server.url))
-    assert "answers 503: nothing, for 1 s" in text
 
 
 def test_a_dump_that_does_not_exist_is_refused_before_the_server_is_asked(

@@ -18,7 +18,7 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.plugins.kv_types.types import CACHE_TYPES
 from fp8calib.plugins.server import server
 from fp8calib.plugins.server.served import compare_served, list_served
-from fp8calib.plugins.server.served_hooks import ServedHooks, count_prompt, find_decoded
+from fp8calib.plugins.server.served_hooks import ServedHooks, count_prompt
 from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
@@ -92,11 +92,6 @@ STORED = {
     "int8_per_token_head": (store_all(types_by_hand.int8_per_token_head),) * 2,
     "nvfp4": (store_all(types_by_hand.nvfp4),) * 2,
 }
-
-
-def test_a_prompt_is_half_of_a_sequence() -> None:
-    assert [count_prompt(length) for length in (2, 3, 4, 9, 512)] == [1, 1, 2, 4, 256]
-    assert find_decoded([2, 5]).tolist() == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text"])
@@ -173,13 +168,6 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
         (_, first), *_ = subject.geometry.attentions()
         with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
             emulate(subject, emulation, FULL, hooks=ServedHooks(quantizers))
-
-
-def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
-    found = {name for name, each in CACHE_TYPES.items() if each.is_packed or each.is_of_sequence}
-    assert found == {
-        name for name in CACHE_TYPES if name.startswith(("turbo", "ultra", "fp8_quantized"))
-    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

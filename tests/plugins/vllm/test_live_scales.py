@@ -122,12 +122,6 @@ def test_a_rank_answers_every_copy_and_what_its_backend_reads() -> None:
     assert (first.cache_dtype, first.stored_dtype) == ("fp8", "uint8")
 
 
-def test_a_layer_that_quantizes_the_query_reads_its_scale() -> None:
-    worker, _ = make_worker(quantizes_query=True)
-
-    assert "_q_scale" in read(worker).layers[0].reads
-
-
 def test_what_is_written_is_in_every_copy_at_the_same_address() -> None:
     worker, layers = make_worker()
     layers[0].impl.forward(layers[0])
@@ -143,17 +137,6 @@ def test_what_is_written_is_in_every_copy_at_the_same_address() -> None:
     assert second.scales["k"]["device"] == (1.5, 1.5)
     assert layers[0]._k_scale.data_ptr() == address
     assert layers[0].impl.bmm1_scale is layers[0].impl.bmm2_scale is None
-
-
-def test_numbers_that_json_cannot_hold_are_read() -> None:
-    worker, layers = make_worker()
-    layers[0]._k_scale.fill_(float("inf"))
-    layers[0]._k_scale_float = float("nan")
-
-    copies = read(worker).layers[0].scales["k"]
-
-    assert copies["device"] == (float("inf"),) * 2
-    assert copies["float"] == (pytest.approx(float("nan"), nan_ok=True),)
 
 
 def test_only_methods_with_the_prefix_are_mixed_into_the_worker() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.errors import UsageError
@@ -187,21 +186,6 @@ def test_the_words_of_an_error_do_not_make_it_one_of_the_build(
     assert run(arguments) == 8
 
 
-def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, path, metadata={"format": "pt"})
-
-    report = fp8calib.check(tmp_path / "model", engine="vllm")
-
-    assert report.cannot_judge
-    assert report.engines["vllm"].status == "unknown"
-    assert run(["check", str(tmp_path / "model"), "--engine", "vllm"]) == 9
-
-
 @pytest.mark.parametrize(("k", "status"), [("0.25", "used"), ("1.0", "defaulted")])
 def test_the_loader_tells_what_is_unknown(
     overlay: Path, tmp_path: Path, k: str, status: str
@@ -220,16 +204,6 @@ def test_the_loader_tells_what_is_unknown(
     assert not found.unknown
     assert not any("defect" in each for each in found.problems)
     assert fp8calib.check(other, engine="vllm").engines["vllm"].status == "unknown"
-
-
-def test_the_loader_tells_that_a_model_without_scales_loads(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"])
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    torch.save(tensors, tmp_path / "m" / "pytorch_model.bin")
-    (tmp_path / "m" / "model.safetensors").unlink()
-    python = make_python(tmp_path / "python")
-
-    assert vllm.check(tmp_path / "m", python=python).ok
 
 
 def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:
@@ -273,14 +247,6 @@ def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:
     loaded = {"gate.weight", "gate.bias", "up.bias"}
 
     assert list(_list_missing(model, loaded)) == ["experts.w13_weight", "up.weight"]
-
-
-def test_scales_that_nothing_filled_are_listed() -> None:
-    """The number that vLLM makes scales with."""
-    model = torch.nn.Module()
-    model.input_scale = torch.nn.Parameter(torch.tensor([0.5, torch.finfo(torch.float32).min]))
-    model.weight_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
-    assert list(_list_missing(model, set())) == ["input_scale"]
 
 
 def test_exponents_that_become_floats_are_noted(overlay: Path, tmp_path: Path) -> None:

@@ -90,17 +90,6 @@ def test_what_the_ranks_saw_is_what_transformers_computes(
                 torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=0.0)
 
 
-def test_the_statistics_say_which_engine_ran_the_text(
-    vllm: Any, model_of: Callable[[str], Path]
-) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama-tp2.json")
-
-    result = plugin.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-tp2"].arguments)
-
-    assert result.stats.header.engine == "vllm 0.32.0, tensor parallel 2, pipeline parallel 1"
-    assert result.engine == result.stats.header.engine
-
-
 def test_inputs_inside_fused_experts_are_named_as_not_observed(
     vllm: Any, model_of: Callable[[str], Path]
 ) -> None:
@@ -203,11 +192,6 @@ def test_options_that_do_not_go_together_are_refused(
         plugin.calibrate(model_of("llama"), **OPTIONS, **options)
 
 
-def test_without_vllm_it_says_where_to_install_it(model_of: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match=r"vLLM cannot be imported here"):
-        plugin.calibrate(model_of("llama"), **OPTIONS)
-
-
 def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> None:
     answers["fp8calib_collect"] = [change(each) for each in answers["fp8calib_collect"]]
 
@@ -268,17 +252,6 @@ def test_what_was_saved_is_kept_where_the_engine_stops(
         plugin.calibrate(model_of("llama"), **options)
     assert "resume" in raised.value.hint
     assert (tmp_path / "out.partial").is_dir()
-
-
-def test_later_stages_make_their_buffers_in_an_idle_step(
-    vllm: Any, model_of: Callable[[str], Path]
-) -> None:
-    vllm.answers = read_golden(GOLDENS / "llama-pp2.json")
-
-    plugin.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-pp2"].arguments)
-
-    methods = [method for method, _ in vllm.asked[-1].calls]
-    assert methods.index("execute_dummy_batch") < methods.index("fp8calib_observe")
 
 
 def test_a_signal_ends_the_start_of_vllm(
