@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fp8calib.plugins.vllm
-from fp8calib.engines.facts.classes import READS, UNBUILT, CreatedLinear
+from fp8calib.engines.facts.classes import READS, UNBUILT, CreatedLinear, read_facts
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from fp8calib.engines.status import Evidence
 from tests import zoo
@@ -32,8 +32,6 @@ from tests.real_engines.package import Package, open_package
 from tests.real_engines.sglang_classes import SglangClasses
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON
 
-VLLM_CLASSES = FOLDER / "vllm_classes.json"
-SGLANG_CLASSES = FOLDER / "sglang_classes.json"
 LOADER_SCRIPT = Path(fp8calib.plugins.vllm.__file__).with_name("loader_script.py")
 _RECORDER = Path(__file__).with_name("vllm_classes.py")
 _KIMI: dict[str, Any] = {
@@ -234,43 +232,42 @@ def _is_same(first: VllmClasses, second: VllmClasses, name: str) -> bool:
 
 
 def update_file(
-    path: Path, requirement: str, facts: Mapping[str, Sequence[str]], how: Evidence
+    engine: str, requirement: str, facts: Mapping[str, Sequence[str]], how: Evidence
 ) -> None:
     """Write the facts of a release into a file; values of the same releases share an entry."""
+    path = FOLDER / f"{engine}_classes.json"
     package, _, version = requirement.partition("==")
-    held = json.loads(path.read_text()) if path.exists() else {"releases": [], "facts": []}
-    known = {each["version"]: each for each in held["releases"]}
-    versions = sorted({*known, version}, key=parse_version)
-    known[version] = {"version": version, "package": package, "evidence": str(how)}
-    true: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    old = [each["version"] for each in held["releases"]]
-    for entry in held["facts"]:
-        first = old.index(entry["since"]) if entry["since"] else 0
-        after = old.index(entry["until"]) if entry["until"] else len(old)
-        for value in entry["values"]:
-            true[entry["fact"], value].update(old[first:after])
-    for pair in true:
-        true[pair].discard(version)
-    for fact, values in facts.items():
-        for value in values:
-            true[fact, value].add(version)
+    releases = {each["version"]: each for each in json.loads(path.read_text())["releases"]}
+    releases[version] = {"version": version, "package": package, "evidence": str(how)}
+    versions = sorted(releases, key=parse_version)
+    true = {
+        each: {(fact, name) for name, own in found.items() for fact in own}
+        for each, found in read_facts(engine).items()
+    }
+    true[version] = {(fact, value) for fact, values in facts.items() for value in values}
     spans: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for (fact, value), where in true.items():
-        start = 0
-        for holds, group in groupby(versions, key=where.__contains__):
-            end = start + len(list(group))
-            if holds:
-                since = versions[start] if start else ""
-                until = versions[end] if end < len(versions) else ""
-                spans[fact, since, until].append(value)
-            start = end
+    for fact, value in sorted(set().union(*true.values())):
+        for first, after in list_spans([(fact, value) in true[each] for each in versions]):
+            since = versions[first] if first else ""
+            until = versions[after] if after < len(versions) else ""
+            spans[fact, since, until].append(value)
     lines = [
-        json.dumps({"fact": fact, "since": since, "until": until, "values": sorted(values)})
+        json.dumps({"fact": fact, "since": since, "until": until, "values": values})
         for (fact, since, until), values in sorted(spans.items())
     ]
-    releases = json.dumps([known[each] for each in versions])
+    written = json.dumps([releases[each] for each in versions])
     text = ",\n".join(lines)
-    path.write_text(f'{{"releases": {releases}, "facts": [\n{text}\n]}}\n')
+    path.write_text(f'{{"releases": {written}, "facts": [\n{text}\n]}}\n')
+
+
+def list_spans(is_true: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """List from where to where something is true."""
+    first = 0
+    for holds, group in groupby(is_true):
+        after = first + len(list(group))
+        if holds:
+            yield first, after
+        first = after
 
 
 def run_vllm(*more: str) -> dict[str, list[str]]:
@@ -319,20 +316,16 @@ def read_classes(requirement: str) -> None:
     package, _, version = requirement.partition("==")
     if package == "sglang":
         facts = SglangClasses(open_package(requirement)).list_facts()
-        update_file(SGLANG_CLASSES, requirement, facts, Evidence.READ)
+        update_file("sglang", requirement, facts, Evidence.READ)
         return
     if version == VLLM_RUN.version:
-        update_file(VLLM_CLASSES, requirement, run_vllm("all"), Evidence.RUN)
+        update_file("vllm", requirement, run_vllm("all"), Evidence.RUN)
         return
-    written = json.loads(VLLM_CLASSES.read_text())
-    versions = [each["version"] for each in written["releases"]]
-    place = versions.index(VLLM_RUN.version)
     seen: defaultdict[str, list[str]] = defaultdict(list)
-    for entry in written["facts"]:
-        first = versions.index(entry["since"]) if entry["since"] else 0
-        after = versions.index(entry["until"]) if entry["until"] else len(versions)
-        if first <= place < after and not entry["fact"].startswith(UNBUILT):
-            seen[entry["fact"]] += entry["values"]
+    for architecture, facts_of_it in read_facts("vllm")[VLLM_RUN.version].items():
+        for fact in facts_of_it:
+            if not fact.startswith(UNBUILT):
+                seen[fact].append(architecture)
     run = open_package(f"{VLLM_RUN.package}=={VLLM_RUN.version}")
     kept = keep_unchanged(seen, run, open_package(requirement))
-    update_file(VLLM_CLASSES, requirement, kept, Evidence.READ)
+    update_file("vllm", requirement, kept, Evidence.READ)

@@ -716,9 +716,3 @@ def _list_imports(module: str, tree: ast.Module) -> Iterator[tuple[str, tuple[st
                 source = ".".join([*parent, *source.split(".")]).rstrip(".")
             for each in node.names:
                 yield each.asname or each.name, (source, each.name)
-
-
-@cache
-def open_reader(package: Package, *folders: str) -> ClassReader:
-    """Make the reader of a package once."""
-    return ClassReader(package, folders)

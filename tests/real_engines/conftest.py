@@ -12,7 +12,7 @@ import transformers
 
 from tests.plugins.vllm.vllm_cases import make_rows
 from tests.real_engines.exports import Exports
-from tests.real_engines.vllm_job import Calibrator, VllmServer
+from tests.real_engines.vllm_job import Calibrator, ForkServer, VllmServer
 
 collect_ignore_glob = [] if os.environ.get("FP8CALIB_TEST_ENGINES") else ["test_*"]
 
@@ -39,8 +39,8 @@ def demo_model() -> Path:
 @pytest.fixture(scope="module")
 def calibrate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrator]:
     """Start the process that calibrates inside vLLM."""
-    with Calibrator(tmp_path_factory.mktemp("calibrator") / "log") as calibrator:
-        yield calibrator
+    with ForkServer(tmp_path_factory.mktemp("calibrator") / "log") as server:
+        yield server.calibrate
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.status import Evidence
 from scripts.engine_page import list_loading_rules
 from tests.real_engines import sglang_facts, vllm_facts
-from tests.real_engines.class_facts import read_classes
+from tests.real_engines.class_facts import list_spans, read_classes
 from tests.real_engines.package import Package, list_names, open_package
 from tests.real_engines.probe import Probe
 from tests.real_engines.type_facts import read_types
@@ -137,7 +136,7 @@ class FactsFile:
         true = [self._true[version].get(name, ()) for version in versions]
         groups: dict[tuple[int, int], list[str]] = {}
         for value in dict.fromkeys(value for values in reversed(true) for value in values):
-            for span in _list_spans([value in values for values in true]):
+            for span in list_spans([value in values for values in true]):
                 groups.setdefault(span, []).append(value)
         shown = self._probes.get(name) or self._facts[name]
         if name in self._probes and self._probes[name].is_difference:
@@ -151,16 +150,6 @@ class FactsFile:
                 "source": shown.source,
                 "how": str(shown.how),
             }
-
-
-def _list_spans(is_true: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """List from where to where something is true."""
-    first = 0
-    for holds, group in groupby(is_true):
-        after = first + len(list(group))
-        if holds:
-            yield first, after
-        first = after
 
 
 def open_entry(entry: Mapping[str, str]) -> Package:

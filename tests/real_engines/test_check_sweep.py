@@ -30,7 +30,7 @@ from tests.kit.checkpoints import change_config
 from tests.quantization.by_hand import run
 from tests.real_engines.fuzz.draw import UNDRAWN
 from tests.real_engines.fuzz.engines import VllmObserver
-from tests.real_engines.vllm_job import WeightLoader
+from tests.real_engines.vllm_job import ForkServer
 
 UNWRITTEN = ("dbrx", "gpt2", "gpt_oss")
 """Families of which no FP8 checkpoint is written."""
@@ -70,8 +70,8 @@ def test_what_is_put_back_or_lacks_its_scale_is_never_fine(tmp_path: Path, famil
 def vllm_observer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmObserver]:
     """Start the process that loads weights in vLLM."""
     folder = tmp_path_factory.mktemp("vllm")
-    with WeightLoader(folder / "log") as load:
-        yield VllmObserver(load, folder)
+    with ForkServer(folder / "log") as server:
+        yield VllmObserver(server, folder)
 
 
 @pytest.mark.parametrize("family", sorted(set(zoo.CONFIGS) - set(UNWRITTEN)))

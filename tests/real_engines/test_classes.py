@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 
 from fp8calib.engines.facts.classes import UNBUILT, find_class_map, read_facts
 from fp8calib.engines.facts.release import VLLM_RUN
-from tests.real_engines.class_facts import VLLM_CLASSES, VllmClasses, run_vllm
+from tests.real_engines.class_facts import VllmClasses, run_vllm
 from tests.real_engines.package import open_release
 
 _STATES = {"config": "config", "joined": "config", "plain": "none"}
@@ -15,16 +14,8 @@ _STATES = {"config": "config", "joined": "config", "plain": "none"}
 
 
 def test_vllm_builds_the_tiny_models_as_the_map_says() -> None:
-    written = json.loads(VLLM_CLASSES.read_text())
-    versions = [each["version"] for each in written["releases"]]
-    place = versions.index(VLLM_RUN.version)
-    known = {
-        (entry["fact"], value)
-        for entry in written["facts"]
-        if (versions.index(entry["since"]) if entry["since"] else 0) <= place
-        and (versions.index(entry["until"]) if entry["until"] else len(versions)) > place
-        for value in entry["values"]
-    }
+    facts = read_facts("vllm")[VLLM_RUN.version]
+    known = {(fact, architecture) for architecture, own in facts.items() for fact in own}
     seen = {
         (fact, value)
         for fact, values in run_vllm().items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,8 @@ from tests.architectures import families
 from tests.engines.check_handmade import PER_TENSOR, QUARK
 from tests.engines.test_check_vllm_loader import ELSEWHERE, IN_ATTENTION
 from tests.real_engines.exports import HEADS, LATENT, WIDTH
-from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, TIMEOUT_S
+from tests.real_engines.vllm_job import ForkServer
 
-WORKER = Path(__file__).with_name("vllm_names.py")
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": WIDTH,
     "mistral": WIDTH,
@@ -54,21 +51,20 @@ COMPANIONS = ("input_scale", "weight_scale", "output_scale", "k_scale", "weight_
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Outcomes]:
     """Let vLLM's loaders try all names, model by model."""
     root = tmp_path_factory.mktemp("names")
-    jobs = {}
+    jobs: dict[Path, list[str]] = {}
     for family in MODELS:
         for method in METHODS:
             folder = root / f"{family}-{method}"
             _save(family, method, folder)
-            jobs[str(folder)] = _list_names(open_folder(folder), _read(folder))
-    job, result = root / "job.json", root / "result.json"
-    job.write_text(json.dumps(jobs))
-    command = [PYTHON, WORKER, job, result]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Outcomes] = json.loads(result.read_text())
-    return {Path(folder): outcomes for folder, outcomes in found.items()}
+            jobs[folder] = _list_names(open_folder(folder), _read(folder))
+    found: dict[Path, Outcomes] = {}
+    with ForkServer(root / "log") as server:
+        for folder, names in jobs.items():
+            result = folder.with_suffix(".names")
+            error = server.ask("names", result, model=folder, names=names)
+            assert not error, (folder, error)
+            found[folder] = json.loads(result.read_text())
+    return found
 
 
 def _save(family: str, method: str, folder: Path) -> None:

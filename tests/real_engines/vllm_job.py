@@ -1,12 +1,12 @@
-"""The caller's side of `vllm_worker.py`: one question to vLLM, answered by a process of its own."""
+"""The caller's side of the workers that run in vLLM's environment."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,9 +21,7 @@ from tests.real_engines.exports import Scales, layer_index
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WORKER = Path(__file__).with_name("vllm_worker.py")
-WEIGHTS_WORKER = Path(__file__).with_name("vllm_weights.py")
-RUN_WORKER = Path(__file__).with_name("vllm_run.py")
-CALIBRATION_WORKER = Path(__file__).with_name("vllm_calibrate.py")
+FORKS = Path(__file__).with_name("vllm_forks.py")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
@@ -38,47 +36,31 @@ _NO_FP8_CACHE = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What vLLM is to load and to do."""
-
-    model: str
-    dtype: str = "auto"
-    kv_cache_dtype: str = "fp8"
-    max_model_len: int = 64
-    tp: int = 1
-    logprobs: Sequence[Sequence[int]] = ()
-    """Token ids of sequences to score."""
-    prompt: str | None = None
-    """Text to go on from, greedily."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back."""
+    """What an engine answered about its layers and text."""
 
     error: str = ""
     """The exception's type and text when the model was refused; nothing else is there then."""
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By path of the attention layer: its scales, its KV dtype, the bytes of a cache element."""
     ranks: list[dict[str, dict[str, Any]]] = field(default_factory=list)
-    """The same of every rank; `layers` is that of the first."""
+    """By rank and path of the attention layer: its scales, the bytes of a cache element."""
     logprobs: list[list[float]] = field(default_factory=list)
-    text: str = ""
+
+    @property
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """The layers of the first rank."""
+        return self.ranks[0]
 
     def scales(self) -> Scales:
         """Give the k and v that the layers hold, on the device."""
         return {layer_index(name): (held["k"], held["v"]) for name, held in self.layers.items()}
 
-    def kernel_scales(self) -> dict[int, tuple[float, float]]:
-        """Give the k and v that the attention backend is called with."""
-        return {
-            layer_index(name): (held["k_host"], held["v_host"])
-            for name, held in self.layers.items()
-        }
-
     def cache_bytes(self) -> set[int]:
         """Give the sizes of an element that occur in the KV cache."""
         return {held["cache_element_bytes"] for held in self.layers.values()}
+
+
+Engine = tuple[Mapping[str, Any], Sequence[Sequence[Any]]]
+"""The options of an `LLM`, and what it is asked: steps of `vllm_worker.py`."""
 
 
 class VllmServer:
@@ -88,25 +70,42 @@ class VllmServer:
         self._folder = folder
         self._count = 0
 
-    def __call__(self, model: Path, **options: Any) -> Answer:
-        """Load `model` and do what the options of `Job` say."""
+    def __call__(
+        self, model: Path, *, tp: int = 1, logprobs: Sequence[Sequence[int]] = (), **options: Any
+    ) -> Answer:
+        """Load a model, list its layers, and score the token ids of sequences."""
+        length = options.setdefault("max_model_len", 64)
+        options |= {"model": str(model), "tensor_parallel_size": tp}
+        options |= {"max_num_batched_tokens": length, "num_gpu_blocks_override": 256}
+        steps: list[Sequence[Any]] = [["layers"], *([["score", logprobs]] if logprobs else [])]
+        (found,) = self.run((options, steps))
+        if isinstance(found, dict):
+            skip_without_fp8_cache(found["error"])
+            return Answer(error=found["error"])
+        return Answer(ranks=found[0], logprobs=found[1] if logprobs else [])
+
+    def run(self, *engines: Engine) -> list[Any]:
+        """Run engines one after another; give the answers to the steps of each."""
         self._count += 1
-        stem = self._folder / f"{self._count:02}-{model.parent.parent.name}"
-        job, result, log = (stem.with_suffix(suffix) for suffix in (".job", ".json", ".log"))
-        job.write_text(json.dumps(asdict(Job(model=str(model), **options))))
+        job, result, log = (
+            self._folder / f"{self._count:02}.{each}" for each in ("job", "json", "log")
+        )
+        job.write_text(json.dumps([{"options": one, "steps": steps} for one, steps in engines]))
+        tp = engines[0][0].get("tensor_parallel_size", 1)
+        more = _bind_ranks(tp) | {"PYTHONPATH": str(ROOT)}
+        more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if tp > 1 else {}
         with log.open("wb") as stream:
             code = subprocess.run(
                 [PYTHON, WORKER, job, result],
-                env=os.environ | ENVIRONMENT | _bind_ranks(options.get("tp", 1)),
+                env=os.environ | ENVIRONMENT | more,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 timeout=TIMEOUT_S,
                 check=False,
             ).returncode
         assert_started(code, log)
-        answer = Answer(**json.loads(result.read_text()))
-        skip_without_fp8_cache(answer.error)
-        return answer
+        answers: list[Any] = json.loads(result.read_text())
+        return answers
 
 
 def skip_without_fp8_cache(error: str) -> None:
@@ -130,13 +129,13 @@ def _bind_ranks(tp: int) -> dict[str, str]:
 
 
 class ForkServer:
-    """A process with vLLM imported, which answers one job after another in a fork of itself."""
+    """A process with vLLM imported, which answers each question in a fork of itself."""
 
-    def __init__(self, log: Path, worker: Path) -> None:
+    def __init__(self, log: Path) -> None:
         self._log = log
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [PYTHON, worker],
+                [PYTHON, FORKS],
                 env=os.environ | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -150,56 +149,37 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def _ask(self, **job: object) -> None:
+    def ask(self, verb: str, result: Path, **job: object) -> str:
+        """Ask a question of `vllm_forks.py`; give the error where there is no answer."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        stdin.write(f"{json.dumps(job, default=str)}\n")
+        refused = result.with_suffix(".refused")
+        refused.unlink(missing_ok=True)
+        stdin.write(f"{json.dumps({'verb': verb, 'result': result, **job}, default=str)}\n")
         stdin.flush()
         assert stdout.readline() == "done\n", self._log.read_text()[-3000:]
+        return refused.read_text() if refused.exists() else ""
 
-
-class WeightLoader(ForkServer):
-    """Loads whole checkpoints, with `vllm_weights.py`."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__(log, WEIGHTS_WORKER)
-
-    def __call__(
+    def load(
         self, model: Path, result: Path, dtype: str = "bfloat16"
     ) -> dict[str, torch.Tensor] | str:
         """Give the tensors that `vllm_weights.py` takes of a model, or the error."""
-        self._ask(model=model, dtype=dtype, result=result)
-        refused = result.with_suffix(".refused")
-        return refused.read_text() if refused.exists() else load_file(result)
+        return self.ask("load", result, model=model, dtype=dtype) or load_file(result)
 
-
-class RunLoader(ForkServer):
-    """Asks what `vllm check` asks, with `vllm_run.py`."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__(log, RUN_WORKER)
-
-    def __call__(self, model: Path, result: Path, kv_cache_dtype: str = "fp8") -> LoaderAnswer:
-        """Give the answer of vLLM's loader.
+    def run(self, model: Path, result: Path, kv_cache_dtype: str = "fp8") -> LoaderAnswer:
+        """Give the answer of vLLM's loader to what `vllm check` asks.
 
         Raises:
             VerificationError: the process died.
         """
-        self._ask(model=model, kv_cache_dtype=kv_cache_dtype, result=result)
+        self.ask("run", result, model=model, kv_cache_dtype=kv_cache_dtype)
         answer = parse_answer(result.read_text(), 1)
         if answer is None:
             raise VerificationError("the process with vLLM's loader died")
         return answer
 
-
-class Calibrator(ForkServer):
-    """Runs `fp8calib vllm calibrate`, with `vllm_calibrate.py`."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__(log, CALIBRATION_WORKER)
-
-    def __call__(
+    def calibrate(
         self,
         model: Path,
         out: Path,
@@ -208,21 +188,25 @@ class Calibrator(ForkServer):
         record: Path | None = None,
         has_torchvision: bool = False,
     ) -> tuple[int, str]:
-        """Give the exit code, and what was printed.
+        """Give the exit code of `fp8calib vllm calibrate`, and what was printed.
 
         `record` is the file for workers' answers; `has_torchvision` stands an empty one in.
         """
         result = out.with_suffix(".printed")
         arguments = ["vllm", "calibrate", model, "--out", out, *options]
-        self._ask(
+        self.ask(
+            *("calibrate", result),
             arguments=list(map(str, arguments)),
             environment=_bind_ranks(ranks),
             record=record or "",
             has_torchvision=has_torchvision,
-            result=result,
         )
         printed, _, code = result.read_text().rpartition("exit code ")
         return int([*code.split(), 71][0]), printed
+
+
+Calibrator = Callable[..., tuple[int, str]]
+"""`ForkServer.calibrate`."""
 
 
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:
@@ -238,8 +222,8 @@ def load_or_refuse(
 ) -> dict[Case, dict[str, torch.Tensor] | str]:
     """Do the same, and give the error of those that vLLM refuses."""
     log = next(iter(checkpoints.values())).with_suffix(".log")
-    with WeightLoader(log) as load:
+    with ForkServer(log) as server:
         return {
-            case: load(path, path.with_suffix(".loaded"), dtype)
+            case: server.load(path, path.with_suffix(".loaded"), dtype)
             for case, path in checkpoints.items()
         }

@@ -1,23 +1,14 @@
-"""What vLLM's weight loader puts into a model: `vllm_weights.py`, one JSON job a line on stdin.
+"""What vLLM's weight loader puts into a model, in a fork of `vllm_forks.py`.
 
-Runs in vLLM's own environment, which takes long to import: a fork of this process loads each model.
-A job names `model`, `dtype` and `result`, a safetensors file of all parameters: `loaded.X` as the
+Runs in vLLM's own environment. The result is a safetensors file of parameters: `loaded.X` as the
 loader left them, `ready.X` as vLLM has prepared them for its kernels, `held.LAYER.k`, `.v` and
 `.is_fp8` of attention layers, `scheme.X` of linears and experts, as text, and `pooling` where vLLM
 runs the model to embed text. No kernel is looked for: the CPU build has none for FP8 matrices
-without AMX and none for FP4, and experts keep the form in which they were loaded. Where a model is
-refused, a text file beside `result` has the error and the engine's line. A line on stdout says that
-a job is done.
+without AMX and none for FP4, and experts keep the form in which they were loaded.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
-import json
-import os
-import signal
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -25,13 +16,9 @@ from typing import Any
 
 import torch
 import vllm
-from safetensors.torch import save_file
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.logger import configure_logging_if_needed
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -44,14 +31,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models import registry
-from vllm.plugins import load_general_plugins
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm_worker import TINY_SERVER
 
-REFUSED = ".refused"
-"""Suffix of what is written in place of the result where vLLM does not load a model."""
 KERNELS = (
     *("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel"),
     *("init_nvfp4_linear_kernel", "init_mxfp4_linear_kernel", "init_mxfp8_linear_kernel"),
@@ -60,7 +43,6 @@ MODULES = (
     *(fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8),
     *(compressed_tensors_w4a4_nvfp4, compressed_tensors_w4a4_mxfp4, compressed_tensors_w8a8_mxfp8),
 )
-TIMEOUT_S = 120
 PACKAGE = str(Path(vllm.__file__).parent)
 
 
@@ -90,8 +72,8 @@ def scaled_fp8_quant(
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def main() -> None:
-    """Load every model that stdin names as far as its weights."""
+def leave_out_kernels() -> None:
+    """Change vLLM so that a CPU loads what only GPUs compute."""
     for module in MODULES:
         for name in KERNELS:
             if hasattr(module, name):
@@ -101,41 +83,7 @@ def main() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     # Processors with bfloat16 pack convolutions, of sizes that tiny models do not have.
     del w8a8_utils.ops.causal_conv1d_weight_pack
-    registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     _set_torch_accelerator_to_noop()
-    prepare_for_forks()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no reply
-    for line in sys.stdin:
-        job = json.loads(line)
-        answer_in_fork(job["model"], job["dtype"], Path(job["result"]))
-        print("done", file=replies, flush=True)
-
-
-def prepare_for_forks() -> None:
-    """Do what does not depend on the model, and takes half of the time of a load."""
-    configure_logging_if_needed(LoggingConfig())
-    load_general_plugins()
-    importlib.import_module("vllm.model_executor.models.transformers")
-    get_checkpoint_conversion_mapping("llama")  # transformers makes all of them at once
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
-
-
-def answer_in_fork(model: str, dtype: str, result: Path) -> None:
-    """Load one model in a fork of this process, and write the result or the error."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(TIMEOUT_S)
-        try:
-            save_file(load(model, dtype), result)
-        except BaseException as error:  # noqa: BLE001 -- whatever the engine says is the answer
-            result.with_suffix(REFUSED).write_text(describe(error))
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status:
-        result.with_suffix(REFUSED).write_text(f"the process ended with status {status}")
 
 
 def describe(error: BaseException) -> str:
@@ -217,7 +165,3 @@ def list_held(config: VllmConfig) -> dict[str, torch.Tensor]:
             is_fp8 = str(layer.kv_cache_dtype).startswith("fp8")
             held[f"held.{name}.is_fp8"] = torch.tensor(is_fp8)
     return held
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,14 @@
-"""Load one model in vLLM, print what it holds and what it says: `vllm_worker.py JOB RESULT`.
+"""Start engines of vLLM and ask them: `vllm_worker.py JOB RESULT`.
 
-Runs in vLLM's own environment, in a process of its own, because a loaded engine is hard to unload.
-JOB and RESULT are JSON files; the caller's side is `vllm_job.py`.
+Runs in vLLM's own environment. JOB lists engines, one after another in a fork each; an engine has
+`options` of `LLM` and `steps`. RESULT lists the answers to the steps, by engine; that of an engine
+that does not start is its error. The caller's side is `vllm_job.py`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,63 +24,115 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms import PlatformEnum
 
-BLOCK_SIZE = 32
-NUM_BLOCKS = 256
-"""Small, because making the cache takes longer than reading a tiny model."""
+import fp8calib
+from fp8calib.plugins import vllm as inside
+from fp8calib.plugins.vllm.worker import FP8CalibWorker
+
 TINY_SERVER: dict[str, Any] = {
     "kv_cache_dtype": "fp8",
     "max_model_len": 64,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
     "num_gpu_blocks_override": 64,
-    "block_size": BLOCK_SIZE,
+    "block_size": 32,
     "skip_tokenizer_init": True,
     "enforce_eager": True,
 }
-"""For models whose parameters are read, and which answer no request."""
+"""Making a larger cache takes longer than reading a tiny model."""
+ATTRIBUTES = ("_{}_scale", "_{}_scale_float", "_{}_scale_cpu")
 
 
-def main() -> None:
-    """Answer the job of the command line."""
-    job_path, result_path = map(Path, sys.argv[1:])
-    job = json.loads(job_path.read_text())
-    result_path.write_text(json.dumps(_answer(job)))
+class Worker(FP8CalibWorker):
+    """Mixed into the workers: lists what layers hold, and changes scales behind vLLM's back."""
+
+    def list_layers(self) -> dict[str, dict[str, Any]]:
+        """Name every attention layer with its scales and the size of what its cache stores."""
+        context = self.model_runner.compilation_config.static_forward_context
+        return {
+            name: _layer(module) for name, module in context.items() if hasattr(module, "_k_scale")
+        }
+
+    def fp8calib_plant(self, fault: str) -> None:
+        """Plant one of the faults below on this rank."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        modules = [module for _, module in self.fp8calib_list_attention()]
+        getattr(self, f"fp8calib_plant_{fault}")(rank, modules)
+
+    def fp8calib_plant_one_layer(self, rank: int, modules: list[Any]) -> None:
+        """Reset K of layer 2 on the last rank."""
+        if rank == 1:
+            _put(modules[2], "k", 1.0)
+
+    def fp8calib_plant_zeros(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Set everything to zero."""
+        for module in modules:
+            for role in "kvq":
+                _put(module, role, 0.0)
+
+    def fp8calib_plant_zeros_on_device(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Set the tensors of the device to zero."""
+        for module in modules:
+            for role in "kv":
+                _put(module, role, 0.0, ATTRIBUTES[:1])
+
+    def fp8calib_plant_stale_float(self, rank: int, modules: list[Any]) -> None:
+        """Leave the float of layers 1 to 3 at 1.0 on the last rank."""
+        for module in modules[1:] if rank == 1 else ():
+            for role in "kv":
+                _put(module, role, 1.0, ATTRIBUTES[1:2])
+
+    def fp8calib_plant_stale_cpu(self, rank: int, modules: list[Any]) -> None:
+        """Leave the CPU copy of V at 1.0 on the first rank."""
+        for module in modules if rank == 0 else ():
+            _put(module, "v", 1.0, ATTRIBUTES[2:])
+
+    def fp8calib_plant_swapped(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Swap K and V."""
+        for module in modules:
+            k, v = module._k_scale_float, module._v_scale_float
+            _put(module, "k", v)
+            _put(module, "v", k)
+
+    def fp8calib_plant_shifted(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Give each layer the scales of the next one."""
+        for role in "kv":
+            numbers = [getattr(module, f"_{role}_scale_float") for module in modules]
+            for module, number in zip(modules, numbers[1:], strict=False):
+                _put(module, role, number)
+
+    def fp8calib_plant_doubled(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Double all scales, as for e4m3fnuz."""
+        for module in modules:
+            for role in "kv":
+                _put(module, role, 2 * getattr(module, f"_{role}_scale_float"))
+
+    def fp8calib_plant_query(self, rank: int, modules: list[Any]) -> None:  # noqa: ARG002
+        """Change q of layer 0."""
+        _put(modules[0], "q", 0.5)
+
+    def fp8calib_plant_not_a_number(self, rank: int, modules: list[Any]) -> None:
+        """Put NaN into V of layer 3 of the last rank."""
+        if rank == 1:
+            _put(modules[3], "v", float("nan"))
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        llm = _load(job)
-    except Exception as error:  # noqa: BLE001 -- whatever the engine says is the answer
-        return {"error": _first_cause(error)}
-    ranks = llm.collective_rpc("list_layers")
-    answer: dict[str, Any] = {"layers": ranks[0], "ranks": ranks}
-    if job["logprobs"]:
-        answer["logprobs"] = _score(llm, job["logprobs"])
-    if job["prompt"]:
-        answer["text"] = _generate(llm, job["prompt"])
-    return answer
+def _put(module: Any, role: str, number: float, attributes: tuple[str, ...] = ATTRIBUTES) -> None:
+    for attribute in (each.format(role) for each in attributes):
+        held = getattr(module, attribute, None)
+        if isinstance(held, torch.Tensor):
+            held.fill_(number)
+        elif held is not None:
+            setattr(module, attribute, number)
 
 
-def _load(job: dict[str, Any]) -> LLM:
-    # vLLM looks for no kernel of MXFP8 on a CPU; this one multiplies by the decoded weights there.
-    register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
-    TritonExperts.apply = _multiply_experts
-    return LLM(
-        model=job["model"],
-        dtype=job["dtype"],
-        kv_cache_dtype=job["kv_cache_dtype"],
-        max_model_len=job["max_model_len"],
-        max_num_batched_tokens=job["max_model_len"],
-        max_num_seqs=4,
-        num_gpu_blocks_override=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        skip_tokenizer_init=not job["prompt"],
-        enforce_eager=True,
-        tensor_parallel_size=job["tp"],
-        worker_extension_cls="vllm_worker.LayerReader",
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-    )
+def _layer(module: Any) -> dict[str, Any]:
+    cache = module.kv_cache
+    cache = cache[0] if isinstance(cache, list | tuple) else cache
+    return {
+        "k": module._k_scale.float().flatten().tolist(),
+        "v": module._v_scale.float().flatten().tolist(),
+        "cache_element_bytes": cache.element_size(),
+    }
 
 
 def _multiply_experts(
@@ -115,37 +169,58 @@ def _multiply_experts(
     )
 
 
+def main() -> None:
+    """Answer the job of the command line."""
+    job, result = map(Path, sys.argv[1:])
+    # vLLM looks for no kernel of MXFP8 on a CPU; this one multiplies by the decoded weights there.
+    register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
+    TritonExperts.apply = _multiply_experts
+    answers = []
+    for index, engine in enumerate(json.loads(job.read_text())):
+        part = result.with_suffix(f".{index}")
+        if os.fork() == 0:
+            part.write_text(json.dumps(_answer(engine)))
+            os._exit(0)
+        os.wait()
+        answers.append(json.loads(part.read_text()))
+    result.write_text(json.dumps(answers))
+
+
+def _answer(engine: dict[str, Any]) -> list[Any] | dict[str, str]:
+    own = {"worker_extension_cls": "vllm_worker.Worker", "disable_log_stats": True}
+    own |= {"enable_prefix_caching": False, "gpu_memory_utilization": 0.1}
+    try:
+        llm = LLM(**{**TINY_SERVER, **own, **engine["options"]})
+    except Exception as error:  # noqa: BLE001 -- whatever vLLM says is the answer
+        return {"error": _first_cause(error)}
+    return [_do(llm, *step) for step in engine["steps"]]
+
+
 def _first_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
 
 
-class LayerReader:
-    """Mixed by vLLM into the worker of each rank."""
-
-    model_runner: Any
-
-    def list_layers(self) -> dict[str, dict[str, Any]]:
-        """Name every attention layer with its scales and the dtype of the cache it writes."""
-        context = self.model_runner.compilation_config.static_forward_context
-        return {
-            name: _layer(module) for name, module in context.items() if hasattr(module, "_k_scale")
-        }
-
-
-def _layer(module: Any) -> dict[str, Any]:
-    cache = module.kv_cache
-    cache = cache[0] if isinstance(cache, list | tuple) else cache
-    return {
-        "k": module._k_scale.float().flatten().tolist(),
-        "v": module._v_scale.float().flatten().tolist(),
-        "k_host": module._k_scale_float,
-        "v_host": module._v_scale_float,
-        "q": module._q_scale.float().flatten().tolist(),
-        "kv_cache_dtype": module.kv_cache_dtype,
-        "cache_element_bytes": cache.element_size(),
+def _do(llm: LLM, verb: str, *arguments: Any) -> Any:
+    verbs: dict[str, Any] = {
+        "layers": lambda: llm.collective_rpc("list_layers"),
+        "score": lambda: _score(llm, *arguments),
+        "read": lambda: llm.collective_rpc("fp8calib_read_scales"),
+        "plant": lambda: llm.collective_rpc("fp8calib_plant", args=arguments),
+        "sleep": lambda: llm.sleep(level=0),  # pauses; a CPU has no other level
+        "wake": llm.wake_up,
+        "audit": lambda: _dump(inside.audit(llm, *arguments)),
+        "refit": lambda: _dump(inside.load_kv_scales(llm, *arguments)),
     }
+    try:
+        return verbs[verb]()
+    except fp8calib.Fp8CalibError as error:
+        return {"error": error.kind, "message": error.message, "hint": error.hint}
+
+
+def _dump(result: fp8calib.CheckResult) -> Any:
+    return json.loads(result.model_dump_json())
 
 
 def _score(llm: LLM, sequences: list[list[int]]) -> list[list[float]]:
@@ -160,11 +235,6 @@ def _score(llm: LLM, sequences: list[list[int]]) -> list[list[float]]:
         ]
         for out, ids in zip(outputs, sequences, strict=True)
     ]
-
-
-def _generate(llm: LLM, prompt: str) -> str:
-    params = SamplingParams(max_tokens=12, temperature=0.0)
-    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].text
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tests.real_engines.fuzz.observation import (
     describe_difference,
     is_scale,
 )
-from tests.real_engines.vllm_job import RunLoader, WeightLoader
+from tests.real_engines.vllm_job import ForkServer
 
 _TIMEOUT_S = 120
 _POOLING = "vLLM runs it to embed text"
@@ -55,8 +55,8 @@ def list_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 class VllmObserver:
     """Observes vLLM on a CPU, to the end of `process_weights_after_loading`."""
 
-    def __init__(self, load: WeightLoader, folder: Path) -> None:
-        self._load = load
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._load = server.load
         self._folder = folder
         self._count = 0
         self._meant: dict[Path, Tensors | str] = {}
@@ -89,8 +89,8 @@ class VllmObserver:
 class RunObserver:
     """Observes what the loader of `vllm check` does."""
 
-    def __init__(self, load: RunLoader, folder: Path) -> None:
-        self._load = load
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._run = server.run
         self._result = folder / "run.json"
 
     def __call__(self, _: Case, model: Path, original: Path) -> Observation:
@@ -114,7 +114,7 @@ class RunObserver:
 
     def ask(self, model: Path, *_: object, has_kv: bool, **__: object) -> LoaderAnswer:
         """Answer in the place of a process that is started for the one question."""
-        return self._load(model, self._result, "fp8" if has_kv else "auto")
+        return self._run(model, self._result, "fp8" if has_kv else "auto")
 
 
 def list_layers(held: Tensors) -> dict[int, HeldPair]:

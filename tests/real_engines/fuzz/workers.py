@@ -18,7 +18,7 @@ from tests.real_engines.fuzz.engines import RunObserver, TransformersObserver, V
 from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Evaluator, Observe, Result
 from tests.real_engines.fuzz.report import Disagreement, describe_effect
 from tests.real_engines.fuzz.sglang import observe_sglang, read_wheel
-from tests.real_engines.vllm_job import RunLoader, WeightLoader
+from tests.real_engines.vllm_job import ForkServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,10 @@ class Workers:
     def __init__(self, folder: Path, engines: Collection[str], count: int) -> None:
         self._stack = ExitStack()
         names = [str(number) for number in range(count)]
-        loaders = {
-            name: self._stack.enter_context(WeightLoader(folder / f"vllm-{name}.log"))
+        servers = {
+            name: self._stack.enter_context(ForkServer(folder / f"vllm-{name}.log"))
             for name in names
-            if not {"vllm", RUN_IN_CHECK}.isdisjoint(engines)
-        }
-        scripts = {
-            name: self._stack.enter_context(RunLoader(folder / f"run-{name}.log"))
-            for name in names
-            if not {"run", RUN_IN_CHECK}.isdisjoint(engines)
+            if not {"vllm", "run", RUN_IN_CHECK}.isdisjoint(engines)
         }
         if "sglang" in engines:
             read_wheel()  # once, while vLLM is imported
@@ -56,7 +51,7 @@ class Workers:
             count,
             mp_context=context,
             initializer=_Worker.begin,
-            initargs=(waiting, folder, engines, loaders, scripts),
+            initargs=(waiting, folder, engines, servers),
         )
         self._stack.enter_context(self._pool)
 
@@ -93,20 +88,18 @@ class _Worker:
         waiting: SimpleQueue[str],
         folder: Path,
         engines: Collection[str],
-        loaders: dict[str, WeightLoader],
-        scripts: dict[str, RunLoader],
+        servers: dict[str, ForkServer],
     ) -> None:
-        """Make the evaluator, with the first loaders that no other worker has."""
+        """Make the evaluator, with the first server that no other worker has."""
         name = waiting.get()
         own = folder / name
         own.mkdir()
         observers: dict[str, Observe] = {}
-        if name in loaders:
-            vllm = VllmObserver(loaders[name], own)
-            observers |= {each: vllm for each in ("vllm", RUN_IN_CHECK) if each in engines}
-        run = RunObserver(scripts[name], own) if name in scripts else None
-        if run is not None and "run" in engines:
-            observers["run"] = run
+        run = RunObserver(servers[name], own) if name in servers else None
+        if run is not None:
+            vllm = VllmObserver(servers[name], own)
+            vllms = {"vllm": vllm, RUN_IN_CHECK: vllm, "run": run}
+            observers |= {each: vllms[each] for each in vllms if each in engines}
         if "transformers" in engines:
             observers["transformers"] = TransformersObserver(own)
         if "sglang" in engines:
