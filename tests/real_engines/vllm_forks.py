@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from no_torchvision import replace_torchvision
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm import LLM
@@ -103,17 +102,12 @@ def calibrate(
     arguments: list[str],
     environment: dict[str, str],
     record: str,
-    *,
-    has_torchvision: bool,
 ) -> None:
     """Run the command line of fp8calib, and write what it prints; the last line is the exit code.
 
-    `record` is the file for the answers of the workers, or empty. `has_torchvision` puts an empty
-    one in its place.
+    `record` is the file for the answers of the workers, or empty.
     """
     os.environ.update(environment)
-    if has_torchvision:
-        replace_torchvision()
     answers: dict[str, list[Any]] = {}
     if record:
         _keep_answers(answers)

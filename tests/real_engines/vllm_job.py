@@ -186,11 +186,10 @@ class ForkServer:
         *options: object,
         ranks: int = 1,
         record: Path | None = None,
-        has_torchvision: bool = False,
     ) -> tuple[int, str]:
         """Give the exit code of `fp8calib vllm calibrate`, and what was printed.
 
-        `record` is the file for workers' answers; `has_torchvision` stands an empty one in.
+        `record` is the file for workers' answers.
         """
         result = out.with_suffix(".printed")
         arguments = ["vllm", "calibrate", model, "--out", out, *options]
@@ -199,7 +198,6 @@ class ForkServer:
             arguments=list(map(str, arguments)),
             environment=_bind_ranks(ranks),
             record=record or "",
-            has_torchvision=has_torchvision,
         )
         printed, _, code = result.read_text().rpartition("exit code ")
         return int([*code.split(), 71][0]), printed

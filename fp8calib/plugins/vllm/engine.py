@@ -13,11 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.media import MEDIA
 from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.model.prepared import PreparedModel
@@ -62,13 +60,10 @@ _OWN = {
     "calculate_kv_scales": "a quantized cache changes what later layers see",
     "quantization": "quantized weights change what is measured",
     "worker_extension_cls": "it is what observes",
-    "language_model_only": "it follows from the rows of --data",
-    "limit_mm_per_prompt": "it follows from the rows of --data",
+    "language_model_only": "text alone is run",
+    "limit_mm_per_prompt": "text alone is run",
 }
 """Arguments of vLLM that are set here, because others would falsify the statistics."""
-_TEXT_OPTIONS = {"skip_tokenizer_init": True, "language_model_only": True}
-_MEDIA_OPTIONS = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
-"""Every row is encoded once; profiling would run the largest medium that the model takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +104,19 @@ class EngineSettings:
             The statistics, and the sites that vLLM does not show, with the reason.
 
         Raises:
+            UsageError: rows have images or audio.
             CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given,
                 or gave NaN or infinity.
             RankLostError: vLLM died in the middle of the run.
         """
+        if any(batch.media is not None for batch in todo):
+            raise UsageError(
+                "the data has images or audio, and vLLM runs text alone here",
+                hint="use `fp8calib calibrate`, which runs transformers",
+            )
         longest = max(max(batch.lengths) for batch in todo)
         progress.stage("vLLM loads the model", None)
-        with _engine(checkpoint.folder, self, longest, _count_media(todo)) as llm:
+        with _engine(checkpoint.folder, self, longest) as llm:
             run = _Run(llm, prepared, observe, num_sequences)
             with _open_drafter(self, checkpoint) as drafter:
                 run.start(checkpoint.stored, drafter)
@@ -157,12 +158,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UsageError("--engine-option speculative_config: write {method: ..., model: ...}")
         if name == "load_format" and value == "dummy":
             raise UsageError("--engine-option load_format=dummy: random weights")
-
-
-def _count_media(todo: Sequence[Batch]) -> dict[str, int]:
-    """Count the most media of each kind in a row; empty where all is text."""
-    rows = [Counter(m.kind for m in b.media.row.media) for b in todo if b.media is not None]
-    return {str(kind): max(row[kind] for row in rows) for kind in MEDIA} if rows else {}
 
 
 def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
@@ -219,7 +214,7 @@ class _Run:
 
         Raises:
             RankLostError: vLLM died.
-            CalibrationError: it refuses a sequence, or makes other tokens of one.
+            CalibrationError: it refuses a sequence.
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
@@ -229,10 +224,10 @@ class _Run:
         started = time.monotonic()
         self._found = None
         self._call("fp8calib_expect", expected)
-        prompts = [_make_prompt(each) for each in group]
+        prompts = [{"prompt_token_ids": each.input_ids[0].tolist()} for each in group]
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         try:
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            self._llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
             if _is_refusal(error):
                 samples = f"{group[0].first} to {group[-1].first}"
@@ -241,8 +236,6 @@ class _Run:
                     hint="`fp8calib calibrate` runs transformers",
                 ) from error
             raise _lost(error) from error
-        for batch, output in zip(group, outputs, strict=True):
-            _require_same_tokens(batch, output.prompt_token_ids)
         self._sequences.extend(group)
         return time.monotonic() - started
 
@@ -299,32 +292,10 @@ def _lost(error: Exception) -> RankLostError:
     )
 
 
-def _make_prompt(batch: Batch) -> dict[str, Any]:
-    """Make the prompt of one sequence; vLLM's own processor encodes media."""
-    if batch.media is None:
-        return {"prompt_token_ids": batch.input_ids[0].tolist()}
-    ids, media = batch.media.encoder.open(batch.media.row)
-    return {
-        "prompt_token_ids": ids[: len(ids) - batch.media.num_cut],
-        "multi_modal_data": {str(kind): values for kind, values in media.items()},
-    }
-
-
 def _is_refusal(error: Exception) -> bool:
     """Whether vLLM did not take a prompt; 0.32 raises subclasses of its own `VLLMClientError`."""
     names = {each.__name__ for each in type(error).__mro__}
     return not names.isdisjoint({"ValueError", "VLLMClientError"})
-
-
-def _require_same_tokens(batch: Batch, ids: Sequence[int]) -> None:
-    """Refuse a row that vLLM's processor expands to other tokens than transformers' does."""
-    expected = batch.input_ids[0].tolist()
-    if list(ids) != expected:
-        raise CalibrationError(
-            f"vLLM's processor makes {len(ids)} tokens of sample {batch.first}, and transformers' "
-            f"{len(expected)}: they are not the same",
-            hint="`fp8calib calibrate` runs transformers",
-        )
 
 
 def _list_tensors(checkpoint: Checkpoint) -> list[tuple[str, str, list[int]]]:
@@ -416,11 +387,8 @@ def _unswallowed_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _engine(
-    folder: Path, settings: EngineSettings, longest: int, media: Mapping[str, int]
-) -> Iterator[Any]:
-    """Start vLLM and stop it at the end; `media` are the most of each kind in a row."""
-    used = [kind for kind, count in media.items() if count]
+def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[Any]:
+    """Start vLLM and stop it at the end."""
     # Its log is not for the standard output, where --json prints.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -444,25 +412,18 @@ def _engine(
                 max_num_batched_tokens=longest + 1,
                 worker_extension_cls=WORKER,
                 **{
-                    **(_MEDIA_OPTIONS if media else _TEXT_OPTIONS),
-                    **({"limit_mm_per_prompt": dict(media)} if media else {}),
+                    "skip_tokenizer_init": True,
+                    "language_model_only": True,
                     **settings.options,
                     "speculative_config": dict(settings.drafter) or None,
                 },
             )
     except Exception as error:
-        hint = "its own log is above; VLLM_LOGGING_LEVEL=INFO shows more"
-        if media and find_spec("torchvision") is None:
-            hint += "; torchvision, which most models that take media need in vLLM, is missing"
         raise CalibrationError(
-            f"vLLM cannot start with this model: {_shorten(error)}", hint=hint
+            f"vLLM cannot start with this model: {_shorten(error)}",
+            hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
         ) from error
     try:
-        if media and not llm.llm_engine.model_config.is_multimodal_model:
-            raise CalibrationError(
-                f"vLLM runs this model on text alone, and there are rows with {' and '.join(used)}",
-                hint="`fp8calib calibrate` runs transformers",
-            )
         yield llm
     finally:
         sys.stdout.flush()

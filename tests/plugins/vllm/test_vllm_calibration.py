@@ -15,6 +15,7 @@ import fp8calib
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.statistic import COUNTS, SiteStats
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.machine import ProcessRank
 from fp8calib.model.shapes import Attention, Role, Site
@@ -24,7 +25,9 @@ from fp8calib.plugins.vllm.commands.calibrate import (
     check_engine,
     parse_engine_options,
 )
+from fp8calib.plugins.vllm.engine import EngineSettings
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed
+from tests.doors import Silent
 from tests.plugins.vllm.recorded import read_golden
 from tests.plugins.vllm.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
 
@@ -165,7 +168,7 @@ def test_a_drafter_drafts_one_token_and_is_named(
     [
         ({"kv_cache_dtype": "fp8"}, "quantized cache"),
         ({"load_format": "dummy"}, "random weights"),
-        ({"limit_mm_per_prompt": {"image": 0}}, "follows from the rows"),
+        ({"limit_mm_per_prompt": {"image": 0}}, "text alone is run"),
         ({"speculative_config": "eagle"}, "write {method: ..., model: ...}"),
         ({"gpu_memory_utilisation": 0.5}, "no such argument"),
     ],
@@ -266,6 +269,19 @@ def test_a_signal_ends_the_start_of_vllm(
     finally:
         signal.signal(signal.SIGINT, before)
     assert not vllm.asked
+
+
+def test_rows_with_media_are_refused() -> None:
+    media: Any = object()
+    batch = Batch(first=0, input_ids=torch.zeros(1, 4).long(), lengths=(4,), media=media)
+    prepared: Any = None
+    with pytest.raises(UsageError, match="the data has images or audio"):
+        EngineSettings(dtype="float32").observe(
+            *(prepared, prepared, [batch], Observe(kv=True, query=True)),
+            num_sequences=1,
+            progress=Silent(),
+            journal=None,
+        )
 
 
 @pytest.mark.usefixtures("vllm")
