@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-from tests.architectures.families import EXPERTS, FAMILIES, LATENT, ROUTED, SIZES, SLIDING
+from tests.architectures.families import FAMILIES, ROUTED, SIZES, SLIDING
 from tests.architectures.vision import (
     CLIP,
     INTERN,
@@ -758,92 +758,6 @@ MULTIMODAL: dict[str, Kind] = {
             "JanusProcessor", "JanusImageProcessorPil", {"size": _SQUARE}, num_image_tokens=4
         ),
     ),
-    "kimi_k25": Kind(
-        config={
-            "text_config": {**_TEXT, "model_type": "deepseek_v3", **ROUTED, **LATENT},
-            "vision_config": {**VISION, "pos_emb_height": 8, "pos_emb_width": 8},
-            "projection_hidden_size": 32,
-        },
-        ids={
-            "image_token_id": "<|media_pad|>",
-            "video_token_id": "<|kimi_k25_video_placeholder|>",
-            "vision_start_token_id": "<|media_begin|>",
-            "vision_end_token_id": "<|media_end|>",
-        },
-        named={
-            "image_token": "<|media_pad|>",
-            "video_token": "<|kimi_k25_video_placeholder|>",
-        },
-        tokens=("<|media_begin|>", "<|media_content|>", "<|media_end|>"),
-        placeholders={"image": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"},
-        needs=("torchvision",),
-        processor=_see(
-            "Kimi_K25Processor",
-            "Kimi_K25ImageProcessor",
-            {"patch_size": 8, "merge_size": 2, "max_patches": 64},
-            "Kimi_K25VideoProcessor",
-        ),
-    ),
-    "lfm2_vl": Kind(
-        config={
-            "text_config": {**_TEXT, "model_type": "lfm2", **FAMILIES["lfm2"]},
-            "vision_config": {
-                **VISION,
-                "model_type": "siglip2_vision_model",
-                "num_patches": 16,
-                "vision_use_head": False,
-            },
-            "projector_hidden_size": 32,
-        },
-        ids={"image_token_id": "<image>"},
-        named={
-            **_IMAGE,
-            "image_start_token": "<|image_start|>",
-            "image_end_token": "<|image_end|>",
-            "image_thumbnail_token": "<|img_thumbnail|>",
-        },
-        tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
-        placeholders={"image": "<image>"},
-        needs=("torchvision",),
-        processor=_see(
-            "Lfm2VlProcessor",
-            "Lfm2VlImageProcessor",
-            {
-                "encoder_patch_size": 8,
-                "tile_size": 32,
-                "size": {"height": 32, "width": 32},
-                "min_image_tokens": 2,
-                "max_image_tokens": 4,
-                "max_tiles": 4,
-            },
-        ),
-    ),
-    "minimax_m3_vl": Kind(
-        config={
-            "text_config": {
-                **_TEXT,
-                **EXPERTS,
-                "head_dim": 8,
-                "rotary_dim": 8,
-                "dense_intermediate_size": 48,
-                "shared_intermediate_size": 24,
-                "mlp_layer_types": ["dense", "sparse"],
-            },
-            "vision_config": {**VISION, "image_size": 64},
-            "projector_hidden_size": 32,
-        },
-        ids={"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
-        named={"image_token": "]<]image[>[", "video_token": "]<]video[>["},
-        tokens=("]<]start of image[>[", "]<]end of image[>["),
-        placeholders={"image": "]<]image[>["},
-        needs=("torchvision",),
-        processor=_see(
-            "MiniMaxM3VLProcessor",
-            "MiniMaxM3VLImageProcessor",
-            _PATCHES,
-            "MiniMaxM3VLVideoProcessor",
-        ),
-    ),
     "moss_transcribe_diarize": Kind(
         config={
             "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 8},
@@ -860,48 +774,6 @@ MULTIMODAL: dict[str, Kind] = {
                     "MossTranscribeDiarizeFeatureExtractor",
                     {"feature_size": 16, "chunk_length": 1},
                 )
-            },
-        ),
-    ),
-    "phi4_multimodal": Kind(
-        config={
-            **_TEXT,
-            "max_position_embeddings": 2048,
-            "original_max_position_embeddings": 2048,
-            "vision_config": {
-                **VISION,
-                **_LAYERS,
-                "image_size": 64,
-                "crop_size": 64,
-                "patch_size": 2,
-            },
-            "audio_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_blocks": 2,
-                "num_attention_heads": 4,
-                "ext_pw_out_channel": 32,
-                "depthwise_separable_out_channel": 32,
-                "nemo_conv_channels": 32,
-                "input_size": 16,
-                "bias_max_distance": 8,
-            },
-        },
-        ids={
-            "vision_config.image_token_id": "<|endoftext10|>",
-            "audio_config.audio_token_id": "<|endoftext11|>",
-        },
-        named={"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"},
-        placeholders={"image": "<|endoftext10|>", "audio": "<|endoftext11|>"},
-        needs=("torchvision",),
-        processor=_process(
-            "Phi4MultimodalProcessor",
-            parts={
-                "image_processor": (
-                    "Phi4MultimodalImageProcessor",
-                    {"size": {"height": 64, "width": 64}, "patch_size": 2, "dynamic_hd": 1},
-                ),
-                "audio_processor": ("Phi4MultimodalFeatureExtractor", {"feature_size": 16}),
             },
         ),
     ),

@@ -24,7 +24,7 @@ _EMBEDDED_ELSEWHERE = {
 }
 """Tokens around media whose embedding is in a table of the tower, whatever the medium shows."""
 
-_SOME_ARE_FIXED = {"chameleon", "llava_next", "llava_onevision", "phi4_multimodal"}
+_SOME_ARE_FIXED = {"chameleon", "llava_next", "llava_onevision"}
 """Some positions of a medium have an embedding of its own: an end of a line, padding, a code."""
 
 _ADDED_IN_LAYERS = {"granite4_vision"}
