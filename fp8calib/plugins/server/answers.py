@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 
 _ROUNDING = 1e-3
 """A value above 0 by more than this is not a log-probability."""
 _MOST_PROBABILITY = 1.01
 """The sum of probabilities exceeds 1 by less than this through rounding."""
 _LARGEST_TOKEN = 2**31 - 1
-
+Token = Annotated[int, Field(strict=True, ge=0, le=_LARGEST_TOKEN)]
+Key = Annotated[int, Field(ge=0, le=_LARGEST_TOKEN)]
+"""A token as the key of a JSON object."""
+Logprob = Annotated[float, Field(strict=True)]
+FormT = TypeVar("FormT", bound=BaseModel)
 
 PLAIN_SAMPLING: Mapping[str, Any] = {
     "ignore_eos": True,
@@ -161,76 +166,34 @@ def join_decoded(tokens: Sequence[int], logprobs: Sequence[float]) -> list[tuple
     return list(zip(tokens, logprobs, strict=True))
 
 
-def find(body: Any, *path: str | int) -> Any:
-    """Find a value inside an answer.
+def read(form: type[FormT], body: Any) -> FormT:
+    """Read an answer of a form.
 
     Raises:
-        AnswerError: it is not there.
-    """
-    found = body
-    for depth, step in enumerate(path):
-        is_there = (
-            isinstance(found, dict) and step in found
-            if isinstance(step, str)
-            else isinstance(found, list) and step < len(found)
-        )
-        if not is_there:
-            named = ".".join(map(str, path[: depth + 1]))
-            raise AnswerError(f"has no {named}", hint="name the kind with --server-kind")
-        found = found[step]
-    return found
-
-
-def find_list(body: Any, *path: str | int) -> list[Any]:
-    """Find a list inside an answer.
-
-    Raises:
-        AnswerError: it is not there, or not a list.
-    """
-    found = find(body, *path)
-    if not isinstance(found, list):
-        named = ".".join(map(str, path))
-        raise AnswerError(f"has no list {named}", hint="name the kind with --server-kind")
-    return found
-
-
-def read_token(value: Any) -> int:
-    """Read a token id.
-
-    Raises:
-        AnswerError: it is not a token id.
-    """
-    is_token = isinstance(value, int) and 0 <= value <= _LARGEST_TOKEN
-    if isinstance(value, bool) or not is_token:
-        raise AnswerError(f"has {str(value)[:40]!r} where a token id belongs")
-    return int(value)
-
-
-def read_number(value: Any) -> float:
-    """Read a log-probability.
-
-    Raises:
-        AnswerError: it is not a number.
+        AnswerError: it has another one; the message names the first difference.
     """
     try:
-        number = None if isinstance(value, bool | str) else float(value)
-    except (TypeError, OverflowError):
-        number = None
-    if number is None:
-        raise AnswerError(f"has {str(value)[:40]!r} where a log-probability belongs")
-    return number
+        return form.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "no object"
+        given = "" if first["type"] == "missing" else f" ({str(first['input'])[:40]!r})"
+        raise AnswerError(
+            f"has another form: {place}: {first['msg']}{given}",
+            hint="name the kind with --server-kind",
+        ) from error
 
 
-def read_tokens(values: Sequence[Any], count: int) -> list[int]:
-    """Read the token ids of a continuation.
+def check_count(tokens: Sequence[int], count: int) -> list[int]:
+    """Give the tokens of a continuation.
 
     Raises:
         AnswerError: there are more or fewer than `count`.
     """
-    if len(values) != count:
+    if len(tokens) != count:
         raise AnswerError(
-            f"continues the text by {len(values)} tokens, not by {count}",
+            f"continues the text by {len(tokens)} tokens, not by {count}",
             hint="the server stopped early; use the plain completions endpoint, without a chat "
             "template",
         )
-    return [read_token(value) for value in values]
+    return list(tokens)

@@ -6,22 +6,42 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pydantic import BaseModel, Field
+
 from fp8calib.plugins.server.answers import (
     PLAIN_SAMPLING,
     AnswerError,
+    Key,
+    Logprob,
     SequenceScores,
+    Token,
+    check_count,
     check_tokens,
-    find,
-    find_list,
     join_decoded,
     join_scores,
-    read_number,
-    read_token,
-    read_tokens,
+    read,
 )
 
 _CLAMPED = -9999.0
 """What vLLM writes for minus infinity."""
+
+
+class _Entry(BaseModel):
+    logprob: Logprob
+
+
+class _TokenLogprobs(BaseModel):
+    token_logprobs: list[Logprob]
+
+
+class _Choice(BaseModel):
+    prompt_logprobs: list[dict[Key, _Entry] | None] | None = None
+    token_ids: list[Token] | None = None
+    logprobs: _TokenLogprobs | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
 
 
 class VllmServer:
@@ -49,12 +69,16 @@ class VllmServer:
 
     def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
         """Read `prompt_logprobs`: for every position a map of tokens, the first one null."""
-        found = find(body, "choices", 0, "prompt_logprobs")
-        if not isinstance(found, list):
+        found = read(_Completion, body).choices[0].prompt_logprobs
+        if found is None:
             raise AnswerError(
                 "has no prompt_logprobs", hint="is it a vLLM server? name it with --server-kind"
             )
-        rows = [_read_row(row) for row in found if row is not None]
+        rows = [
+            {token: _raise_clamped(entry.logprob) for token, entry in row.items()}
+            for row in found
+            if row is not None
+        ]
         sent = [ids[place] if place < len(ids) else -1 for place in range(1, len(rows) + 1)]
         tokens = [
             token if token in row else max(row, key=lambda other: row[other], default=-1)
@@ -83,7 +107,7 @@ class VllmServer:
 
     def read_written(self, body: Any, count: int) -> list[int]:
         """Read `token_ids`."""
-        return read_tokens(find_list(body, "choices", 0, "token_ids"), count)
+        return check_count(read(_Completion, body).choices[0].token_ids or (), count)
 
     def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
         """Ask for the most likely continuation."""
@@ -91,25 +115,28 @@ class VllmServer:
 
     def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
         """Read `token_ids` and `logprobs.token_logprobs`."""
-        found = find_list(body, "choices", 0, "logprobs", "token_logprobs")
-        return join_decoded(self.read_written(body, count), list(map(_read_logprob, found)))
+        found = read(_Completion, body).choices[0].logprobs
+        logprobs = [] if found is None else found.token_logprobs
+        return join_decoded(self.read_written(body, count), list(map(_raise_clamped, logprobs)))
 
 
-def _read_row(row: Any) -> dict[int, float]:
-    if not isinstance(row, dict):
-        raise AnswerError(f"has {str(row)[:40]!r} where log-probabilities belong")
-    try:
-        return {
-            read_token(int(token)): _read_logprob(find(entry, "logprob"))
-            for token, entry in row.items()
-        }
-    except ValueError as error:
-        raise AnswerError("names a token that is no number in prompt_logprobs") from error
+def _raise_clamped(logprob: float) -> float:
+    return -math.inf if logprob <= _CLAMPED else logprob
 
 
-def _read_logprob(value: Any) -> float:
-    number = read_number(value)
-    return float("-inf") if number <= _CLAMPED else number
+_Pair = tuple[Logprob | None, Token, Any]
+"""Log-probability, null for NaN and infinity; token; text."""
+
+
+class _Meta(BaseModel):
+    input_token_logprobs: list[_Pair] = []
+    input_top_logprobs: list[list[_Pair] | None] = []
+    output_token_logprobs: list[_Pair] = []
+
+
+class _Generated(BaseModel):
+    output_ids: list[Token] = []
+    meta_info: _Meta = _Meta()
 
 
 class SglangServer:
@@ -137,8 +164,8 @@ class SglangServer:
 
     def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
         """Read `input_token_logprobs` and `input_top_logprobs`; the first of each is null."""
-        found = find_list(body, "meta_info", "input_token_logprobs")
-        rows = [_read_pair(entry) for entry in found]
+        meta = read(_Generated, body).meta_info
+        rows = list(map(_read_pair, meta.input_token_logprobs))
         if rows and math.isnan(rows[0][1]):
             del rows[0]
         last = max(ids)
@@ -148,8 +175,14 @@ class SglangServer:
             for place, (token, _) in enumerate(rows, start=1)
         ]
         check_tokens(tokens, ids, self.cache_flag)
-        tops = _read_tops(body, len(rows)) if num_top else [[] for _ in rows]
-        return join_scores([logprob for _, logprob in rows], tops, num_top, self.logprobs_flag)
+        tops = [row for row in meta.input_top_logprobs if row is not None]
+        if num_top and len(tops) != len(rows):
+            count = len(tops)
+            raise AnswerError(
+                f"has the most likely tokens of {count} positions, not of {len(rows)}"
+            )
+        likely = [list(map(_read_pair, row)) for row in tops] if num_top else [[] for _ in rows]
+        return join_scores([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
 
     def make_writing(self, _: str, ids: Sequence[int], count: int, seed: int) -> Mapping[str, Any]:
         """Ask for a continuation."""
@@ -166,7 +199,7 @@ class SglangServer:
 
     def read_written(self, body: Any, count: int) -> list[int]:
         """Read `output_ids`."""
-        return read_tokens(find_list(body, "output_ids"), count)
+        return check_count(read(_Generated, body).output_ids, count)
 
     def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
         """Ask for the most likely continuation."""
@@ -176,23 +209,14 @@ class SglangServer:
 
     def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
         """Read `output_ids` and `output_token_logprobs`."""
-        found = find_list(body, "meta_info", "output_token_logprobs")
-        logprobs = [_read_pair(entry)[1] for entry in found]
+        found = read(_Generated, body).meta_info.output_token_logprobs
+        logprobs = [_read_pair(pair)[1] for pair in found]
         return join_decoded(self.read_written(body, count), logprobs)
 
 
-def _read_tops(body: Any, count: int) -> list[list[tuple[int, float]]]:
-    found = find_list(body, "meta_info", "input_top_logprobs")
-    rows = [row for row in found if row is not None]
-    if len(rows) != count:
-        raise AnswerError(f"has the most likely tokens of {len(rows)} positions, not of {count}")
-    return [[_read_pair(pair) for pair in find_list([row], 0)] for row in rows]
-
-
-def _read_pair(entry: Any) -> tuple[int, float]:
-    """Read a token and its log-probability; NaN and inf come as null."""
-    logprob = find(entry, 0)
-    return read_token(find(entry, 1)), math.nan if logprob is None else read_number(logprob)
+def _read_pair(pair: _Pair) -> tuple[int, float]:
+    """Give a token and its log-probability."""
+    return pair[1], math.nan if pair[0] is None else pair[0]
 
 
 ServerKind: TypeAlias = VllmServer | SglangServer

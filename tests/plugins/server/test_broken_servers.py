@@ -206,15 +206,17 @@ CASES: dict[str, Case] = {
         says=("position 3 whose probabilities add up to more than 1",),
         options=("--server-logprobs", 2),
     ),
-    "null for a number": Case(broken=edit(set_logprob(None)), says=("'None' where a log-prob",)),
+    "null for a number": Case(
+        broken=edit(set_logprob(None)), says=("logprob: Input should be a valid number ('None')",)
+    ),
     "another text": Case(broken=edit(shift), says=("is about another text", "position 3")),
     "no prompt_logprobs": Case(
         broken=edit(lambda d: d["choices"].__setitem__(0, {})),
-        says=("has no choices.0.prompt_logprobs", "--server-kind"),
+        says=("has no prompt_logprobs", "--server-kind"),
     ),
     "a token that is no number": Case(
         broken=edit(lambda d: rows(d)[2].update(x={"logprob": -1.0})),
-        says=("names a token that is no number",),
+        says=("choices.0.prompt_logprobs.2.x", "a valid integer"),
     ),
     "a token of another vocabulary": Case(
         broken=edit(
@@ -263,7 +265,7 @@ CASES: dict[str, Case] = {
         says=("serves 2 models; it has tiny, other", "--server-model"),
     ),
     "a key where a log-probability belongs": Case(
-        broken=edit(set_logprob(KEY)), says=("has '***' where a log-probability belongs",)
+        broken=edit(set_logprob(KEY)), says=("a valid number ('***')",)
     ),
     "no models": Case(
         broken=edit(lambda d: d.update(data=[]), "/v1/models"),
