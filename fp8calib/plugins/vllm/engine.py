@@ -202,7 +202,7 @@ class _Run:
         """Ask the ranks what they have, and let them observe the sites."""
         of_drafter = [] if drafter is None else _list_tensors(drafter)
         answers = self._call("fp8calib_describe", _list_tensors(stored), of_drafter)
-        self._ranks = [Rank.parse(answer) for answer in answers]
+        self._ranks = [Rank.model_validate_json(answer) for answer in answers]
         self.matched = match_sites(self._ranks, self._prepared, self._observe)
         if len({rank.pp for rank in self._ranks}) > 1:
             # The later stages make their buffers in an idle step, which a CPU's start leaves out.

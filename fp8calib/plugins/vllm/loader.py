@@ -10,7 +10,6 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.model.shapes import Frozen, ModelGeometry
 
 _SCRIPT = Path(__file__).with_name("loader_script.py")
 _OWN_FRAME = ":__torch_function__"
@@ -47,8 +46,7 @@ _FIX = "the reason is vLLM's own error: write the checkpoint or its config again
 _ENVIRONMENT_HINT = "name a Python with vLLM: --python PATH"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderAnswer:
+class LoaderAnswer(Frozen):
     """What vLLM's loader did with a folder."""
 
     version: str = ""
@@ -67,7 +65,7 @@ class LoaderAnswer:
     """The files that vLLM opened."""
     casts: tuple[str, ...] = ()
     """Dtypes of stored integers, and of the floats that they became."""
-    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]] = ()
+    scales: tuple[Mapping[str, Mapping[str, tuple[float, ...]]], ...] = ()
     """By rank and attention module: the numbers that K and V are multiplied by."""
     tp: int = 1
     """The number of ranks."""
@@ -125,25 +123,8 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
     if not lines:
         return None
     answer = json.loads(lines[-1])
-    return LoaderAnswer(
-        version=answer["version"],
-        stage=answer["stage"],
-        error=answer["error"],
-        trace=tuple(each for each in answer["trace"] if _OWN_FRAME not in each),
-        runner=answer["runner"],
-        missing=tuple(answer["missing"]),
-        files=tuple(answer["files"]),
-        casts=tuple(answer["casts"]),
-        scales=[
-            {
-                module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
-                for module, each in held.items()
-            }
-            for held in answer["scales"]
-        ],
-        tp=tp,
-        rank=answer["rank"],
-    )
+    answer["trace"] = [each for each in answer["trace"] if _OWN_FRAME not in each]
+    return LoaderAnswer(**answer, tp=tp)
 
 
 def amend_by_loader(

@@ -6,12 +6,11 @@ parameter, and so which linears and attention a module runs.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -19,12 +18,11 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, join
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import KV_ROLES, Attention, Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import KV_ROLES, Attention, Frozen, Linear, ModelGeometry, Role, Site
 from fp8calib.model.tensor_parallel import rank_range
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class Rank(Frozen):
     """A worker of vLLM, as it describes itself."""
 
     version: str
@@ -38,12 +36,6 @@ class Rank:
     """The tensors of the checkpoint by the parameter that they fill."""
     problem: str
     """Why the loader did not say where all tensors go; empty if it did."""
-
-    @classmethod
-    def parse(cls, answer: str) -> Self:
-        """Read the answer of a worker."""
-        found = json.loads(answer)
-        return cls(**{**found, "tp": tuple(found["tp"]), "pp": tuple(found["pp"])})
 
     def describe(self) -> str:
         """Name it for messages."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from fp8calib.errors import ServerError
-from fp8calib.model.shapes import Role
+from fp8calib.model.shapes import Frozen, Role
 from fp8calib.plugins.vllm.live_scales import COPIES
 from fp8calib.plugins.vllm.loader import list_indices
 
@@ -15,8 +16,7 @@ Slot = tuple[int, Role]
 """A layer and a role."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveLayer:
+class LiveLayer(Frozen):
     """The attention of one layer on one rank."""
 
     name: str
@@ -41,8 +41,7 @@ class LiveLayer:
         return (*read, "factor") if "float" in read and "factor" in self.scales[role] else (*read,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankAnswer:
+class RankAnswer(Frozen):
     """What one rank of a running vLLM says of itself (`LiveScales.fp8calib_read_scales`)."""
 
     version: str
@@ -67,17 +66,11 @@ class RankAnswer:
             ServerError: it is none, or that of another version of fp8calib.
         """
         try:
-            layers = tuple(_parse_layer(each) for each in answer["layers"])
-            return cls(**{**answer, "layers": layers, "others": tuple(answer["others"])})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            hint = "serve with the same version of fp8calib"
-            text = f"a rank's answer cannot be read: {type(error).__name__} {error}"
-            raise ServerError(text, hint=hint) from error
-
-
-def _parse_layer(layer: Mapping[str, Any]) -> LiveLayer:
-    scales = {
-        Role(role): {copy: tuple(map(float, numbers)) for copy, numbers in copies.items()}
-        for role, copies in layer["scales"].items()
-    }
-    return LiveLayer(**{**layer, "scales": scales, "reads": tuple(layer["reads"])})
+            return cls.model_validate(answer)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise ServerError(
+                f"a rank's answer cannot be read: {place}: {first['msg']}",
+                hint="serve with the same version of fp8calib",
+            ) from error

@@ -74,10 +74,14 @@ ERRORS: list[tuple[Callable[[], FakeServer], str, str]] = [
     (lambda: serve(CLEAN, status=404), "no such endpoint", "VLLM_SERVER_DEV_MODE=1 vllm serve"),
     (lambda: serve(b"oops", status=500), "fp8calib_read_scales (500: oops)", WORKER),
     (lambda: serve([]), "do not answer", WORKER),
-    (lambda: serve([{"version": "0.32.0"}]), "cannot be read: KeyError", "the same version"),
+    (
+        lambda: serve([{"version": "0.32.0"}]),
+        "read: device: Field required",
+        "the same version",
+    ),
     (lambda: serve(CLEAN, is_asleep=True), "the engine sleeps or is paused", "POST /wake_up"),
-    (lambda: serve([None]), "cannot be read: TypeError", "the same version"),
-    (lambda: serve([{**CLEAN[0], "more": 1}]), "cannot be read: TypeError", "the same version"),
+    (lambda: serve([None]), "cannot be read: it: Input", "the same version"),
+    (lambda: serve([{**CLEAN[0], "more": 1}]), "read: more: Extra", "the same version"),
 ]
 
 
