@@ -164,20 +164,24 @@ def test_a_plug_in_brings_commands_of_one_and_of_two_words(tmp_path: Path) -> No
         (folder / "__init__.py").touch()
     (package / "__init__.py").write_text(
         "from fp8calib.plugin import Plugin\n"
-        "PLUGIN = Plugin(commands={'hello': 'made_up.say', 'greet all': 'made_up.say'})\n"
+        "PLUGIN = Plugin(commands={'hello': 'made_up.say', 'greet all': 'made_up.say',"
+        " 'wave': 'waving'})\n"
     )
-    (package / "say" / "request.py").write_text(
+    request = (
         "from fp8calib.commands.request import option, request_class\n"
         "@request_class\nclass SayRequest:\n"
         '    """Say a word."""\n\n'
         "    word: str = option('--word W', 'Say it.', default='hi')\n"
     )
-    (package / "say" / "command.py").write_text(
+    command = (
         "from fp8calib.commands.result import Result\n"
         "class Said(Result):\n    word: str\n"
         "    def __str__(self): return f'said {self.word}'\n"
         "def run(request, reporter):\n    return Said(word=request.word)\n"
     )
+    (package / "say" / "request.py").write_text(request)
+    (package / "say" / "command.py").write_text(command)
+    (tmp_path / "waving.py").write_text(request + command)
     code = (
         "import sys\nfrom importlib.metadata import EntryPoint\nfrom fp8calib import plugin\n"
         "points = [EntryPoint('made-up', 'made_up:PLUGIN', plugin.GROUP)]\n"
@@ -191,5 +195,6 @@ def test_a_plug_in_brings_commands_of_one_and_of_two_words(tmp_path: Path) -> No
 
     assert say("hello", "--word", "yes") == "said yes\n"
     assert say("greet", "all") == "said hi\n"
+    assert say("wave", "--word", "no") == "said no\n"
     assert "Say a word." in say("greet", "--help")
     assert "greet all" in say("--help")

@@ -37,9 +37,9 @@ def spell_commands() -> dict[str, str]:
 
 def _list_places(command: str) -> Sequence[str]:
     """List the modules that a command may have; its request is in the first one."""
-    if "." in command:
-        return plugin.list_modules(command)
-    return f"{__name__}.{command}", f"{__name__}._{command}"
+    if command in COMMANDS:
+        return f"{__name__}.{command}", f"{__name__}._{command}"
+    return plugin.list_modules(command)
 
 
 def _find_module(command: str, needed: str) -> ModuleType | None:

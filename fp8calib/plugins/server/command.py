@@ -65,11 +65,6 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         ServerError: a server fails.
         ExportError: a file cannot be written.
     """
-    if request.reference_server_model and request.reference_server is None:
-        raise UsageError(
-            "--reference-server-model has no effect without --reference-server",
-            hint="add --reference-server URL",
-        )
     check_dump(request)
     check_outputs(request)
     check_request(request)

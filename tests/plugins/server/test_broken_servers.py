@@ -399,11 +399,6 @@ REFUSED: list[tuple[dict[str, str], tuple[str, ...], str]] = [
             *("http://localhost?key=1", "http://localhost:99999"),
         )
     ),
-    (
-        {},
-        (LOCAL, "--reference-server-model", "m"),
-        "--reference-server-model has no effect without --reference-server",
-    ),
     ({}, (LOCAL, "--server-kind", "x"), "known: vllm, sglang"),
 ]
 """Variables, the URL and options, the message."""
