@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit.minutes import takes_minutes
 from tests.kit.planted import LENGTH, plant
-from tests.plugins.plan.test_plan import SIZES, cast_rows, plan, sharpen
+from tests.plugins.plan.test_plan import SIZES, plan, sharpen
+from tests.verification.by_hand import cast_rows
 
 GROUPS = {
     "self_attn.q_proj+k_proj+v_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
