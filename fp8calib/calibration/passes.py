@@ -28,7 +28,7 @@ from fp8calib.calibration.reductions import BatchView
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.data.sequences import Batch, cut_into
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel

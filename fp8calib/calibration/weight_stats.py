@@ -9,7 +9,8 @@ import torch
 
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
+from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.projections import read_linears

@@ -113,7 +113,7 @@ class Checkpoint(TensorReader):
         total = self.tensors[name].size_bytes
         size_bytes = min(size_bytes, total)
         start = (total - size_bytes) // 2
-        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
+        return self.read_array(name, start, start + size_bytes).tobytes()
 
     def form_of(self, name: str) -> str:  # noqa: ARG002
         """Return how a tensor is quantized, if reading decodes it; else empty."""

@@ -9,37 +9,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-from safetensors.torch import save as serialize
+import numpy as np
+from numpy.typing import NDArray
 
-from fp8calib.checkpoint.header import TensorEntry, encode_header, read_header
+from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry, encode_header, read_header
 from fp8calib.checkpoint.output import write_file_atomic
 from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
+from fp8calib.numerics.arrays import decode_floats
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+if TYPE_CHECKING:  # `check` and `show` need no torch
+    import torch
+
 _CACHE_LINE_BYTES = 64
 _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
@@ -70,14 +53,18 @@ class TensorReader(ABC):
         Raises:
             ModelError: the tensor's numbers are smaller than a byte, which cannot be read.
         """
+        from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES  # noqa: PLC0415 -- imports torch
+
+        return TORCH_DTYPES[self._require_bytes(name).dtype]
+
+    def _require_bytes(self, name: str) -> TensorEntry:
         file = self.find_file(name)
-        dtype = file.tensors[name].dtype
-        if dtype not in TORCH_DTYPES:
-            message = (
-                f"{file.path}: {shorten(name)} is {dtype}, smaller than a byte, and cannot be read"
-            )
-            raise ModelError(message, hint="use a checkpoint in 8 bits or more")
-        return TORCH_DTYPES[dtype]
+        entry = file.tensors[name]
+        if entry.dtype in PACKED_BITS:
+            what = f"{shorten(name)} is {entry.dtype}, smaller than a byte, and cannot be read"
+            hint = "use a checkpoint in 8 bits or more"
+            raise ModelError(f"{file.path}: {what}", hint=hint)
+        return entry
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
@@ -89,7 +76,8 @@ class TensorReader(ABC):
         shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
         if entry.start % dtype.itemsize:
             shift = 0  # such a tensor cannot be used unaligned
-        data = file.fill(room[shift : shift + entry.size_bytes], entry.start)
+        data = room[shift : shift + entry.size_bytes]
+        file.fill(data.numpy(), entry.start)
         return data.view(dtype).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -114,16 +102,43 @@ class TensorReader(ABC):
         # Whole rows are one piece of the file.
         pieces = 1 if len(columns) == width else len(rows)
         for number, piece in enumerate(data.chunk(pieces)):
-            file.fill(piece, entry.start + (first + number * width) * dtype.itemsize)
+            file.fill(piece.numpy(), entry.start + (first + number * width) * dtype.itemsize)
         return data.view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8."""
+        file, offset = self._locate(name, start, stop)
+        data = _make_room(stop - start)
+        file.fill(data.numpy(), offset)
+        return data
+
+    def read_floats(self, name: str) -> NDArray[np.float32]:
+        """Read a whole tensor as fp32 without torch; of complex numbers the real part."""
+        return self._read_floats(name, self._require_bytes(name).dtype)
+
+    def read_scale(self, name: str) -> NDArray[np.float32]:
+        """Read a scale as fp32 without torch: numbers, or the exponents of MXFP8."""
+        dtype = self._require_bytes(name).dtype
+        return self._read_floats(name, "F8_E8M0" if dtype == "U8" else dtype)
+
+    def _read_floats(self, name: str, dtype: str) -> NDArray[np.float32]:
+        entry = self.find_file(name).tensors[name]
+        data = self.read_array(name, 0, entry.size_bytes)
+        return decode_floats(data, dtype).reshape(entry.shape)
+
+    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Read the bytes `start` to `stop` (exclusive) of a tensor's data without torch."""
+        file, offset = self._locate(name, start, stop)
+        data = np.empty(stop - start, dtype=np.uint8)
+        file.fill(data, offset)
+        return data
+
+    def _locate(self, name: str, start: int, stop: int) -> tuple[TensorFile, int]:
         file = self.find_file(name)
         entry = file.tensors[name]
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
-        return file.fill(_make_room(stop - start), entry.start + start)
+        return file, entry.start + start
 
     def __enter__(self) -> Self:
         return self
@@ -160,9 +175,9 @@ class TensorFile(TensorReader):
                 self._file.close()
             self._file = None
 
-    def fill(self, room: torch.Tensor, offset: int) -> torch.Tensor:
-        """Fill a uint8 tensor with the bytes of the file from `offset` on, and return it."""
-        target = room.numpy().data
+    def fill(self, room: NDArray[np.uint8], offset: int) -> None:
+        """Fill an array with the bytes of the file from `offset` on."""
+        target = room.data
         if (ranged := find_ranged_file(self.path)) is not None:
             ranged.fetch([(offset, offset + len(target))])
         done = 0
@@ -179,11 +194,12 @@ class TensorFile(TensorReader):
                 done += size
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
-        return room
 
 
 def _make_room(size_bytes: int) -> torch.Tensor:
     """Make a uint8 tensor that is aligned for every dtype."""
+    import torch  # noqa: PLC0415 -- slow
+
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
@@ -205,6 +221,8 @@ def save_tensors(
     Raises:
         ExportError: the file cannot be written.
     """
+    from safetensors.torch import save as serialize  # noqa: PLC0415 -- imports torch
+
     separate = _separate(tensors)
     if len(metadata) > 1:
         raw = _insert_metadata(serialize(separate), metadata)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status

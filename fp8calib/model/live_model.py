@@ -20,7 +20,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource, attend_causally, build_skeleton
 from fp8calib.model.topology.find import find_text_decoder

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
 from fp8calib.model.module_paths import list_paths

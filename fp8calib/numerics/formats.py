@@ -112,6 +112,10 @@ E4M3FNUZ = Fp8Format(
     name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials=Specials.NEGATIVE_ZERO
 )
 E5M2 = Fp8Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials=Specials.IEEE)
+E5M2FNUZ = Fp8Format(
+    name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials=Specials.NEGATIVE_ZERO
+)
+"""No scales are made for it; a checkpoint may store numbers in it."""
 
 FP8_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ, E5M2)}
 KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from fp8calib.checkpoint.header import FLOATS
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
+from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.numerics.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.numerics.schemes import Granularity, Scheme, count_parts
 from fp8calib.quantization.all_zero import AllZeroWeight

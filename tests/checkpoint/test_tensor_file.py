@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save_file
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
+from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.numerics.encode import decode_scale
 from tests.checkpoint.handmade import GOLDEN_FILE
 
 
@@ -156,3 +159,20 @@ def test_a_full_disk_is_an_export_error_that_leaves_nothing(small_disk: Path) ->
     assert str(small_disk / "x") in caught.value.message
     assert "2.0 MB are needed" in caught.value.message
     assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_floats_without_torch_are_those_that_torch_makes(tmp_path: Path, name: str) -> None:
+    dtype = TORCH_DTYPES[name]
+    raw = torch.arange(256, dtype=torch.uint8).repeat(256)
+    raw[1::2] = raw[::256].repeat_interleave(len(raw) // 512)  # all codes of 16 bits, and more
+    tensor = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
+    save_file({"x": tensor.reshape(2, -1)}, tmp_path / "x.safetensors")
+
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        floats, scale = file.read_floats("x"), file.read_scale("x")
+        stored = file.read("x")
+
+    expected = (stored.real if stored.is_complex() else stored).to(torch.float32).numpy()
+    np.testing.assert_array_equal(floats, expected)
+    np.testing.assert_array_equal(scale, decode_scale(stored).numpy())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines import weight_values
 from fp8calib.engines.replay.folder import open_folder

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.errors import shorten

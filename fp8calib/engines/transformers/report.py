@@ -13,7 +13,8 @@ from inspect import signature
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.dtypes import amend_for_dtype
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale

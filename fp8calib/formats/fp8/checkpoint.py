@@ -19,7 +19,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, Fp8Weight, pair_tensors
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction

@@ -27,7 +27,7 @@ from fp8calib.calibration.reductions import (
     observe_input,
 )
 from fp8calib.calibration.statistic import name_tensors
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.model.module_paths import list_paths
 from fp8calib.model.shapes import Role, Site
 

@@ -22,7 +22,7 @@ from fp8calib.checkpoint.model_config import (
     find_quantization_configs,
     without_quantization,
 )
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.weights import is_companion

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation

@@ -1,0 +1,58 @@
+"""Decode stored numbers to fp32 by numpy: importing torch costs more than `check` does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
+
+_PLAIN = {
+    "BOOL": "?",
+    "U8": "u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "I8": "i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+}
+_FORMATS = {
+    "F8_E4M3": E4M3FN,
+    "F8_E5M2": E5M2,
+    "F8_E4M3FNUZ": E4M3FNUZ,
+    "F8_E5M2FNUZ": E5M2FNUZ,
+}
+_EXPONENTS = "F8_E8M0"
+
+
+def decode_floats(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    """Give the numbers of the bytes of a tensor in fp32; of complex numbers the real part.
+
+    Args:
+        data: [bytes], which may be a view of a file's data.
+        dtype: as safetensors spells it, of at least a byte.
+    """
+    if dtype == "BF16":
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype not in _PLAIN:
+        return _list_values(dtype)[data]
+    numbers: NDArray[Any] = data.view(_PLAIN[dtype])
+    with np.errstate(over="ignore", invalid="ignore"):
+        return numbers.real.astype(np.float32)
+
+
+@cache
+def _list_values(dtype: str) -> NDArray[np.float32]:
+    """List the values of the 256 codes of a format."""
+    if dtype == _EXPONENTS:
+        return np.array([*(2.0 ** (code - 127) for code in range(255)), np.nan], dtype=np.float32)
+    return np.array([_FORMATS[dtype].value_of(code) for code in range(256)], dtype=np.float32)
