@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.calibration.calibration_stats import METADATA_KEY
@@ -29,6 +28,9 @@ from fp8calib.formats.registry import list_json_keys, list_read
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
+
+if TYPE_CHECKING:  # scales are recognised without torch
+    import torch
 
 _TENSOR_SUFFIXES = (".safetensors", ".npz")
 _RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
@@ -119,7 +121,7 @@ def _fill_shared(
             site, theirs = attention.site(role), values[producer.site(role)]
             if site not in values:
                 values[site], shared[site] = theirs, ScaleSource.ABSENT
-            elif torch.equal(values[site], theirs):
+            elif values[site].equal(theirs):
                 shared[site] = ScaleSource.SHARED
             elif layer.index not in differing:
                 differing.append(layer.index)

@@ -16,7 +16,6 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.formats.read import refuse_result
 from fp8calib.formats.registry import list_json_keys, list_scale_suffixes
-from fp8calib.numerics.encode import decode_scale
 
 StoredScale = tuple[str, list[float] | str]
 """A scale's name, and its values or a description of them."""
@@ -68,7 +67,7 @@ def _read(path: Path) -> Iterator[StoredScale]:
     elif path.suffix == ".npz":
         for name in list_npz_arrays(path):
             if name.endswith(list_scale_suffixes()):
-                yield name, read_npz_number(path, name).flatten().tolist()
+                yield name, [read_npz_number(path, name)]
     else:
         hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
         fault = "neither a .safetensors, .npz or .json file nor a checkpoint folder"
@@ -82,7 +81,7 @@ def _read_tensors(file: TensorFile | Checkpoint) -> Iterator[StoredScale]:
         if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
             yield name, f"{entry.dtype} of shape {list(entry.shape)}"
         else:
-            yield name, decode_scale(file.read(name)).flatten().tolist()
+            yield name, file.read_scale(name).flatten().tolist()
 
 
 def _read_json(path: Path) -> Iterator[StoredScale]:

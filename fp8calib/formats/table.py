@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-
-import torch
+from math import isnan
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.model.shapes import Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import Fallback
+
+if TYPE_CHECKING:  # scales are recognised without torch
+    import torch
 
 
 class ScaleSource(StrEnum):
@@ -86,7 +89,7 @@ class ScaleTable:
         """Multiply every scale but those of exactly 1.0, which stand for none."""
 
         def multiply(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(values == 1, values, values * factor)
+            return values.where(values == 1, values * factor)
 
         scales = {s: replace(e, values=multiply(e.values)) for s, e in self.scales.items()}
         return replace(self, scales=scales)
@@ -129,9 +132,8 @@ def _filled(scale: Scale, pools: Iterable[list[Scale]], fallback: Fallback | Non
         return scale.values
     substitute = 1.0
     for pool in pools if fallback is not Fallback.ONE else ():
-        known = torch.cat([torch.zeros(0), *(other.values.flatten() for other in pool)])
-        known = known[~known.isnan()]
-        if len(known):
-            substitute = float(known.max())
+        numbers = [number for other in pool for number in other.values.flatten().tolist()]
+        if known := [number for number in numbers if not isnan(number)]:
+            substitute = max(known)
             break
     return scale.values.nan_to_num(substitute)

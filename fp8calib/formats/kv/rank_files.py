@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import cut_list, shorten
@@ -17,6 +17,9 @@ from fp8calib.formats.kv.parse_names import RANK_FILE_MARK
 from fp8calib.formats.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import ModelGeometry
+
+if TYPE_CHECKING:  # scales are recognised without torch
+    import torch
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
 _LAYER = re.compile(r"\d+", re.ASCII)
@@ -60,8 +63,10 @@ def _find_rank(path: Path, *, is_alone: bool) -> int:
 
 
 def _read_layers(path: Path) -> dict[int, torch.Tensor]:
+    import torch  # noqa: PLC0415 -- slow
+
     layers: dict[int, torch.Tensor] = {}
-    for name, value in _read_values(path):
+    for name, number in _read_values(path):
         parts = [part for part in name.split(".") if _LAYER.fullmatch(part)]
         if len(parts) != 1 or len(parts[0]) > 9:
             fault = f"{shorten(name)}: the name does not contain one layer number"
@@ -69,12 +74,12 @@ def _read_layers(path: Path) -> dict[int, torch.Tensor]:
         index = int(parts[0])
         if index in layers:
             raise refusal(path, f"{shorten(name)}: a second scale for layer {index}")
-        check_scales(path, name, value)
-        layers[index] = value
+        layers[index] = torch.tensor(number)
+        check_scales(path, name, layers[index])
     return layers
 
 
-def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_values(path: Path) -> Iterator[tuple[str, float]]:
     names = [name for name in list_tensor_names(path) if RANK_FILE_MARK in name]
     if path.suffix == ".npz":
         yield from ((name, read_npz_number(path, name)) for name in names)
@@ -85,9 +90,9 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if entry.shape not in ((), (1,)) or not file.dtype(name).is_floating_point:
                 fault = f"{shorten(name)} is {entry.dtype} of shape {list(entry.shape)}"
                 raise refusal(path, fault, hint="a scale is one float")
-            value = file.read(name).to(torch.float32).reshape(())
-            check_precision(path, shorten(name), value, stored=entry.dtype)
-            yield name, value
+            number = float(file.read_floats(name).item())
+            check_precision(path, shorten(name), number, stored=entry.dtype)
+            yield name, number
 
 
 def list_npz_arrays(path: Path) -> list[str]:
@@ -99,8 +104,8 @@ def list_npz_arrays(path: Path) -> list[str]:
         raise refusal(path, f"not a readable .npz archive: {_quote_error(error)}") from error
 
 
-def read_npz_number(path: Path, name: str) -> torch.Tensor:
-    """Read the one number of an array as fp32 0-dim."""
+def read_npz_number(path: Path, name: str) -> float:
+    """Read the one number of an array, rounded to fp32."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             array = archive[name]
@@ -110,10 +115,11 @@ def read_npz_number(path: Path, name: str) -> torch.Tensor:
     if array.size != 1 or array.dtype.kind != "f":
         fault = f"{shorten(name)} is {array.dtype!s:.60} of shape {list(array.shape)}"
         raise refusal(path, fault, hint="a scale is one float")
-    value = torch.tensor(float(array.reshape(())), dtype=torch.float32)
+    with np.errstate(over="ignore"):
+        number = float(array.astype(np.float32).item())
     stored = "F16" if array.dtype == np.float16 else ""
-    check_precision(path, shorten(name), value, stored=stored)
-    return value
+    check_precision(path, shorten(name), number, stored=stored)
+    return number
 
 
 def _quote_error(error: Exception) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
@@ -30,6 +29,9 @@ from fp8calib.formats.metadata import find_origin, find_recorded_format
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import Fp8Format
+
+if TYPE_CHECKING:  # scales are recognised without torch
+    import torch
 
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 
@@ -150,11 +152,11 @@ def _read(
     is_scale = name.spelling is not Spelling.ZERO_POINT
     if is_scale and not file.dtype(full).is_floating_point:
         raise refusal(path, f"{full} is of dtype {entry.dtype}", hint="a scale is a float")
-    values = file.read(full).to(torch.float32).reshape((1, heads) if entry.shape[1:] else (1,))
+    values = file.read(full).float().reshape((1, heads) if entry.shape[1:] else (1,))
     if is_scale:
         if not (drops_bad_query and Role.Q in name.roles):
             check_scales(path, full, values, stored=entry.dtype)
-        check_precision(path, full, values, stored=entry.dtype)
+        check_precision(path, full, float(values.min()), stored=entry.dtype)
     elif bool((values != 0).any()):
         raise refusal(path, f"{full} is not zero", hint="engines read only symmetric KV scales")
     return _Stored(name=name, file=file, attention=attention, values=values)
@@ -169,7 +171,7 @@ def _merge(place: Path, scales: Sequence[_Stored]) -> dict[Site, torch.Tensor]:
         for role in stored.name.roles:
             site = stored.attention.site(role)
             other = target.setdefault(site, stored)
-            if not torch.equal(other.values, stored.values):
+            if not other.values.equal(stored.values):
                 fault = f"two scales for {site}: {other} and {stored}"
                 raise refusal(place, fault, hint="keep the one that was calibrated")
     values = {site: stored.values for site, stored in merged.items()}
@@ -178,7 +180,7 @@ def _merge(place: Path, scales: Sequence[_Stored]) -> dict[Site, torch.Tensor]:
         pair = [values[site] for role in KV_ROLES if (site := Site(module, role)) in values]
         if not pair:
             values |= {Site(module, role): single.values for role in KV_ROLES}
-        elif float(torch.cat([part.flatten() for part in pair]).max()) != float(single.values):
+        elif max(float(part.max()) for part in pair) != float(single.values):
             own = " and ".join(str(cut_list(part.flatten().tolist())) for part in pair)
             fault = f"{single} is not the larger of k_scale and v_scale beside it ({own})"
             hint = "engines differ in which one they read; remove the wrong one"
@@ -191,16 +193,15 @@ def _fill_layers(
 ) -> dict[Site, torch.Tensor]:
     """Give 1.0 to k and v, and to q where other layers have one, of the layers without a scale."""
     roles = {site.role for site in values}
-    shapes = {
-        role: next(v.dim() for site, v in values.items() if site.role is role) for role in roles
-    }
+    alike = {role: next(v for site, v in values.items() if site.role is role) for role in roles}
     filled = {}
     for attention in geometry.owners().values():
         sites = [attention.site(role) for role in roles]
         if not any(site in values for site in sites):
             for site in sites:
                 heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
-                filled[site] = torch.ones((1, heads) if shapes[site.role] == 2 else (1,))
+                example = alike[site.role]
+                filled[site] = example.new_ones((1, heads) if example.dim() == 2 else (1,))
     return filled
 
 

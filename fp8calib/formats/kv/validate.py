@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.errors import ModelError, cut_list, name_ranges
@@ -14,6 +13,9 @@ from fp8calib.formats.dialect import ParsedScales
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format
+
+if TYPE_CHECKING:  # scales are recognised without torch
+    import torch
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times the smallest fp16 number."""
@@ -42,7 +44,7 @@ def check_scales(
     """
     if not values.numel():
         return
-    low, high = torch.aminmax(values)  # NaN if there is one
+    low, high = values.aminmax()  # NaN if there is one
     if smallest <= float(low) and float(high) < math.inf:
         return
     bad = values[~(values.isfinite() & (values >= smallest))]
@@ -59,9 +61,8 @@ def check_scales(
     raise refusal(path, fault, hint=hint)
 
 
-def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str) -> None:
-    """Refuse scales stored in fp16 and so small that their error is above 3 percent."""
-    smallest = float(values.min())
+def check_precision(path: Path, where: str, smallest: float, *, stored: str) -> None:
+    """Refuse scales stored in fp16 if the error of the smallest is above 3 percent."""
     if stored == "F16" and 0 < smallest < _SMALLEST_KEPT_BY_FP16:
         fault = f"{where}: {smallest:.4g} is too small for a scale in fp16"
         hint = "numbers this small are 6e-8 apart in fp16; write the scale in fp32"
@@ -92,6 +93,8 @@ def join_ranks(
         there = f"rank{'s' if len(ranks) > 1 else ''} {cut_list(sorted(ranks))}"
         fault = f"rank {absent[0]} is missing; there is only {there}"
         raise refusal(path, fault, hint="there must be ranks 0 to N-1, each with all layers")
+    import torch  # noqa: PLC0415 -- `show` and `check` read no values with this module
+
     layers = ranks[0]
     for rank, own in ranks.items():
         if differing := sorted(set(own).symmetric_difference(layers)):
