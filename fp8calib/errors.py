@@ -146,6 +146,14 @@ class ModelError(Fp8CalibError):
     exit_code = 4
 
 
+class UnusableConfigError(ModelError):
+    """The model type of a config.json is known, but no model can be built from it."""
+
+
+class NotUnderstoodError(ModelError):
+    """The model can be built, but its layers have no shape that this tool knows."""
+
+
 class DataError(Fp8CalibError):
     """Calibration data cannot be read, or text cannot be tokenized."""
 

@@ -9,10 +9,13 @@ from typing import NamedTuple, Self
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile, TensorReader
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
+
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 
 
 class UnlistedTensor(NamedTuple):
@@ -151,3 +154,24 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
                 "names another file for it",
                 hint="remove the copy, or download the checkpoint again",
             )
+
+
+def open_leniently(folder: Path) -> Checkpoint:
+    """Open every weight file of the folder whose header can be read, and ignore the index."""
+    files: list[TensorFile] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            refuse_external_link(path)
+            files.append(TensorFile(path))
+        except ModelError:
+            continue
+    return Checkpoint(folder, files=files)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Name the dtype in which most bytes of the checkpoint are stored."""
+    sizes: dict[str, int] = {}
+    for entry in checkpoint.tensors.values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
+    most = max(sizes, key=lambda name: sizes[name], default="F32")
+    return _STORED.get(most, most.lower())

@@ -28,7 +28,7 @@ from fp8calib.engines.replay.geometry import imagine_geometry, read_replayed_geo
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
 from fp8calib.engines.weight_values import read_weight_values
 from fp8calib.engines.weights.stored import list_opened_files
-from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.model.shapes import ModelGeometry
@@ -145,8 +145,6 @@ def _read_geometry(
     request: CheckRequest, model: ScaleFolder, *, is_folder: bool
 ) -> tuple[ScaleFolder, ModelGeometry]:
     """Find the shape of a model; of one that is not understood, nothing will be judged."""
-    from fp8calib.model.geometry_from_config import NotUnderstoodError  # imports transformers
-
     try:
         return model, read_replayed_geometry(model)
     except NotUnderstoodError as error:

@@ -22,7 +22,13 @@ from fp8calib.engines.replay.geometry import read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.parameters import find_first_fault
-from fp8calib.errors import ExportError, Fp8CalibError, ModelError, format_ranges
+from fp8calib.errors import (
+    ExportError,
+    Fp8CalibError,
+    ModelError,
+    UnusableConfigError,
+    format_ranges,
+)
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.shapes import ModelGeometry
@@ -110,8 +116,6 @@ def replay_plan(
         ModelError: no model can be built from the config, or tensors of it are missing or have
             other shapes.
     """
-    from fp8calib.model.geometry_from_config import UnusableConfigError  # imports transformers
-
     with TemporaryDirectory(prefix="fp8calib-") as name:
         folder = Path(name)
         write_outline(plan, folder)

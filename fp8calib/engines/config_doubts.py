@@ -10,6 +10,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.replay import names_base
 from fp8calib.errors import shorten
+from fp8calib.model.plain_model import is_plain
 from fp8calib.model.shapes import ModelGeometry
 
 _CLASS = re.compile("Model$|For[A-Z]")
@@ -23,17 +24,10 @@ def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeomet
     vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
-    from fp8calib.model.config_faults import (  # noqa: PLC0415 -- imports transformers
-        find_config_fault,
-        list_other_faults,
-    )
-
     if "auto_map" in model.config:
         return report
     engines = dict(report.engines)
-    refused = find_config_fault(model.config)
-    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
-    faults = [*filter(None, found)]
+    refused, faults = _find_faults(model)
     for key, engine in ((key, find_replayed(key)) for key in report.engines):
         if engine.name not in _BY_CLASS:
             continue
@@ -49,15 +43,31 @@ def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeomet
     return report.model_copy(update={"engines": engines})
 
 
+def _find_faults(model: ScaleFolder) -> tuple[str, list[str]]:
+    """Say why transformers refuses a config.json, else empty, and list the other faults."""
+    if is_plain(model.path, model.config):
+        return "", []
+    from fp8calib.model.config_faults import (  # noqa: PLC0415 -- imports transformers
+        find_config_fault,
+        list_other_faults,
+    )
+
+    refused = find_config_fault(model.config)
+    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
+    return refused, [*filter(None, found)]
+
+
 def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
     """Say why a config may not be of the class that was compared; empty where it is."""
-    from fp8calib.model.config_faults import wraps_text  # noqa: PLC0415 -- imports transformers
-
     found = config.get("architectures")
     names = found if isinstance(found, list) and found else [found]
     # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
     first = next((each for each in names if _CLASS.search(str(each))), names[0])
-    if first == geometry.architecture or wraps_text(first, config):
+    if first == geometry.architecture:
+        return ""
+    from fp8calib.model.config_faults import wraps_text  # noqa: PLC0415 -- imports transformers
+
+    if wraps_text(first, config):
         return ""
     named = shorten(str(first)) if first else "none"
     return f"config.json names the class {named}, not {geometry.architecture}"

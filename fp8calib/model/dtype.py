@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.errors import UsageError
 from fp8calib.machine import available_bytes
 from fp8calib.text import GIB
@@ -18,18 +18,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 _HEADROOM = 1.2
-
-
-def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Name the dtype in which most bytes of the checkpoint are stored."""
-    sizes: dict[str, int] = {}
-    for entry in checkpoint.tensors.values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
-    most = max(sizes, key=lambda name: sizes[name], default="F32")
-    return _STORED.get(most, most.lower())
 
 
 def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tuple[str, str]:

@@ -13,31 +13,26 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.links import refuse_external_link
+from fp8calib.checkpoint.checkpoint import open_leniently, stored_dtype
 from fp8calib.checkpoint.model_config import (
     LAYER_COUNTS,
     MAX_LAYERS,
     find_dtype,
     without_quantization,
 )
-from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.errors import Fp8CalibError, ModelError, shorten
-from fp8calib.model.dtype import DTYPES, stored_dtype
+from fp8calib.errors import (
+    Fp8CalibError,
+    ModelError,
+    NotUnderstoodError,
+    UnusableConfigError,
+    shorten,
+)
+from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.stored_parameters import find_absent, find_leftovers, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-
-
-class UnusableConfigError(ModelError):
-    """The model type of a config.json is known, but no model can be built from it."""
-
-
-class NotUnderstoodError(ModelError):
-    """The model can be built, but its layers have no shape that this tool knows."""
-
 
 _MAX_SIZE = 1 << 31
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -63,7 +58,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         if error.__cause__ is None or isinstance(error.__cause__, ImportError):
             raise
         raise UnusableConfigError(error.message, hint=error.hint) from error
-    checkpoint = _open_leniently(folder)
+    checkpoint = open_leniently(folder)
     dtype = find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
@@ -170,18 +165,6 @@ def _unusable(
         f"{folder}/config.json: transformers cannot use it: {why}",
         hint="use the config.json that the model was published with, or pass --model",
     )
-
-
-def _open_leniently(folder: Path) -> Checkpoint:
-    """Open every weight file of the folder whose header can be read, and ignore the index."""
-    files: list[TensorFile] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            refuse_external_link(path)
-            files.append(TensorFile(path))
-        except ModelError:
-            continue
-    return Checkpoint(folder, files=files)
 
 
 def _name_shapes(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, object]:

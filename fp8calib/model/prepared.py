@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.model.dtype import stored_dtype
+from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modules
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.stored_parameters import (

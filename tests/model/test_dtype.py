@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.errors import UsageError
 from fp8calib.model import dtype as chosen
-from fp8calib.model.dtype import choose_dtype, stored_dtype
+from fp8calib.model.dtype import choose_dtype
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, find_dtype
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.errors import shorten
+from fp8calib.errors import NotUnderstoodError, shorten
 from fp8calib.model.drafters import count_layers
+from fp8calib.model.plain_model import read_plain_geometry
 from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 
@@ -16,8 +17,9 @@ def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
         NotUnderstoodError: its layers are not understood, or only its own code knows them.
         ModelError: it is no language model that generates from left to right.
     """
+    if (found := read_plain_geometry(model.path, model.config)) is not None:
+        return found
     from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
-        NotUnderstoodError,
         is_known,
         read_geometry,
     )
