@@ -18,7 +18,6 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.request import PythonReporter
-from fp8calib.commands.stats import read_stats
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.config_doubts import doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
@@ -26,7 +25,6 @@ from fp8calib.engines.replay.fingerprint import add_fingerprints
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry import imagine_geometry, read_replayed_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
-from fp8calib.engines.weight_values import read_weight_values
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.metadata import read_file_origin
@@ -82,6 +80,8 @@ def check_path(
             _refuse_other_origin(str(path), origin, model)
         report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
     if request.read_weights:
+        from fp8calib.engines.weight_values import read_weight_values  # imports torch
+
         report = read_weight_values(opened, progress or PythonReporter(None)).amend(report)
     report = doubt_configs(report, model, geometry)
     if amend is not None:
@@ -164,6 +164,8 @@ def _read_stats(
     """
     if request.stats is None:
         return None
+    from fp8calib.commands.stats import read_stats  # imports torch
+
     stats, name = read_stats(request.stats)[0], "statistics"
     if isinstance(request.stats, str | Path):
         name = str(request.stats)

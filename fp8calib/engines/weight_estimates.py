@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Self
 
-import torch
-from torch.nn.functional import interpolate
+import numpy as np
+from numpy.typing import NDArray
 
 from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -16,9 +16,7 @@ from fp8calib.engines.scale_mistakes import Estimates, Reach
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
-from fp8calib.model.device import one_thread
 from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
-from fp8calib.numerics.encode import decode_scale
 from fp8calib.text import format_gib
 
 _USUAL = 4.0
@@ -59,7 +57,7 @@ def estimate_reaches(
     most_bytes = _MOST_BYTES_OF_HUB if is_on_hub else _MOST_BYTES
     chosen = list(_choose_layers(folder, geometry, most_bytes))
     reaches = {}
-    with one_thread(), _Weights(folder, odd_scales) as weights:
+    with np.errstate(all="ignore"), _Weights(folder, odd_scales) as weights:
         for layer, attention in chosen:
             for role in KV_ROLES:
                 estimated = _estimate(weights, geometry, attention, role)
@@ -101,16 +99,16 @@ def _estimate(
         return None
     weight = weights.read(f"{projection}.weight")
     norm = weights.read(f"{parent}.input_layernorm.weight")
-    if weight is None or norm is None or weight.ndim != 2 or not weight.numel():
+    if weight is None or norm is None or weight.ndim != 2 or not weight.size:
         return None
     beta = weights.read_bias(f"{parent}.input_layernorm.bias", len(weight[0]))
     bias = weights.read_bias(f"{projection}.bias", len(weight))
     if norm.shape != weight.shape[1:] or beta is None or bias is None:
         return None
-    shift = float(((weight @ beta).abs() + bias.abs()).max()) if beta.any() or bias.any() else 0.0
+    shift = float((np.abs(weight @ beta) + np.abs(bias)).max()) if beta.any() or bias.any() else 0.0
     if geometry.model_type in _SHIFTED_NORMS:
         norm += 1
-    length = float((weight * norm).norm(dim=1).max())
+    length = float(np.linalg.norm(weight * norm, axis=1).max())
     bound = 2**0.5 * (weight.shape[1] ** 0.5 * length + shift)
     if not 0 < bound < float("inf"):
         return None
@@ -149,7 +147,7 @@ class _Weights:
         """Check whether K or V of an attention module has a norm of its own."""
         return any("norm" in each and each.startswith(role) for each in self._beside[path])
 
-    def read(self, name: str) -> torch.Tensor | None:
+    def read(self, name: str) -> NDArray[np.float32] | None:
         """Read floats or FP8 with its scale; None for another dtype, an odd scale or no tensor."""
         file = self._located.get(name)
         entry = None if file is None else self._folder.tensors[file][name]
@@ -159,29 +157,33 @@ class _Weights:
         if entry.dtype in PLAIN_DTYPES:
             return values
         scales = [each for each in name_companions(name).scales if each in self._located]
-        if len(scales) != 1 or values.ndim != 2 or not values.numel():
+        if len(scales) != 1 or values.ndim != 2 or not values.size:
             return None
         if scales[0] in self._odd_scales:
             return None
         scale = self._read_floats(scales[0])
-        if not scale.numel():
+        if not scale.size:
             return None
-        rows, columns = (scale.numel(), 1) if scale.ndim < 2 else (scale.shape[0], scale[0].numel())
+        rows, columns = (scale.size, 1) if scale.ndim < 2 else (scale.shape[0], scale[0].size)
         scale = scale.reshape(rows, columns)
         if rows not in (1, len(values)) or columns not in (1, values.shape[1]):
             # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
-            scale = interpolate(scale[None, None], values.shape)[0, 0]
-        return values.mul_(scale)  # FP8 was converted to new floats
+            chosen = [
+                np.arange(size) * count // size
+                for size, count in zip(values.shape, (rows, columns), strict=True)
+            ]
+            scale = scale[np.ix_(*chosen)]
+        return values * scale
 
-    def _read_floats(self, name: str) -> torch.Tensor:
+    def _read_floats(self, name: str) -> NDArray[np.float32]:
         file = self._located[name]
         if file not in self._files:
             self._files[file] = TensorFile(self._folder.path / file)
-        return decode_scale(self._files[file].read(name))
+        return self._files[file].read_scale(name)
 
-    def read_bias(self, name: str, length: int) -> torch.Tensor | None:
+    def read_bias(self, name: str, length: int) -> NDArray[np.float32] | None:
         """Read a bias; zeros where the model has none, None for another shape or dtype."""
         if name not in self._located:
-            return torch.zeros(length)
+            return np.zeros(length, dtype=np.float32)
         bias = self.read(name)
         return bias if bias is not None and bias.shape == (length,) else None

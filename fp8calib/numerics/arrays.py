@@ -50,6 +50,19 @@ def decode_floats(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
         return numbers.real.astype(np.float32)
 
 
+def round_number(value: float, dtype: str) -> float:
+    """Round a number to fp32, and then to `float16`, `bfloat16` or `float32`."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+        if dtype == "float16":
+            return float(np.float16(single))
+    if dtype == "float32" or not np.isfinite(single):
+        return float(single)
+    bits = int(single.view(np.uint32))
+    bits += 0x7FFF + (bits >> 16 & 1)  # half of the last place, less a bit where it is even
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
+
+
 @cache
 def _list_values(dtype: str) -> NDArray[np.float32]:
     """List the values of the 256 codes of a format."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
@@ -119,8 +117,8 @@ def find_served_dtype(
     *,
     bfloat16_types: tuple[str, ...] = (),
     half_instead_of: tuple[str, ...] = ("float16",),
-) -> torch.dtype:
-    """Find the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
+) -> str:
+    """Name the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
 
     Args:
         geometry: the model.
@@ -129,4 +127,4 @@ def find_served_dtype(
     """
     is_half = geometry.checkpoint_dtype in half_instead_of
     is_half = is_half and geometry.model_type not in bfloat16_types
-    return torch.float16 if is_half else torch.bfloat16
+    return "float16" if is_half else "bfloat16"

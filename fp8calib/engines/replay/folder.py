@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.links import refuse_external_link
@@ -226,6 +224,5 @@ def _read_scale(file: TensorFile, name: str) -> StoredScale:
     entry = file.tensors[name]
     values: list[float] = []
     if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
-        read = file.read(name)
-        values = (read.real if read.is_complex() else read).to(torch.float32).flatten().tolist()
+        values = file.read_floats(name).flatten().tolist()
     return StoredScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))

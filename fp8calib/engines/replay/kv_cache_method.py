@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from fp8calib.engines.replay.folder import StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import Role
+from fp8calib.numerics.arrays import round_number
 
 _SINGLE = ".kv_scale"
 _BOTH_FIX = "store a k_scale and a v_scale for the layer, both above zero"
@@ -30,7 +29,7 @@ class PairRules:
     """Whether k and v that are both zero count as not loaded, as negative numbers do."""
     absent_why: str
     absent_fix: str
-    dtype: torch.dtype = torch.float32
+    dtype: str = "float32"
     """That of the parameters, to which stored numbers are rounded."""
 
 
@@ -86,11 +85,10 @@ def judge_pair(
     return LayerVerdict(layer=index, k=one, v=wrong)
 
 
-def _round(context: LoadContext, value: float, dtype: torch.dtype) -> float:
-    rounded = float(torch.tensor(value).to(dtype))
+def _round(context: LoadContext, value: float, dtype: str) -> float:
+    rounded = round_number(value, dtype)
     if rounded != value and not math.isnan(value):
-        name = str(dtype).removeprefix("torch.")
-        context.problems.append(f"scales are rounded to the model's {name}")
+        context.problems.append(f"scales are rounded to the model's {dtype}")
     return rounded
 
 

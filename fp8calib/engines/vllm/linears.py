@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 
-import torch
-
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
 from fp8calib.engines.replay.dtypes import find_served_dtype
@@ -257,6 +255,6 @@ def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:
         Refusal: it is.
     """
     types = release.list_values(BFLOAT16_TYPES)
-    if find_served_dtype(geometry, bfloat16_types=types) is not torch.bfloat16:
+    if find_served_dtype(geometry, bfloat16_types=types) != "bfloat16":
         why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16 (ValueError)"
         raise Refusal(why, fix="serve it with --dtype bfloat16, or write it as compressed-tensors")

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-import torch
-
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
 from fp8calib.engines.replay.dtypes import amend_for_dtype, find_served_dtype, note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
@@ -205,7 +203,7 @@ class _Replay:
         if self._on_gpus and self._per_head:
             self._problems.append(_NEEDS_FLASH_ATTENTION)
         if self._context.scales and method is not None:
-            if self._on_gpus and dtype is torch.float16:
+            if self._on_gpus and dtype == "float16":
                 self._problems.append(_STOPS_IN_FLOAT16)
             if release.has(_CALCULATES_EXISTS):
                 self._problems.append(_CALCULATES)
@@ -237,7 +235,7 @@ class _Replay:
         )
 
     def _judge_layers(
-        self, tp: int, dtype: torch.dtype
+        self, tp: int, dtype: str
     ) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
         context = self._context
         loader = make_loader(context, self._method, self._find_places(), self._release)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
@@ -33,7 +34,6 @@ from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.numerics.encode import decode_scale
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 Located = Mapping[str, tuple[str, TensorEntry]]
@@ -219,7 +219,7 @@ def find_wrong_values(
         if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
             vectors[file].append(name)
     for name, values in _read_tensors(folder, vectors):
-        if not bool(values.isfinite().all()):
+        if not np.isfinite(values).all():
             return misread(f"{shorten(name)} holds NaN or infinity")
     return None
 
@@ -231,18 +231,18 @@ def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
     read = []
     for file in files:
         with TensorFile(folder.path / file) as opened:
-            read.append(opened.read_bytes(name, 0, entries[0].size_bytes))
-    return torch.equal(*read)
+            read.append(opened.read_array(name, 0, entries[0].size_bytes))
+    return np.array_equal(read[0], read[1])
 
 
 def _read_tensors(
     folder: ScaleFolder, names: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read tensors by their files, each file in few requests."""
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Read vectors and scales by their files, each file in few requests."""
     for file, held in names.items():
         with TensorFile(folder.path / file) as opened:
             opened.fetch(held)
-            yield from ((name, opened.read(name)) for name in held)
+            yield from ((name, opened.read_scale(name)) for name in held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,24 +266,23 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
     bad: dict[str, str] = {}
     numbers: dict[str, float] = {}
     largest: dict[str, float] = {}
-    for name, scale in _read_tensors(folder, by_file):
-        values = decode_scale(scale)
-        has_exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    for name, values in _read_tensors(folder, by_file):
+        has_exponents = tensors[name][1].dtype in ("U8", "F8_E8M0")
         if what := _describe_bad(values, SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE):
             bad[name] = what
         else:
-            largest[name] = values.max().item()
-        if values.numel() == 1:
+            largest[name] = float(values.max())
+        if values.size == 1:
             numbers[name] = values.item()
     return ScaleValues(bad=bad, numbers=numbers, largest=largest)
 
 
-def _describe_bad(values: torch.Tensor, smallest: float) -> str:
+def _describe_bad(values: NDArray[np.float32], smallest: float) -> str:
     """Say what a scale holds that no scale may hold; empty where it has none of these."""
     # Kernels on GPUs may take a subnormal number for 0, and its reciprocal is infinite.
     marks = {
-        "NaN": values.isnan(),
-        "infinity": values.isinf(),
+        "NaN": np.isnan(values),
+        "infinity": np.isinf(values),
         "a negative number": values < 0,
         "0": values == 0,
         f"a number under {smallest:.4g}": values < smallest,

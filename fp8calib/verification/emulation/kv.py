@@ -153,12 +153,11 @@ def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
     """
     if table.dialect not in numerics.kv_rounded_dialects:
         return table
-    dtype = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
+    name = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
     rounded = {}
     for site, scale in table.scales.items():
-        values = scale.values.to(dtype).float()
+        values = scale.values.to(getattr(torch, name)).float()
         if not bool(((values > 0) & values.isfinite()).all()):
-            name = str(dtype).removeprefix("torch.")
             raise VerificationError(
                 f"{numerics.name} rounds scales to {name}, in which that of {site} is "
                 f"{values.max().item():g}",
