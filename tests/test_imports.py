@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import fp8calib
 from fp8calib import commands
+from tests import zoo
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8calib"
@@ -128,3 +130,49 @@ def test_importing_the_parser_pays_for_nothing_heavy(modules: list[str], allowed
     assert {"cli.app", "errors", *modules} <= reached
     assert modules == ["cli"] or "formats.registry" in reached
     assert heavy == []
+
+
+SLOW = {"compressed_tensors", "torch", "transformers"}
+PROGRAM = f"""
+import sys
+from fp8calib.cli import main_inner
+try:
+    main_inner(sys.argv[1:])
+finally:
+    print("imported:", *sorted(sys.modules.keys() & {SLOW}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a plain Llama, an FP8 one and an overlay; others are those of llm-compressor."""
+    parent = tmp_path_factory.mktemp("folders")
+    zoo.save("llama", plain := parent / "plain")
+    fp8calib.quantize(plain, "fp8-dynamic", fp8 := parent / "fp8", check=False)
+    foreign = ROOT / "tests" / "foreign"
+    scales, overlay = foreign / "llmcompressor-kv", parent / "overlay"
+    fp8calib.extract_kv_scales(scales, foreign / "llama", save_path=overlay, check=False)
+    return {
+        "plain": plain,
+        "fp8": fp8,
+        "overlay": overlay,
+        "scales": scales,
+        "dynamic": foreign / "llmcompressor-fp8-dynamic",
+        "static": foreign / "llmcompressor-fp8-static-kv",
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("check", name) for name in ("plain", "fp8", "overlay", "scales", "dynamic", "static")),
+        *(("show", name) for name in ("fp8", "overlay", "static")),
+    ],
+)
+def test_checkpoints_of_common_models_are_read_without_slow_libraries(
+    folders: dict[str, Path], command: str, name: str
+) -> None:
+    asked = [sys.executable, "-c", PROGRAM, command, str(folders[name])]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
+    assert str(folders[name]) in done.stdout, done.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.checkpoint import open_leniently, stored_dtype
-from fp8calib.checkpoint.model_config import MAX_LAYERS, find_dtype, without_quantization
+from fp8calib.checkpoint.model_config import MAX_LAYERS, QUANTIZATION_KEYS, find_dtype
 from fp8calib.model.plain_sections import has_plain_sections
 from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part
 
@@ -186,7 +186,7 @@ def _split_numbers(name: str) -> list[tuple[int, int, str]]:
 
 def _find_family(config: Mapping[str, object]) -> _Family | None:
     """Find the row of a config of which every key is understood."""
-    plain = without_quantization(config)
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     family = _FAMILIES.get(str(plain.pop("model_type", None)))
     if family is None or plain.pop("architectures", None) != [f"{family.name}ForCausalLM"]:
         return None

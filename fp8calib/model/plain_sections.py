@@ -14,22 +14,26 @@ GENERATION_NAME = "generation_config.json"
 _SWITCHES = ("_from_model_config", "do_sample", "use_cache")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 10.0}
-_FORMATS = ("float-quantized", "naive-quantized")
+_FORMATS = ("float-quantized", "naive-quantized", "dense")
 _SECTION = (
     *("quant_method", "format", "quantization_status", "ignore", "config_groups"),
     *("kv_cache_scheme", "version", "global_compression_ratio"),
+    *("sparsity_config", "transform_config"),
 )
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _ARGUMENTS = {
     "num_bits": 8,
     "type": "float",
     "symmetric": True,
-    "group_size": None,
-    "block_structure": None,
     "actorder": None,
     "observer_kwargs": {},
+    "scale_dtype": None,
+    "zp_dtype": None,
 }
 """The keys of a scheme that have one value here."""
+_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax", "mse", "memoryless_mse")
+_SIZES = {"block": (None, [128, 128]), "group": (128, None)}
+"""By strategy: `group_size` and `block_structure`."""
 
 
 def has_plain_sections(folder: Path, config: Mapping[str, object]) -> bool:
@@ -77,6 +81,8 @@ def _is_plain_section(section: Mapping[str, object]) -> bool:
         and section.get("format") in _FORMATS
         and section.get("quantization_status") == "compressed"
         and section.get("global_compression_ratio") is None
+        and section.get("sparsity_config", {}) == {}
+        and section.get("transform_config", {}) == {}
         and isinstance(section.get("version", ""), str)
         and _is_texts(section.get("ignore", []))
         and isinstance(groups, dict)
@@ -104,17 +110,22 @@ def _is_plain_scheme(scheme: object, kind: str) -> bool:
         return True
     if not isinstance(scheme, dict):
         return False
-    strategy, is_dynamic = scheme.get("strategy"), scheme.get("dynamic", False)
-    rest = {key: each for key, each in scheme.items() if key not in ("strategy", "dynamic")}
-    rest.pop("observer", None)
-    if kind == "inputs" and is_dynamic is True:
-        is_usual = strategy == "token" and scheme.get("observer") is None
-    else:
-        strategies = {"weights": ("tensor", "channel"), "inputs": ("tensor",), "cache": ("tensor",)}
-        is_observed = scheme.get("observer", "minmax") in ("minmax", "static_minmax")
-        is_usual = is_dynamic is False and strategy in strategies[kind] and is_observed
+    strategy = scheme.get("strategy")
+    sizes = scheme.get("group_size"), scheme.get("block_structure")
+    chosen = {
+        "weights": {("tensor", False), ("channel", False), ("block", False)},
+        "inputs": {("tensor", False), ("token", True), ("group", True)},
+        "cache": {("tensor", False)},
+    }
+    by_rule = ("strategy", "dynamic", "observer", "group_size", "block_structure")
+    rest = {key: each for key, each in scheme.items() if key not in by_rule}
+    is_dynamic, observer = scheme.get("dynamic", False), scheme.get("observer")
     return (
-        is_usual
+        isinstance(strategy, str)
+        and isinstance(is_dynamic, bool)
+        and (strategy, is_dynamic) in chosen[kind]
+        and sizes == _SIZES.get(strategy, (None, None))
+        and observer in (_OBSERVERS if not is_dynamic else _OBSERVERS[:1])
         and rest.get("num_bits") == 8
         and rest.get("type") == "float"
         and all(key in _ARGUMENTS and _is_same(each, _ARGUMENTS[key]) for key, each in rest.items())

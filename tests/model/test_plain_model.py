@@ -165,8 +165,14 @@ def draw_section(drawn: random.Random) -> dict[str, Any]:
     def draw_scheme(strategies: list[str]) -> dict[str, Any] | None:
         scheme = {**_ARGUMENTS, "strategy": drawn.choice(strategies)}
         scheme["dynamic"] = scheme["strategy"] == "token"
-        more = {"observer": drawn.choice(["minmax", None, "mse"]), "group_size": None}
-        more |= {"actorder": None, "observer_kwargs": {}, "block_structure": None}
+        if scheme["strategy"] in ("block", "group"):
+            scheme |= {"block": {"block_structure": [128, 128]}, "group": {"group_size": 128}}[
+                scheme["strategy"]
+            ]
+            scheme["dynamic"] = scheme["strategy"] == "group"
+        names = ["minmax", None, "mse", "static_minmax", "memoryless_minmax", "memoryless_mse"]
+        more = {"observer": drawn.choice(names), "scale_dtype": None, "zp_dtype": None}
+        more |= {"actorder": None, "observer_kwargs": {}}
         scheme |= {k: v for k, v in more.items() if drawn.random() < 0.3}
         if drawn.random() < 0.1:
             scheme[drawn.choice(list(scheme))] = drawn.choice([None, 4, "int", "group", [8], False])
@@ -174,8 +180,8 @@ def draw_section(drawn: random.Random) -> dict[str, Any]:
 
     group = {
         "targets": drawn.choice([["Linear"], ["re:.*"]]),
-        "weights": draw_scheme(["tensor", "channel"]),
-        "input_activations": draw_scheme(["tensor", "token"]),
+        "weights": draw_scheme(["tensor", "channel", "block"]),
+        "input_activations": draw_scheme(["tensor", "token", "group"]),
         "output_activations": None,
     }
     section = {
@@ -186,4 +192,6 @@ def draw_section(drawn: random.Random) -> dict[str, Any]:
         "kv_cache_scheme": draw_scheme(["tensor", "attn_head"]),
         "ignore": drawn.choice([["lm_head"], [], [1]]),
     }
+    more = {"sparsity_config": {}, "transform_config": {}, "version": "0.19.0"}
+    section |= {k: v for k, v in more.items() if drawn.random() < 0.3}
     return {**_LLAMA, **({"quantization_config": section} if drawn.random() < 0.7 else {})}
