@@ -209,8 +209,12 @@ def _write(
                 require_server(folder / dialect.path(), stats.geometry, quantized)
         if weights is not None:
             weights.write(folder)
+        # the scales of a quantized model's own weights and inputs are judged too
+        is_same = quantized is not None and not request.other_weights
         checked = finish_formats(
-            recipe.formats, folder, out, request.model or "", check=request.check
+            *(recipe.formats, folder, out, request.model or ""),
+            check=request.check,
+            stats=stats if is_same else None,
         )
         files = list_files(folder)
     return ExportResult(

@@ -200,6 +200,7 @@ def finish_checkpoint(
     revision: str | None = None,
     check: bool = True,
     plain_caches: Sequence[int] = (),
+    stats: CalibrationStats | None = None,
 ) -> tuple[WrittenCheck, ...]:
     """Check a written checkpoint as `check` does, and write its card.
 
@@ -212,10 +213,11 @@ def finish_checkpoint(
         revision: that of a model on the Hub.
         check: whether engines are asked.
         plain_caches: the layers whose KV cache stays in 16 bits.
+        stats: those that `check --stats` gets.
     """
     checked: tuple[WrittenCheck, ...] = ()
     if check and path not in _NO_OVERLAY:
-        checked = check_written(written, target, path=path, plain_caches=plain_caches)
+        checked = check_written(written, target, path=path, plain_caches=plain_caches, stats=stats)
     commands = [each.command for each in checked if each.command]
     name = (target / path).resolve().name
     write_card(written / path, name, scheme, model, revision=revision, commands=commands)
@@ -223,12 +225,17 @@ def finish_checkpoint(
 
 
 def check_written(
-    written: Path, target: Path, *, path: str = ".", plain_caches: Sequence[int] = ()
+    written: Path,
+    target: Path,
+    *,
+    path: str = ".",
+    plain_caches: Sequence[int] = (),
+    stats: CalibrationStats | None = None,
 ) -> tuple[WrittenCheck, ...]:
     """Say what the default engines do with a checkpoint; see `finish_checkpoint`."""
     engines = list(map(find_replayed, list_defaults()))
     try:
-        report = check_path(CheckRequest(written / path))
+        report = check_path(CheckRequest(written / path, stats=stats))
     except Fp8CalibError as error:
         unknown = {"verdict": "unknown", "summary": f"unknown: {error.message}", "command": ""}
         return tuple(WrittenCheck(path=path, engine=each.release, **unknown) for each in engines)

@@ -272,7 +272,7 @@ def are_swapped(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> boo
         amax: what each place holds, about.
     """
     _, swapped = next(list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
-    return _fits(scales, amax, swapped, by_role=True)
+    return _fits(scales, amax, swapped, by_role=True, most_shared=math.inf)
 
 
 def find_mixup(
@@ -280,7 +280,8 @@ def find_mixup(
 ) -> tuple[str, Sequence[Slot]]:
     """Say which places scales are of, where they fit those far better than their own.
 
-    A factor that all of them share, such as headroom, is left out.
+    A factor that all of them share, such as headroom, is left out; where K and V are swapped, one
+    of K and another of V too.
 
     Args:
         scales: by layer and role.
@@ -289,9 +290,12 @@ def find_mixup(
     Returns:
         What happened, and the scales that it changes; nothing where each scale is of its place.
     """
-    swapped, *shifted = list_moves([*dict.fromkeys(layer for layer, _ in scales)])
-    if _fits(scales, amax, swapped[1]):
-        return swapped[0], list(swapped[1])
+    layers = [*dict.fromkeys(layer for layer, _ in scales)]
+    (text, swapped), *shifted = list_moves(layers)
+    # of fewer layers, two factors would explain other text too
+    kinds = (False, True) if len(layers) >= _LEAST_SLOTS else (False,)
+    if any(_fits(scales, amax, swapped, by_role=kind) for kind in kinds):
+        return text, list(swapped)
     found = {role: _find_order(scales, amax, role) for role in KV_ROLES}
     if any(found.values()):
         order = {slot: other for each in found.values() for slot, other in each.items()}
@@ -353,6 +357,7 @@ def _fits(
     moved: Mapping[Slot, Slot],
     *,
     by_role: bool = False,
+    most_shared: float = _MOST_SHARED,
 ) -> bool:
     """Tell whether scales fit other places far better than their own.
 
@@ -360,7 +365,8 @@ def _fits(
         scales: by layer and role.
         amax: what each place holds, or about.
         moved: the other place of each.
-        by_role: the scales of K may share any factor, and those of V another one.
+        by_role: the scales of K may share one factor, and those of V another one.
+        most_shared: the logarithm of the largest factor that they may share.
     """
     known = {
         slot: other
@@ -378,7 +384,7 @@ def _fits(
             [[(slot, known[slot]) for slot in group] for group in groups],
         )
     )
-    is_near = by_role or abs(median(other[0])) <= _MOST_SHARED
+    is_near = all(abs(median(group)) <= most_shared for group in other)
     distance = _measure_spread(other)
     is_better = _measure_spread(own) > max(_LEAST_MISFIT, _LEAST_GAIN * distance)
     return is_near and distance < _MOST_MISFIT and is_better

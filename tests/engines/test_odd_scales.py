@@ -197,6 +197,19 @@ def test_reciprocals_are_not_called_swapped() -> None:
     assert find_mixup({slot: 448 / each for slot, each in amax.items()}, amax) == ("", [])
 
 
+def test_swapped_scales_are_named_with_a_factor_for_each_role() -> None:
+    """K and V lie close together here, so that a factor alone looks like headroom."""
+    k, v = (9.0, 14.0, 11.0, 20.0, 16.0), (12.0, 8.0, 19.0, 10.0, 21.0)
+    amax = {(i, r): (k if r is Role.K else v)[i] for i in range(5) for r in (Role.K, Role.V)}
+    swapped = {
+        (i, r): amax[i, Role.V if r is Role.K else Role.K] / 448 * (12 if r is Role.K else 1)
+        for i, r in amax
+    }
+    assert find_mixup(swapped, amax) == ("the k and v scales are swapped", list(swapped))
+    headroom = {(i, r): amax[i, r] / 448 * (12 if r is Role.K else 1) for i, r in amax}
+    assert find_mixup(headroom, amax) == ("", [])
+
+
 def test_scales_in_another_order_are_named_whatever_the_order_is() -> None:
     amax = {(i, r): 8 + 3.0 * i + (r is Role.V) * 50 for i in range(6) for r in (Role.K, Role.V)}
     right = {slot: each / 448 for slot, each in amax.items()}
@@ -355,6 +368,24 @@ def test_reciprocal_scales_of_fp8_weights(
     assert f"their {amax_role} scales stand for {amax_role}s of up to" in text
     assert "look like reciprocals" in text
     assert not report.ok
+
+
+def test_export_looks_at_the_input_scales_beside_the_scales_it_replaces(
+    llama: Path, stats: fp8calib.CalibrationStats, tmp_path: Path
+) -> None:
+    fp8calib.quantize(llama, "fp8-static", tmp_path / "q", stats=stats)
+    odd = "model.layers.1.mlp.down_proj.input_scale"
+    written = {}
+    for name in ("right", "wrong"):
+        if name == "wrong":
+            change(tmp_path / "q", lambda name, x: 1 / x if name == odd else x)
+        found = fp8calib.export(
+            stats, tmp_path / name, formats="kv-overlay", model=tmp_path / "q", replace_scales=True
+        )
+        written[name] = found.checked[0]
+    assert written["right"].verdict == "ok"
+    assert written["wrong"].verdict == "not ok"
+    assert "looks like a reciprocal" in written["wrong"].summary
 
 
 @pytest.mark.parametrize(
