@@ -20,13 +20,14 @@ from fp8calib.verification.report import Remedy, VerifyReport
 
 def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
     """Spell the command that helps most; empty where none does. `gates` are by name."""
-    model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
+    model, candidate = _spell_model(report, request), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
     stats = _find_stats(candidate)
     if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
         stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
     match report.decision.remedy:
+        # the text of calibrate is another one: what judges scales must not have made them
         case Remedy.CALIBRATE:
             command = f"fp8calib calibrate {model}"
         case Remedy.SCALE_QUERY if is_stats_file(stats):
@@ -37,7 +38,7 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case Remedy.FIND_LAYERS:
             command = _plan(report, request, gates)
         case Remedy.USE if request.scheme is not None:
-            command = _quantize(report, request.scheme, stats)
+            command = _quantize(report, request, request.scheme, stats)
         case Remedy.SERVE | Remedy.USE:
             command = _serve(report, request)
     return command
@@ -64,13 +65,40 @@ def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate
     limit = f"--max-ratio {gate.pass_at:g}"
     if gate.kld_fail_above:
         limit = f"--max-kld {gate.kld_fail_above:g}"
-    return " ".join(filter(None, ("fp8calib plan", shlex.quote(report.model), parts, limit)))
+    words = ("fp8calib plan", _spell_model(report, request), parts, limit, _spell_text(request))
+    return " ".join(filter(None, words))
 
 
-def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
+def _spell_model(report: VerifyReport, request: VerifyRequest) -> str:
+    """Spell the model, and the options without which it is another one, or cannot be opened."""
+    words = [report.model]
+    if request.revision is not None:
+        words += ["--revision", request.revision]
+    return shlex.join(words + ["--trust-remote-code"] * request.trust_remote_code)
+
+
+def _spell_text(request: VerifyRequest) -> str:
+    """Spell the options that give the run's text, where a command line can."""
+    given = [] if request.data is None else request.data
+    given = [given] if isinstance(given, str | Path) else list(given)
+    if not all(isinstance(spec, str | Path) for spec in given):
+        return ""
+    words = [word for spec in given for word in ("--data", str(spec))]
+    if request.text_column is not None:
+        words += ["--text-column", request.text_column]
+    if request.samples != VerifyRequest.samples:
+        words += ["--samples", str(request.samples)]
+    if request.seq_len is not None:
+        words += ["--seq-len", str(request.seq_len)]
+    return shlex.join(words + ["--no-pack"] * (not request.pack))
+
+
+def _quantize(report: VerifyReport, request: VerifyRequest, scheme: str, stats: Path) -> str:
     options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
     out = shlex.quote(f"{Path(report.model).name}-{scheme}")
-    return f"fp8calib quantize {shlex.quote(report.model)} --scheme {scheme}{options} --out {out}"
+    revision = "" if request.revision is None else f" --revision {shlex.quote(request.revision)}"
+    model = shlex.quote(report.model) + revision
+    return f"fp8calib quantize {model} --scheme {scheme}{options} --out {out}"
 
 
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
@@ -83,14 +111,16 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
         launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} fp8_e5m2")
     if report.decision.remedy is Remedy.SERVE:
         spelled = "" if launch is None else launch.spell(report.model)
-        return spelled and spelled + _spell_plain_caches(request)
+        return spelled and spelled + _spell_last(request)
     found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     if launch is None or found is None:
         return ""
-    return launch.spell(str(found), has_kv="k" in roles) + _spell_plain_caches(request)
+    return launch.spell(str(found), has_kv="k" in roles) + _spell_last(request)
 
 
-def _spell_plain_caches(request: VerifyRequest) -> str:
+def _spell_last(request: VerifyRequest) -> str:
+    """Spell the layers whose cache stays in 16 bits, and the leave to run the model's code."""
     layers = request.kv_cache_dtype_skip_layers
-    return f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""
+    skipped = f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""
+    return skipped + " --trust-remote-code" * request.trust_remote_code

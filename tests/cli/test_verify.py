@@ -325,7 +325,10 @@ def test_scale_one_decides_where_there_are_no_other_scales(
     assert "is within one standard error of" in alone.json["candidates"][0]["verdict_why"]
     # no site loses at scale 1.0: calibrating cannot help
     limit = f"{(mine + one) / 2:g}"
-    assert alone.json["next"] == f"fp8calib plan {model} --scheme none --max-kld {limit}"
+    text = f"--data {held_out} --samples 8 --seq-len 16"
+    planned = f"fp8calib plan {model} --scheme none --max-kld {limit} {text}"
+    assert alone.json["next"] == planned
+    succeed(*shlex.split(planned)[1:], "--dry-run")
 
 
 def test_the_answer_is_one_line_and_the_command_the_last(model: Path, held_out: Path) -> None:
@@ -754,11 +757,12 @@ def test_fp8_weights_end_with_the_command_that_helps(
     asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
     lines = run(*asked, "--scales", out).out.splitlines()
     assert not [line for line in lines if line.startswith("K, V and q at scale 1.0")]
-    assert lines[-1] == f"next: fp8calib plan {model} --max-kld 1e-09"
+    text = f"--data {held_out} --samples 4 --seq-len 16"
+    assert lines[-1] == f"next: fp8calib plan {model} --max-kld 1e-09 {text}"
     assert f"{out} fails: KLD" in lines[0]
     lines = run(*asked, "--scheme", "w8a16").out.splitlines()
     planned = "--scheme w8a16 --kv-tokens 0 --max-kld 1e-09"
-    assert lines[-1] == f"next: fp8calib plan {model} {planned}"
+    assert lines[-1] == f"next: fp8calib plan {model} {planned} {text}"
 
 
 def test_a_scheme_that_the_engine_cannot_load_is_a_warning(verify: Any) -> None:
