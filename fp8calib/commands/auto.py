@@ -23,13 +23,13 @@ from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.figures import format_mean_kld
 
 if TYPE_CHECKING:
+    from fp8calib.commands._verify import VerifyResult
     from fp8calib.data.sequences import DataPlan
-    from fp8calib.verification.report import CandidateResult
 
 _CALIBRATED, _LEAST = 4 / 5, 5
 _ALIKE = 1.05
 """Sizes within this factor are alike: then the KLD decides."""
-_OVERLAY, _UNSCALED = "kv-overlay", "scale-1.0"
+_OVERLAY, _SCALE_ONE, _PAGE = "kv-overlay", "scale-1.0", "report.html"
 
 
 @request_class
@@ -38,6 +38,7 @@ class AutoRequest(shared.TextOptions):
 
     Four fifths of the text calibrate. On the rest the model is compared with an FP8 KV cache,
     without scales and with calibrated ones, and with each FP8 scheme that the GPU multiplies.
+    Exit code 8 if none passes (a warning is no pass), 9 if the text cannot tell.
 
     Example: fp8calib auto meta-llama/Llama-3.1-8B-Instruct --data chats.jsonl --out llama-fp8
     """
@@ -54,16 +55,18 @@ class AutoRequest(shared.TextOptions):
         check=shared.check_gate,
         default=None,
     )
+    resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
     tokenizer: Any = option(shared.TOKENIZER, default=None)
 
 
 class Choice(Record):
-    """A candidate, as `verify` measured it."""
+    """A candidate, as `verify` measured it; `name` is a folder in `out`, or scale-1.0.
+
+    `size_bytes` is that of its tensors.
+    """
 
     name: str
-    """A folder in `out`, or scale-1.0: the model itself, with an FP8 KV cache."""
     size_bytes: int
-    """Of its tensors."""
     verdict: str
     kld_mean: float | None
     kld_se: float | None
@@ -71,8 +74,8 @@ class Choice(Record):
 
     @property
     def passes(self) -> bool:
-        """Whether the gate lets it pass, with a warning too."""
-        return self.verdict not in {"fail", "cannot-tell"}
+        """Whether the gate lets it pass without a warning."""
+        return self.verdict in {"pass", "no-difference"}
 
 
 class AutoResult(Result):
@@ -96,19 +99,9 @@ class AutoResult(Result):
     @property
     def exit_code(self) -> int:
         """8 where no choice passes the gate, 9 where the text cannot tell of any."""
-        if self.passed:
-            return 0
         is_unknown = all(each.verdict == "cannot-tell" for each in self.choices)
-        return CANNOT_TELL if is_unknown else VerificationError.exit_code
-
-    @property
-    def answer(self) -> str:
-        """The choice in a sentence."""
-        if not self.chosen:
-            return f"No choice passes the gate. {self.why}"
-        one = next(each for each in self.choices if each.name == self.chosen)
-        place = "the model itself" if one.name == _UNSCALED else self.out / one.name
-        return f"Serve {place}: KLD {format_mean_kld(one.kld_mean, one.kld_se)}."
+        failed = CANNOT_TELL if is_unknown else VerificationError.exit_code
+        return 0 if self.chosen else failed
 
 
 def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
@@ -129,8 +122,10 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         from fp8calib.commands.verify import VerifyRequest
         from fp8calib.commands.written import check_written
     out, schemes = Path(request.out), list(list_schemes(request.gpu))
-    if out.exists():
-        raise UsageError(f"--out {out}: exists", hint="name another folder")
+    if out.exists() and not request.resume:
+        raise UsageError(f"--out {out}: exists", hint="name another folder, or pass --resume")
+    if (out / _PAGE).exists():
+        raise UsageError(f"--out {out}: auto has finished there", hint="name another folder")
     text, size = _read_text(request)
     cut = round(len(text.sequences) * _CALIBRATED)
     first, rest = text.sequences[:cut], text.sequences[cut:]
@@ -149,68 +144,82 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     common |= {"seq_len": text.seq_len, "pack": False}
 
     reporter.say(next(numbered))
-    common |= {"data": first, "samples": len(first)}
-    calibrate(CalibrateRequest(**common, out=out, check=False), reporter)
-    written = {_OVERLAY: out / _OVERLAY}
+    measured: dict[str, Any] = {
+        "data": first,
+        "samples": len(first),
+        "resume": request.resume,
+        "check": False,
+    }
+    calibrate(CalibrateRequest(**common, **measured, out=out), reporter)
     checks = {_OVERLAY: check_written(out, out, path=_OVERLAY)}
     for name in schemes:
         reporter.say(next(numbered))
-        try:
-            found = _quantize(request, name, reporter)
-        except (ExportError, ModelError) as error:  # no engine can load it, for one
-            reporter.warn(f"{name} is no choice: {error.message}")
-            continue
-        checks[name] = found
-        written[name] = out / name
+        for stats in (out, None):  # without KV scales if no engine serves it with them
+            if stats is None and SCHEMES[name].has_static_inputs:
+                continue
+            options: dict[str, Any] = {"stats": stats, "revision": request.revision}
+            options |= {"check": False, "force": True}
+            try:
+                quantize(QuantizeRequest(request.model, name, out / name, **options), reporter)
+            except (ExportError, ModelError) as error:  # no engine can load it, for one
+                reporter.warn(f"{name} is no choice: {error.message}")
+                break
+            checks[name] = check_written(out, out, path=name)
+            if any(each.command for each in checks[name]):
+                break
     reporter.say(next(numbered))
-    common |= {"data": rest, "samples": len(rest), "report": out / "report.html"}
-    scales = list(written.values())
-    verified = verify(VerifyRequest(**common, scales=scales, gate=request.gate), reporter)
-    assert not isinstance(verified, RunPlan)  # noqa: S101 -- it is no dry run
-    choices = _list_choices(verified.candidates, written, size)
-    left = {Path(name).name for name in verified.unusable}
+    compared: dict[str, Any] = {
+        "data": rest,
+        "samples": len(rest),
+        "strict": request.gate is not None,
+    }
+    compared |= {"gate": request.gate, "report": out / _PAGE, "force": True}
+    scales = [out / name for name in checks]
+    report = verify(VerifyRequest(**common, **compared, scales=scales), reporter)
+    assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
+    launch = find_emulated("vllm")[0].launch
+    own = "" if launch is None else launch.spell(str(request.model))
+    own += " --trust-remote-code" * request.trust_remote_code
+    return _conclude(out, report, checks, size, own)
+
+
+def _conclude(
+    out: Path,
+    report: VerifyResult,
+    checks: Mapping[str, Sequence[WrittenCheck]],
+    size: int,
+    own: str,
+) -> AutoResult:
+    """Choose, and delete the other checkpoints.
+
+    `size` is that of the model in 16 bits, in bytes, and `own` the command that serves it.
+    """
+    keys = ("verdict", "kld_mean", "kld_se", "ppl_ratio")
+    choices, reasons = {}, []
+    for each in report.candidates:
+        name, files = Path(each.name).name, (out / Path(each.name).name).glob("*.safetensors")
+        held = sum(file.stat().st_size for file in files) if name in checks else size
+        found = {key: getattr(each, key) for key in keys}
+        choices[name] = Choice(name=name, size_bytes=held, **found)
+        if each.verdict in {"warn", "cannot-tell"}:
+            reasons.append(f"{name} gets {each.verdict}: {each.verdict_why}.")
+    left = {Path(name).name for name in report.unusable}
     left |= {name for name, found in checks.items() if not any(each.command for each in found)}
-    unscaled = next(each for each in choices if each.name == _UNSCALED)
-    if verified.kv is not None and verified.kv.answer == "no" and unscaled.passes:
+    if report.kv is not None and report.kv.answer == "no" and choices[_SCALE_ONE].passes:
         left.add(_OVERLAY)  # another rounding alone
-    chosen = choose([each for each in choices if each.name not in left])
-    for name, path in written.items():
-        if name != chosen:
-            shutil.rmtree(path)
-    checked = checks.get(chosen, ())
-    open_verdicts = (
-        f"{Path(each.name).name} cannot be judged: {each.verdict_why}."
-        for each in verified.candidates
-        if each.verdict == "cannot-tell"
-    )
-    own = verified.next if chosen == _UNSCALED else ""
+    chosen = choose([each for name, each in choices.items() if name not in left])
+    for name in checks.keys() - {chosen}:
+        shutil.rmtree(out / name)
+    checked = tuple(checks.get(chosen, ()))
+    reasons.append(report.kv.why if report.kv else "")
     return AutoResult(
         out=out,
         chosen=chosen,
-        why="" if chosen else next(open_verdicts, verified.kv.why if verified.kv else ""),
-        choices=tuple(choices),
-        serve=next((each.command for each in checked if each.command), own),
+        why="" if chosen else reasons[0],
+        choices=tuple(choices.values()),
+        serve=next((each.command for each in checked if each.command), own if chosen else ""),
         checked=checked,
     )
-
-
-def _quantize(request: AutoRequest, scheme: str, reporter: Reporter) -> tuple[WrittenCheck, ...]:
-    """Write a checkpoint and ask the engines; without KV scales if none can serve it with them."""
-    from fp8calib.commands.written import check_written
-
-    out = Path(request.out)
-    found: tuple[WrittenCheck, ...] = ()
-    named: dict[str, Any] = {"revision": request.revision, "check": False, "force": True}
-    for stats in (out, None):
-        if stats is None and SCHEMES[scheme].has_static_inputs:
-            break
-        quantize(
-            QuantizeRequest(request.model, scheme, out / scheme, stats=stats, **named), reporter
-        )
-        found = check_written(out, out, path=scheme)
-        if any(each.command for each in found):
-            break
-    return found
 
 
 def _read_text(request: AutoRequest) -> tuple[DataPlan, int]:
@@ -253,42 +262,21 @@ def choose(choices: Sequence[Choice]) -> str:
     return "" if best is None else best.name
 
 
-def _list_choices(
-    candidates: Sequence[CandidateResult], written: Mapping[str, Path], size: int
-) -> list[Choice]:
-    """Name candidates by their folders; `size` is that of the model in 16 bits, in bytes."""
-    sizes = {
-        name: sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        for name, path in written.items()
-    }
-    measured = ("verdict", "kld_mean", "kld_se", "ppl_ratio")
-    return [
-        Choice(
-            name=Path(each.name).name,
-            size_bytes=sizes.get(Path(each.name).name, size),
-            **{key: getattr(each, key) for key in measured},
-        )
-        for each in candidates
-    ]
-
-
 def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
     """Give the choice, what else was measured, the smallest first, and how to serve it."""
-    yield Answer(result.answer)
+    answer, rows = f"No choice passes the gate. {result.why}", []
+    for each in sorted(result.choices, key=lambda choice: choice.size_bytes):
+        kld, mark = format_mean_kld(each.kld_mean, each.kld_se), ""
+        if each.name == result.chosen:
+            place = "the model itself" if each.name == _SCALE_ONE else result.out / each.name
+            answer, mark = f"Serve {place}: KLD {kld}.", " *"
+        size = format_size(each.size_bytes)
+        rows.append([each.name + mark, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
+    yield Answer(answer)
     yield Line()
-    rows = [
-        [
-            each.name + " *" * (each.name == result.chosen),
-            format_size(each.size_bytes),
-            each.verdict,
-            format_mean_kld(each.kld_mean, each.kld_se),
-            f"{each.ppl_ratio:.4f}",
-        ]
-        for each in sorted(result.choices, key=lambda choice: choice.size_bytes)
-    ]
     yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
     yield Line()
-    yield Line(f"written to {result.out}; all figures: {result.out / 'report.html'}")
+    yield Line(f"written to {result.out}; all figures: {result.out / _PAGE}")
     for text in describe_checks(result.checked) if result.checked else [result.serve]:
         yield Line(text)
 

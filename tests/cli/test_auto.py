@@ -51,6 +51,26 @@ def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path:
         "No choice passes the gate. This model does not need KV scales, but "
     )
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    assert "auto has finished there" in fail(2, *command, "--resume")
+
+
+def test_an_interrupted_run_is_resumed(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("auto", model, "--data", rows, *OPTIONS, "--out", tmp_path / "out", "--gpu", "a100")
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8calib.commands.auto.quantize", interrupt)
+        interrupted = run(*command)
+    assert interrupted.code == 130
+    assert "--out" in fail(2, *command)
+    stats = tmp_path / "out/stats.safetensors"
+    written = stats.stat().st_mtime_ns
+    assert "step 3 of 3" in succeed(*command, "--resume").err
+    assert stats.stat().st_mtime_ns == written
 
 
 def test_a_dry_run_names_the_steps_and_writes_nothing(
@@ -106,8 +126,9 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen() -> None:
         )
 
     whole, static = make("scale-1.0", 200, 0.001), make("static", 100, 0.03)
-    dynamic, failed = make("dynamic", 104, 0.02, "warn"), make("block", 90, 0.01, "fail")
+    dynamic, failed = make("dynamic", 104, 0.02), make("block", 90, 0.01, "fail")
+    warned = make("static", 100, 0.01, "warn")
     assert choose([whole, static, dynamic, failed]) == "dynamic"
     assert choose([whole, static, make("dynamic", 106, 0.02)]) == "static"
-    assert choose([whole, failed]) == "scale-1.0"
-    assert not choose([failed, make("x", 1, 0.1, "cannot-tell")])
+    assert choose([whole, failed]) == choose([whole, warned]) == "scale-1.0"
+    assert not choose([failed, warned, make("x", 1, 0.1, "cannot-tell")])
