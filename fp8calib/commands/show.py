@@ -103,10 +103,10 @@ class Saturation(Record):
 
     def describe(self) -> str:
         """Describe the shares at half of the data in one line."""
-        return (
-            f"after half of the text the median tensor had reached {self.median_share[1]:.1%} of "
-            f"its final amax, the slowest {self.least_share[1]:.1%} ({self.slowest_site})"
-        )
+        median, least = (int(100 * share[1]) for share in (self.median_share, self.least_share))
+        half = f"at least {median}% of their final amax" if median < 100 else "their final amax"
+        slowest = f"; the slowest had {least}% ({self.slowest_site})" if least < 100 else ""
+        return f"after half of the text, half of the tensors had reached {half}{slowest}"
 
 
 class HeaderShown(StatsHeader):

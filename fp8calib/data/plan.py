@@ -403,6 +403,7 @@ def pack_rows(
             sequences.append(torch.tensor(stream[start : start + seq_len], dtype=torch.int64))
             start += len(sequences[-1])
         if len(sequences) >= samples:
+            counts.is_full = True
             break
     if len(sequences) < samples and len(stream) - start >= MIN_TOKENS:
         sequences.append(torch.tensor(stream[start:], dtype=torch.int64))

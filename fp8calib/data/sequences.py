@@ -27,6 +27,8 @@ class RowsUsed:
 
     read: int = 0
     """Rows after the last one that is needed are not read."""
+    is_full: bool = False
+    """Whether reading ended because all sequences were full."""
     used: int = 0
     too_short: int = 0
     """Rows without the tokens of a sequence."""
@@ -48,10 +50,12 @@ class RowsUsed:
         beside = (
             (self.too_short, "too short"),
             (self.rejected, "that cannot be used"),
-            (self.cut, "cut at their end"),
+            (self.cut, "cut at the end"),
         )
         notes = "".join(f", {count:,} {what}" for count, what in beside if count)
-        yield f"rows: {self.used:,} used of {self.read:,} read{notes}"
+        of = f"of the first {self.read:,}" if self.is_full else f"of all {self.read:,}"
+        full = "; then all sequences were full" if self.is_full else ""
+        yield f"rows: {self.used:,} used {of}{notes}{full}"
         if not self.conversations:
             template = "not applied, as no row is a conversation"
         elif self.chat_template is None:

@@ -43,7 +43,7 @@ def test_the_rows_used_are_counted_by_a_run_and_by_a_dry_run(model: Path, tmp_pa
     write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
     command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK)
     lines = [
-        "rows: 2 used of 2 read, 1 cut at their end",
+        "rows: 2 used of the first 2, 1 cut at the end; then all sequences were full",
         "chat template: not applied, as no row is a conversation",
     ]
     plan = succeed(*command, "--dry-run")

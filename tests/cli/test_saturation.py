@@ -40,8 +40,8 @@ def test_shares_are_running_maxima_over_the_final_one() -> None:
     assert saturation.least_share == (0.125, 0.25, 0.5)
     assert saturation.slowest_site == "a.k"
     assert saturation.describe() == (
-        "after half of the text the median tensor had reached 75.0% of its final amax, the "
-        "slowest 25.0% (a.k)"
+        "after half of the text, half of the tensors had reached at least 75% of their final "
+        "amax; the slowest had 25% (a.k)"
     )
 
 

@@ -210,7 +210,7 @@ def test_the_rows_used_are_counted(tmp_path: Path) -> None:
     assert plan.rows is not None
     assert plan.rows.chat_template == digest
     assert describe(plan) == [
-        "rows: 2 used of 2 read, 1 cut at their end",
+        "rows: 2 used of the first 2, 1 cut at the end; then all sequences were full",
         f"chat template: the tokenizer's (sha256 {digest[:12]}), applied to 1 of 2 rows",
     ]
 
@@ -218,9 +218,11 @@ def test_the_rows_used_are_counted(tmp_path: Path) -> None:
 def test_rows_that_are_too_short_or_cut_are_counted_without_packing(tmp_path: Path) -> None:
     spec = write_ids(tmp_path / "x.jsonl", [7], [7, 8], [1, 2, 3, 4, 5], *[[9, 9]] * 4)
     assert describe(plan_of(spec, pack=False, samples=5)) == [
-        "rows: 5 used of 6 read, 1 too short, 1 cut at their end",
+        "rows: 5 used of the first 6, 1 too short, 1 cut at the end; then all sequences were full",
         "chat template: not applied, as no row is a conversation",
     ]
+    whole = describe(plan_of(spec, pack=False, samples=50))
+    assert whole[0] == "rows: 6 used of all 7, 1 too short, 1 cut at the end"
 
 
 def test_instructions_are_plain_text_for_a_tokenizer_without_a_chat_template(
