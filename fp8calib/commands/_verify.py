@@ -320,13 +320,15 @@ def describe(
 
 def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Block]:
     """Show a line for each of several candidates; the gate's reasons where it decides."""
-    if is_full or len(report.candidates) + len(report.refused) > 1:
+    hides_one = report.kv is None and not is_full
+    shown = [each for each in report.candidates if not (hides_one and each.name == SCALE_ONE)]
+    if is_full or len(shown) + len(report.refused) > 1:
         yield Line()
         is_choice = report.decision.remedy is Remedy.USE and len(report.candidates) > 2
         best = report.decision.candidate if is_choice else ""
-        table = candidates_table(report.candidates, report.refused, best=best)
+        table = candidates_table(report, best=best, is_full=is_full)
         yield table if is_full else table.without("KLD p99")
-    for candidate in report.candidates:
+    for candidate in shown:
         name = candidate.name
         if is_full:
             yield Line(f"  {name}: {candidate.description}")

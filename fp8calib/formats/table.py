@@ -112,7 +112,7 @@ def fill_missing(
     missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
     if missing and fallback is Fallback.REFUSE:
         raise ExportError(
-            f"no scale can be computed for {format_count(len(missing), 'site')} "
+            f"no scale can be computed for {format_count(len(missing), 'tensor')} "
             f"({cut_list(missing, 5)}): their amax is zero",
             hint="--fallback layer-max takes the largest scale of the same role in the layer, or "
             "1.0 where there is none",

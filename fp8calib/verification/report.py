@@ -5,7 +5,7 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -346,13 +346,14 @@ class VerifyReport(_Model):
         return "\n".join(filter(None, (self.decision.headline, self.decision.details)))
 
 
-def candidates_table(
-    candidates: Iterable[CandidateResult],
-    refused: Iterable[RefusedCandidate],
-    *,
-    best: str = "",
-) -> Table:
-    """Make the table of candidates; `best` is marked."""
+def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = False) -> Table:
+    """Make the table of candidates; `best` is marked.
+
+    Scale 1.0 has a row where a KV cache is compared, or all is shown: beside FP8 weights alone it
+    looks like one more choice of theirs.
+    """
+    has_one = is_full or report.kv is not None
+    shown = [each for each in report.candidates if has_one or each.name != SCALE_ONE]
     rows: list[list[str | Cell]] = [
         [
             Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
@@ -366,7 +367,7 @@ def candidates_table(
             format_ratio(each.ppl_ratio, each.ppl_ratio_se),
             format_share(each.top1_agreement),
         ]
-        for each in candidates
+        for each in shown
     ]
     rows += [
         [
@@ -374,7 +375,7 @@ def candidates_table(
             Cell("refused", aside=each.reason, kind="refused"),
             *["-"] * 4,
         ]
-        for each in refused
+        for each in report.refused
     ]
     columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
     title = "* the one to use" if best else ""

@@ -115,7 +115,7 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
         details=report.decision.details.splitlines(),
         warnings=report.warnings,
         command=command,
-        first=candidates_table(report.candidates, report.refused),
+        first=candidates_table(report),
         badges=_BADGES,
         run=(
             f"{report.engine_version or report.engine}, emulated",
