@@ -298,10 +298,7 @@ MEMORY = Option(
 class RunOptions:
     """The model whose text runs, and where it runs."""
 
-    if_quantized: ClassVar[str] = (
-        "its activations have quantization errors already: calibrate the unquantized model it was "
-        "made from"
-    )
+    if_quantized: ClassVar[str] = "calibrate the unquantized model it was made from"
     """What to do instead with a quantized model that cannot be decoded."""
     model: Model = option(
         "MODEL",

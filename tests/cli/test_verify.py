@@ -660,7 +660,7 @@ def test_a_quantized_model_is_refused_with_what_to_do(
 ) -> None:
     overlay = files / "kv-overlay"
     message = fail(4, "verify", overlay, "--data", held_out, *QUICK)
-    assert f"{overlay} is already quantized (quant_method compressed-tensors)" in message
+    assert f"{overlay} has KV scales, and its weights are not quantized" in message
     assert f"--scales {overlay}" in message
     assert "measured" not in message
     succeed("verify", model, "--data", held_out, *QUICK, "--scales", overlay)

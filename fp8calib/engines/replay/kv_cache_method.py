@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 
 from fp8calib.engines.replay.folder import StoredScale
-from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.load_context import MEASURE_AGAIN, LoadContext, Slot
 from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.arrays import round_number
 
 _SINGLE = ".kv_scale"
-_BOTH_FIX = "store a k_scale and a v_scale for the layer, both above zero"
+_BOTH_FIX = f"{MEASURE_AGAIN}; the engine takes k_scale and v_scale together, both above zero"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

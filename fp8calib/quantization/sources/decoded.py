@@ -56,6 +56,9 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
+    if all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values()):
+        what = f"has KV scales, and its weights are not quantized (quant_method {quantized.method})"
+        raise ModelError(f"{folder} {what}", hint=if_quantized)
     raise ModelError(
         f"{folder} is already quantized (quant_method {quantized.method})",
         hint=f"{if_quantized}; {_READ}",
