@@ -92,6 +92,11 @@ class VerifyResult(VerifyReport, Result):
         return 0, "", []
 
     @property
+    def answer(self) -> str:
+        """What to serve or to do next."""
+        return self.decision.headline
+
+    @property
     def passed(self) -> bool:
         """Whether all candidates that were asked for pass, and the engine can use them."""
         return not self._fault[0]

@@ -92,6 +92,15 @@ class AutoResult(Result):
     checked: tuple[WrittenCheck, ...]
 
     @property
+    def answer(self) -> str:
+        """What to serve, or why nothing."""
+        if not self.chosen:
+            return f"No choice passes the gate. {self.why}"
+        best = next(each for each in self.choices if each.name == self.chosen)
+        place = "the model itself" if self.chosen == _SCALE_ONE else self.out / self.chosen
+        return f"Serve {place}: KLD {format_mean_kld(best.kld_mean, best.kld_se)}."
+
+    @property
     def passed(self) -> bool:
         """Whether a choice passes the gate."""
         return bool(self.chosen)
@@ -264,15 +273,12 @@ def choose(choices: Sequence[Choice]) -> str:
 
 def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
     """Give the choice, what else was measured, the smallest first, and how to serve it."""
-    answer, rows = f"No choice passes the gate. {result.why}", []
+    rows = []
     for each in sorted(result.choices, key=lambda choice: choice.size_bytes):
-        kld, mark = format_mean_kld(each.kld_mean, each.kld_se), ""
-        if each.name == result.chosen:
-            place = "the model itself" if each.name == _SCALE_ONE else result.out / each.name
-            answer, mark = f"Serve {place}: KLD {kld}.", " *"
-        size = format_size(each.size_bytes)
-        rows.append([each.name + mark, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
-    yield Answer(answer)
+        kld, size = format_mean_kld(each.kld_mean, each.kld_se), format_size(each.size_bytes)
+        name = each.name + " *" * (each.name == result.chosen)
+        rows.append([name, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
+    yield Answer(result.answer)
     yield Line()
     yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
     yield Line()

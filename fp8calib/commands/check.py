@@ -159,6 +159,11 @@ class CheckResult(Result):
         return self.verdict == "ok"
 
     @property
+    def answer(self) -> str:
+        """What each engine does."""
+        return "; ".join(f"{each.engine}: {each.summary}" for each in self.engines.values())
+
+    @property
     def passed(self) -> bool:
         """The same as `ok`."""
         return self.ok

@@ -7,25 +7,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
+from fp8calib.model.shapes import Frozen
 from fp8calib.text import Block, Line, Table, format_gib
 
 
-class Record(BaseModel):
+class Record(Frozen):
     """Values that do not change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Result(Record):
     """What a command gives: `--json` prints it, and the function of Python returns it."""
 
+    @property
+    def answer(self) -> str:
+        """What it says in a sentence; empty if it is files alone."""
+        return ""
+
     def __repr__(self) -> str:
-        plain = {k: v for k, v in self if isinstance(v, str | int | float | Path)}
-        return f"{type(self).__name__}({cut_list([f'{k}={v}' for k, v in plain.items()], 20)})"
+        known = ((key, value) for key, value in self if value not in ("", None, False))
+        plain = [
+            f"{key}={value:.5g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in known
+            if isinstance(value, str | int | float | Path)
+        ]
+        shown = [repr(self.answer)] if self.answer else []
+        return f"{type(self).__name__}({cut_list([*shown, *plain], 20)})"
 
     __str__ = __repr__
 

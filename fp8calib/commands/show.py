@@ -130,6 +130,12 @@ class StatsShown(Result):
     unfit_queries: tuple[int, ...]
     """The layers that need a q scale."""
 
+    @property
+    def answer(self) -> str:
+        """What was measured."""
+        geometry, tokens = self.header.geometry, self.header.describe_tokens()
+        return f"{geometry.architecture}, {len(geometry.layers)} layers, {tokens}"
+
 
 class ScalesShown(Result):
     """The scales of a file, exactly as stored."""

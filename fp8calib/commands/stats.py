@@ -23,6 +23,10 @@ from fp8calib.numerics.formats import FP8_FORMATS
 class CalibrationStats(calibration_stats.CalibrationStats):
     """The statistics of one calibration: `amax` and histograms of every tensor, and its origin."""
 
+    def __repr__(self) -> str:
+        name, tokens = self.geometry.architecture, self.header.describe_tokens()
+        return f"CalibrationStats({name}: {len(self.sites)} tensors, {tokens})"
+
     @classmethod
     def of(cls, stats: calibration_stats.CalibrationStats) -> Self:
         """Add the methods of this class to statistics."""

@@ -7,7 +7,7 @@ model where tensors are observed or scaled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -51,10 +51,17 @@ class Site:
         return cls(module, Role(role))
 
 
+_PYDANTIC = frozenset(dir(BaseModel))
+
+
 class Frozen(BaseModel):
     """A record that cannot be changed, and accepts no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __dir__(self) -> Iterable[str]:
+        """List the names of the record, without those of pydantic."""
+        return [name for name in super().__dir__() if name[0] == "_" or name not in _PYDANTIC]
 
 
 class Part(Frozen):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import Field, computed_field
 
+from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.text import Cell, Table
 from fp8calib.verification.emulation.damage import Damage
@@ -57,17 +58,13 @@ class Remedy(StrEnum):
     """Find the layers that should stay unquantized, or whose KV cache should."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ReferenceResult(_Model):
+class ReferenceResult(Frozen):
     """The unquantized model on the verification text."""
 
     ppl: float
 
 
-class NoiseResult(_Model):
+class NoiseResult(Frozen):
     """How far figures are from those of the same model, run again."""
 
     tokens: int
@@ -75,7 +72,7 @@ class NoiseResult(_Model):
     """Half of the mean squared change of a token's log-probability, in nats."""
 
 
-class PairedResult(_Model):
+class PairedResult(Frozen):
     """The mean KL divergence of a candidate minus that of another, on the same tokens."""
 
     candidate: str
@@ -92,7 +89,7 @@ class PairedResult(_Model):
     None if they do already, or if the standard error is unknown."""
 
 
-class PositionResult(_Model):
+class PositionResult(Frozen):
     """One range of token positions inside their sequences."""
 
     first: int
@@ -104,7 +101,7 @@ class PositionResult(_Model):
     ppl_ratio: float
 
 
-class CandidateResult(_Model):
+class CandidateResult(Frozen):
     """One candidate beside the unquantized model."""
 
     name: str
@@ -133,7 +130,7 @@ class CandidateResult(_Model):
     by_position: tuple[PositionResult, ...]
 
 
-class RefusedCandidate(_Model):
+class RefusedCandidate(Frozen):
     """A candidate that cannot be read or emulated, while others are compared."""
 
     name: str
@@ -150,7 +147,7 @@ class RefusedCandidate(_Model):
         return f"{self.name} is refused: {self.reason.removeprefix(f'{self.name}: ')}"
 
 
-class LayerResult(_Model):
+class LayerResult(Frozen):
     """What quantization did to one tensor of one candidate."""
 
     candidate: str
@@ -197,7 +194,7 @@ class SiteFit:
     """Shares of the values of that head, beyond those of the fitted scale."""
 
 
-class HistogramResult(_Model):
+class HistogramResult(Frozen):
     """Magnitudes that calibration observed at one site, with the range of its scale."""
 
     site: str
@@ -212,7 +209,7 @@ class HistogramResult(_Model):
     """scale * smallest subnormal / 2: below this, values flush to zero."""
 
 
-class WorstText(_Model):
+class WorstText(Frozen):
     """A sequence that loses much with a candidate, quoted up to the token that loses most."""
 
     candidate: str
@@ -226,7 +223,7 @@ class WorstText(_Model):
     worst_kld: float
 
 
-class RuleResult(_Model):
+class RuleResult(Frozen):
     """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
     candidate: str
@@ -239,7 +236,7 @@ class RuleResult(_Model):
     """Its divergence minus that of the first rule of the list; None for that one."""
 
 
-class KvNeed(_Model):
+class KvNeed(Frozen):
     """Whether the KV cache needs scales: three costs, and the sites that scale 1.0 does not fit.
 
     A power of two on a scale changes nothing in FP8 until a value clips or underflows. So where
@@ -263,7 +260,7 @@ class KvNeed(_Model):
     """The answer in a sentence."""
 
 
-class Decision(_Model):
+class Decision(Frozen):
     """What a verification concludes: the headline, the next command and the exit code follow it."""
 
     headline: str
@@ -275,7 +272,7 @@ class Decision(_Model):
     """The candidate that the remedy is for."""
 
 
-class RunProvenance(_Model):
+class RunProvenance(Frozen):
     """What a report was made from."""
 
     date: str
@@ -290,7 +287,7 @@ class RunProvenance(_Model):
     """How the engine computes, where that is not the plain rule."""
 
 
-class VerifyReport(_Model):
+class VerifyReport(Frozen):
     """All results."""
 
     model: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,19 @@ def results(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_a_result_fits_on_a_screen(results: dict[str, object], name: str) -> None:
     for shown in (repr(results[name]), str(results[name])):
         assert len(shown.splitlines()) <= 25
-        assert len(shown) < 2750
+        assert len(shown) < 1000
+    names = [each for each in dir(results[name]) if not each.startswith("_")]
+    assert not [each for each in names if each.startswith("model_") and each != "model_hash"]
+    assert {"copy", "json", "parse_obj"}.isdisjoint(names)
+    assert {"passed", "to_json"} <= set(names)
+
+
+def test_a_result_begins_with_its_answer(results: dict[str, object]) -> None:
+    assert repr(results["verify"]).startswith("VerifyResult('This model ")
+    assert repr(results["check"]).startswith("CheckResult('vllm: ok, 2 of 2 layers served; ")
+    result = results["calibrate"]
+    assert isinstance(result, fp8calib.CalibrateResult)
+    assert re.match(r"CalibrationStats\(LlamaForCausalLM: \d+ tensors, ", repr(result.stats))
 
 
 def test_amax_is_a_table_of_plain_values(results: dict[str, object]) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
-from fp8calib.model.shapes import ModelGeometry, Role
+from fp8calib.model.shapes import Frozen, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LoadVerdict(_Frozen):
+class LoadVerdict(Frozen):
     """What an engine does with one scale, and why."""
 
     status: Status
@@ -34,7 +30,7 @@ class LoadVerdict(_Frozen):
         return self.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})
 
 
-class LayerVerdict(_Frozen):
+class LayerVerdict(Frozen):
     """What an engine does with the scales of one layer."""
 
     layer: int
@@ -51,7 +47,7 @@ class LayerVerdict(_Frozen):
         return self.model_copy(update={"k": change(self.k), "v": change(self.v)})
 
 
-class HeldScale(_Frozen):
+class HeldScale(Frozen):
     """What an engine holds of one scale after loading."""
 
     numbers: tuple[float, ...]
@@ -66,7 +62,7 @@ class HeldScale(_Frozen):
         return tuple(factor * self.numbers[head] for head in heads)
 
 
-class LinearCount(_Frozen):
+class LinearCount(Frozen):
     """How many linears of an FP8 checkpoint an engine was asked about."""
 
     judged: int
@@ -74,7 +70,7 @@ class LinearCount(_Frozen):
     unknown: int
 
 
-class EngineReport(_Frozen):
+class EngineReport(Frozen):
     """What one engine does with every layer that has a KV cache, and with FP8 weights."""
 
     layers: tuple[LayerVerdict, ...]
@@ -166,7 +162,7 @@ class EngineReport(_Frozen):
         return self.add_problems(*self.suspicious).model_copy(update={"suspicious": ()})
 
 
-class CheckReport(_Frozen):
+class CheckReport(Frozen):
     """One report for each engine that was asked for."""
 
     engines: Mapping[str, EngineReport]
