@@ -250,7 +250,8 @@ def _list_shown_on_page(
     def decode(ids: list[int]) -> str:
         if tokenizer is None or not hasattr(tokenizer, "decode"):
             return " ".join(map(str, ids))
-        return fit_line(tokenizer.decode(ids, skip_special_tokens=False))
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return fit_line(text.replace("\n", "↵"))
 
     return list_shown_on_page(verified, decode)
 
@@ -325,7 +326,7 @@ def describe(
 
 def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Block]:
     """Show a line for each of several candidates; the gate's reasons where it decides."""
-    hides_one = report.kv is None and not is_full
+    hides_one = report.is_of_weights and not is_full
     shown = [each for each in report.candidates if not (hides_one and each.name == SCALE_ONE)]
     if is_full or len(shown) + len(report.refused) > 1:
         yield Line()

@@ -342,14 +342,21 @@ class VerifyReport(Frozen):
         """The decision in words, the answer first."""
         return "\n".join(filter(None, (self.decision.headline, self.decision.details)))
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether all candidates but scale 1.0 have FP8 weights."""
+        others = {row.candidate for row in self.layers} - {SCALE_ONE}
+        weights = {row.candidate for row in self.layers if row.role == "weight"}
+        return bool(others) and others == weights
+
 
 def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = False) -> Table:
     """Make the table of candidates; `best` is marked.
 
-    Scale 1.0 has a row where a KV cache is compared, or all is shown: beside FP8 weights alone it
-    looks like one more choice of theirs.
+    Beside FP8 weights alone, scale 1.0 has a row only where all is shown: it looks like one more
+    choice of theirs.
     """
-    has_one = is_full or report.kv is not None
+    has_one = is_full or not report.is_of_weights
     shown = [each for each in report.candidates if has_one or each.name != SCALE_ONE]
     rows: list[list[str | Cell]] = [
         [

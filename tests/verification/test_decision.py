@@ -418,7 +418,7 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
     ("verdict", "refused", "remedy", "end"),
     [
         (Verdict.PASS, (), Remedy.USE, ": use mine."),
-        (Verdict.WARN, (), Remedy.USE, ": use mine."),
+        (Verdict.WARN, (), Remedy.USE, ": use mine, with a warning."),
         (Verdict.FAIL, (), Remedy.FIND_LAYERS, ", and with mine it still fails the kv gate."),
         (
             Verdict.CANNOT_TELL,

@@ -12,6 +12,7 @@ import pytest
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.page.page import render_page, write_page
 from fp8calib.verification.report import (
+    SCALE_ONE,
     Decision,
     RuleResult,
     RunProvenance,
@@ -260,3 +261,12 @@ def test_the_same_report_gives_the_same_page() -> None:
 def test_the_names_of_files_that_are_no_utf_8_do_not_stop_it(tmp_path: Path) -> None:
     write_page(make_small(data=("caf\udce9.txt",)), tmp_path / "page.html")
     assert "caf?.txt" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_scale_one_is_no_choice_beside_fp8_weights_alone() -> None:
+    rows = [make_layer("out/overlay", 0, role) for role in ("weight", "input")]
+    rows.append(make_layer(SCALE_ONE, 0))
+    page = render_page(make_small(layers=tuple(rows)))
+    assert "out/overlay" in page
+    assert SCALE_ONE not in page
+    assert SCALE_ONE in render_page(make_small(layers=(make_layer("out/overlay", 0), rows[-1])))

@@ -292,7 +292,9 @@ def _choose_scaled(
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
     details = (where, f"{cost}: {removed} against scale 1.0.")
     others = _compare_with_best(best, passing, report)
-    return _decide(f"{_NEEDED}: use {name}.", *details, *others, remedy=Remedy.USE, candidate=name)
+    warned = ", with a warning" * (best.verdict is Verdict.WARN)
+    headline = f"{_NEEDED}: use {name}{warned}."
+    return _decide(headline, *details, *others, remedy=Remedy.USE, candidate=name)
 
 
 def describe_losing(fits: Sequence[SiteFit]) -> str:
@@ -331,7 +333,8 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     only = found[0] if len(found) == 1 else None
     if passing := _list_passing(found, report):
         best = min(passing, key=get_kld)
-        headline = _judge(only) if only else f"Use {best.name}: {_cost(best)}."
+        warned = ", with a warning" * (best.verdict is Verdict.WARN)
+        headline = _judge(only) if only else f"Use {best.name}{warned}: {_cost(best)}."
         others = _compare_with_best(best, passing, report)
         return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
     if failed:

@@ -108,6 +108,7 @@ def is_page(path: Path) -> bool:
 def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = None) -> str:
     """Render the page as HTML."""
     data = ", ".join(report.data)
+    report = _leave_out_idle(report)
     return render(
         title=_TITLE,
         subject=report.model,
@@ -126,6 +127,21 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
         sections=list(list_sections(report, gate)),
         provenance=report.provenance,
         facts={"Run": f"{report.duration_s:.0f} s on {report.device}"},
+    )
+
+
+def _leave_out_idle(report: VerifyReport) -> VerifyReport:
+    """Leave out scale 1.0 where FP8 weights alone are compared; it would look like one of them."""
+    if not report.is_of_weights:
+        return report
+    klds, pairs = report.sequence_klds, report.comparisons
+    return report.model_copy(
+        update={
+            "candidates": tuple(each for each in report.candidates if each.name != SCALE_ONE),
+            "layers": tuple(row for row in report.layers if row.candidate != SCALE_ONE),
+            "sequence_klds": {name: klds[name] for name in klds if name != SCALE_ONE},
+            "comparisons": tuple(each for each in pairs if each.base != SCALE_ONE),
+        }
     )
 
 
