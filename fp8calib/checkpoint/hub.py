@@ -62,7 +62,7 @@ def find_folder(
 def _refuse(model: str, error: Exception) -> ModelError:
     why, hint = explain_failure(error)
     message = f"{model} is not a local folder; fetching it from the hub failed: {why}"
-    return ModelError(message, hint=f"{suggest_path(Path(model))}{hint}")
+    return ModelError(message, hint=f"{suggest_path(Path(model), of_folders=True)}{hint}")
 
 
 def fetch_hub_id(path: Path) -> Path:

@@ -31,7 +31,7 @@ def find_local_model(model: str) -> Path | None:
     if _exists(path):
         return path
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        hint = f"{suggest_path(path)}pass a folder or a hub id"
+        hint = f"{suggest_path(path, of_folders=True)}pass a folder or a hub id"
         raise ModelError(f"no model folder at {model}", hint=hint)
     return None
 
@@ -58,10 +58,11 @@ def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
         raise UsageError(f"{option} {path}: no such file or folder".strip(), hint=hint)
 
 
-def suggest_path(path: Path) -> str:
+def suggest_path(path: Path, *, of_folders: bool = False) -> str:
     """Suggest the path with the most similar name in the same folder; empty if there is none."""
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        entries = path.parent.iterdir()
+        names = [entry.name for entry in entries if entry.is_dir() or not of_folders]
     except (OSError, ValueError):
         return ""
     like = get_close_matches(path.name, names, n=1)

@@ -26,7 +26,7 @@ from fp8calib.text import Block, Line, Table
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
-_UNREAD = "values of weights were not read: --read-weights looks for NaN, infinity and zeros"
+_UNREAD = "--read-weights also looks for NaN, infinity and rows of zeros in the weights"
 
 
 def _check_engines(names: str) -> None:

@@ -295,7 +295,7 @@ def describe_skipped(header: StatsHeader) -> Iterator[str]:
     for item in header.skipped:
         reasons.setdefault(item.why, []).append(str(item.site))
     for why, sites in reasons.items():
-        yield f"not measured: {cut_list(sites, 3)}: {why}"
+        yield f"not measured: {cut_list(sites, 3)} ({why})"
 
 
 def _describe_run(result: StatsShown) -> Iterator[str]:

@@ -116,8 +116,7 @@ def build_plan(
         warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")
     if parsed and len(sequences) < samples:
         warnings.append(
-            f"the text gives {format_count(len(sequences), 'sequence')} of at most {seq_len} "
-            f"tokens; {samples} would be read"
+            f"the text gives only {len(sequences)} of {samples} sequences (of {seq_len} tokens)"
         )
     warnings += warn_of_scales(sum(map(len, sequences)))
     warnings += _warn_of_media(sequences, media, placeholders or {})

@@ -127,7 +127,7 @@ def _list_outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             if name == step or next(child.parameters(), None) is None:
                 continue
             if child is model.get_output_embeddings():
-                yield name, "not run: calibration needs no logits"
+                yield name, "calibration needs no logits"
             else:
                 yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
         node, above = node.get_submodule(step), f"{above}{step}."

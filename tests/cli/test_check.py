@@ -163,7 +163,7 @@ def test_people_read_that_weights_are_not(
 
     outcome = run("check", path, *(() if path.is_dir() else ("--model", model)))
 
-    line = "values of weights were not read: --read-weights "
+    line = "--read-weights also looks for "
     assert outcome.out.count(line) == path.is_dir()
 
 
