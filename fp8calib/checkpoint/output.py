@@ -23,77 +23,75 @@ PROGRESS_NAME = "fp8calib-partial.json"
 that the run itself records. It is removed when the output is complete."""
 LOCK_TIMEOUT_S = 10.0
 """After the launcher of a run is killed, its processes need a moment to end."""
+_REPLACED = ".{}.fp8calib-old"
+"""The name of an old output, until the new one is in its place."""
 _MAX_NAME_BYTES = 200
 """File systems allow 255; the rest is for what is put around a name."""
 
 
 @contextmanager
 def output_folder(
-    path: Path, *, owned: frozenset[str], force: bool = False, inputs: Collection[Path] = ()
-) -> Iterator[Path]:
-    """Give a temporary folder, and rename it to `path` on success.
-
-    The temporary folder is a hidden sibling of `path`. Entries of `path` that the run did not write
-    stay: other owned ones, and what commands printed with `--json`.
-
-    An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
-    any exception, the temporary folder and the parent folders made for it are removed. What a
-    killed process leaves is removed by the next run with the same `path`; until then, `path` holds
-    the old output or the new one, or its next run puts the old one back.
-    The arguments are those of `check_output`.
-    """
-
-    def check() -> None:
-        check_output(path, owned, force, inputs=inputs)
-
-    with _opened_staging(path, ".{}.fp8calib-tmp", check) as staging:
-        remove_entries(staging)
-        try:
-            yield staging
-            check()  # again: hours may have passed
-            _put_in_place(staging, path.resolve())
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def resumable_folder(
     path: Path,
     *,
     owned: frozenset[str],
-    tag: str,
-    resume: bool,
     force: bool = False,
     inputs: Collection[Path] = (),
+    tag: str = "",
+    resume: bool = False,
     on_old: Callable[[Path], object] = lambda _: None,
     kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
 ) -> Iterator[Path]:
-    """Give a temporary folder as `output_folder` does, which a later run can continue to fill.
+    """Give a temporary folder, and rename it to `path` on success.
 
-    It is `DIR.partial`. An error removes it, unless only the renaming failed. After `kept_after` it
-    stays if something is saved in it; if the process is killed, it always stays.
+    Entries of `path` that the run did not write stay: other owned ones, and what commands printed
+    with `--json`. An `OSError` in the `with` block becomes an `ExportError`; other exceptions are
+    unchanged. After any exception, the temporary folder and the parent folders made for it are
+    removed. What a killed process leaves is removed by the next run with the same `path`; until
+    then, `path` holds the old output or the new one, or its next run puts the old one back.
 
-    With `resume` it is that of an interrupted run of the same `tag`, if there is one. `on_old` is
-    called with it before anything in it is changed.
+    With a `tag`, a later run can continue to fill the temporary folder, which is `DIR.partial`. It
+    then also stays if only the renaming failed, and after `kept_after` if something is saved in it.
+
+    Args:
+        path: as of `check_output`, like `owned`, `force` and `inputs`.
+        owned: names of all entries that the command writes.
+        force: replace existing entries.
+        inputs: what the command reads.
+        tag: identifies the run for a later one; empty for a run that cannot be continued.
+        resume: continue an interrupted run of the same `tag`, if there is one.
+        on_old: called with the folder of an interrupted run before anything in it is changed.
+        kept_after: the exceptions after which the folder stays.
     """
 
     def check() -> None:
         check_output(path, owned, force, inputs=inputs)
 
-    with _opened_staging(path, "{}.partial", check) as staging:
-        _prepare(staging, tag, resume, on_old)
+    check()
+    target = path.resolve()
+    staging = _name_beside(target, "{}.partial" if tag else ".{}.fp8calib-tmp")
+    old = _name_beside(target, _REPLACED)
+    with explained(path), _made(target.parent), _locked(staging):
+        if old.exists() and not target.exists():  # a run was killed between two renames
+            old.rename(target)
+            check()
+        shutil.rmtree(old, ignore_errors=True)
+        staging.mkdir(exist_ok=True)
+        if tag:
+            _prepare(staging, tag, resume, on_old)
+        else:
+            remove_entries(staging)
         is_kept = False
         try:
             with explained(path):
                 yield staging
-                is_kept = True  # until it is renamed, a later run can still continue
+                is_kept = bool(tag)  # until it is renamed, a later run can still continue
                 check()  # again: hours may have passed
-                _put_in_place(staging, path.resolve())
+                _put_in_place(staging, target)
             is_kept = False
             remove_progress_file(path)
         except BaseException as error:
             # all progress of a run is in safetensors files: shards, codes, or checkpoints
-            if isinstance(error, kept_after) and any(staging.rglob("*.safetensors")):
+            if tag and isinstance(error, kept_after) and any(staging.rglob("*.safetensors")):
                 is_kept = True
             if is_kept and isinstance(error, KeyboardInterrupt):
                 error.add_note(RESUMABLE)
@@ -145,30 +143,6 @@ def remove_progress_file(folder: Path) -> None:
 
 
 @contextmanager
-def _opened_staging(path: Path, name: str, check: Callable[[], None]) -> Iterator[Path]:
-    """Make and lock a folder beside `path`, called `name` with that of `path` in it.
-
-    An `OSError` in the `with` block becomes an `ExportError`. The folder is removed if it is empty
-    at the end, and so are the parents made for it. `check` refuses an output that cannot be
-    written.
-    """
-    check()
-    target = path.resolve()
-    staging, old = _name_beside(target, name), _name_replaced(target)
-    with explained(path), _made(target.parent), _locked(staging):
-        if old.exists() and not target.exists():  # a run was killed between two renames
-            old.rename(target)
-            check()
-        shutil.rmtree(old, ignore_errors=True)
-        staging.mkdir(exist_ok=True)
-        try:
-            yield staging
-        finally:
-            with suppress(OSError):
-                staging.rmdir()
-
-
-@contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let no other run on this machine use a folder meanwhile.
 
@@ -194,7 +168,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _put_in_place(staging: Path, target: Path) -> None:
     """Rename a complete temporary folder to its final name; what it does not replace stays."""
-    replaced = _name_replaced(target)
+    replaced = _name_beside(target, _REPLACED)
     if target.is_dir():
         shutil.copymode(target, staging)
         for entry in target.iterdir():
@@ -246,10 +220,6 @@ def _made(folder: Path) -> Iterator[None]:
 def _name_beside(target: Path, name: str) -> Path:
     stem = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
     return target.with_name(name.format(stem))
-
-
-def _name_replaced(target: Path) -> Path:
-    return _name_beside(target, ".{}.fp8calib-old")
 
 
 def remove_entries(folder: Path) -> None:

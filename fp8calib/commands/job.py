@@ -32,7 +32,7 @@ from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import LayerWork
 from fp8calib.calibration.run_model import RunModel
-from fp8calib.checkpoint.output import PROGRESS_NAME, resumable_folder
+from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
 from fp8calib.commands.calibrate import CalibrateResult
 from fp8calib.commands.model import describe_run
 from fp8calib.commands.recipe import Recipe
@@ -348,7 +348,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         folder, sequences = group.broadcast(tuple)
         yield open_journal(folder, sequences=sequences)
         return
-    with resumable_folder(
+    with output_folder(
         job.folder,
         owned=job.owned,
         tag="fp8calib calibrate",

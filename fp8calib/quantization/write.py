@@ -22,8 +22,8 @@ from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
+    output_folder,
     remove_progress_file,
-    resumable_folder,
     write_file_atomic,
 )
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
@@ -77,7 +77,7 @@ def write_checkpoint(
         ModelError: a weight cannot be read, or holds NaN or infinity.
         ExportError: the disk cannot hold the output.
     """
-    folder = resumable_folder(
+    folder = output_folder(
         out,
         owned=plan.names,
         tag=plan.tag,

@@ -16,8 +16,8 @@ import pytest
 from fp8calib.checkpoint import output
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
+    output_folder,
     remove_progress_file,
-    resumable_folder,
 )
 from fp8calib.errors import RESUMABLE, ExportError, UsageError
 
@@ -28,7 +28,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder_of(path: Path, *, resume: bool = False) -> AbstractContextManager[Path]:
-    return resumable_folder(path, owned=frozenset({"file"}), tag="test", resume=resume)
+    return output_folder(path, owned=frozenset({"file"}), tag="test", resume=resume)
 
 
 def work(path: Path) -> None:

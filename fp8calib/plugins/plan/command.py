@@ -16,7 +16,7 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.output import resumable_folder, write_file_atomic
+from fp8calib.checkpoint.output import output_folder, write_file_atomic
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan
@@ -66,7 +66,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
         if request.dry_run:
             return _describe_run(opened, reporter)
         is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
-        with resumable_folder(
+        with output_folder(
             opened.out,
             owned=_OWNED,
             force=request.force or is_measured,
