@@ -358,13 +358,3 @@ def test_a_recipe_writes_the_checkpoint_of_a_model_in_memory(tmp_path: Path) -> 
     folder = tmp_path / "out" / "fp8-static"
     assert snapshot(folder) == snapshot(tmp_path / "alone")
     assert quantized.quantized == result.quantize.quantized
-
-
-def test_a_dry_run_gives_the_plan(model: Path, tmp_path: Path) -> None:
-    planned: Any = fp8calib.calibrate(
-        model, token_rows(), seq_len=LENGTH, dry_run=True, out=tmp_path / "out"
-    )
-    assert isinstance(planned, fp8calib.RunPlan)
-    assert (planned.plan["sequences"], planned.plan["tokens"]) == (8, 6 * 20)
-    assert "kv-overlay" in planned.plan["writes"]
-    assert not list(tmp_path.iterdir())

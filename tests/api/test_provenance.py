@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.commands.hashes import FileHasher
-from fp8calib.commands.result import RunHashes
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import batches
@@ -123,15 +121,6 @@ def test_a_verification_has_the_figures_with_errors_noise_and_thresholds(
         assert all(row[name] is not None for name in names)
         share = row["top1_agreement"]
         assert row["top1_se"] == pytest.approx((share * (1 - share) / verified["tokens"]) ** 0.5)
-
-
-def test_what_is_in_memory_has_no_files(model: Path) -> None:
-    tiny = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    rows = [torch.arange(3, 35)] * 4
-    calibrated = fp8calib.calibrate(tiny, rows, seq_len=16)
-    assert calibrated.hashes is None
-    found = fp8calib.verify(tiny, calibrated, rows, seq_len=16).hashes
-    assert found == RunHashes(model=(), data=(), scales={})
 
 
 def test_every_key_that_the_page_names_is_there(verified: dict[str, Any], out: Path) -> None:

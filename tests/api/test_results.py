@@ -41,14 +41,6 @@ def compare(result: Any, *command: object) -> None:
     assert list(found)[:2] == ["schema_version", "passed"]
 
 
-def test_check_and_show(out: Path) -> None:
-    overlay = out / "kv-overlay"
-    compare(fp8calib.check(overlay, engine="vllm"), "check", overlay, "--engine", "vllm")
-    compare(fp8calib.check(overlay, tp=3), "check", overlay, "--tp", 3)
-    compare(fp8calib.show(out), "show", out)
-    compare(fp8calib.show(overlay), "show", overlay)
-
-
 @pytest.mark.parametrize(("thresholds", "code"), [("kld_fail_above: 0", 8), ("", 0)])
 def test_verify_with_its_files(
     model: Path, data: Path, out: Path, tmp_path: Path, thresholds: str, code: int
@@ -86,11 +78,3 @@ def test_verify_with_its_files(
     ids = [each for row in rows for each in tokenizer(row)["input_ids"]]
     whole = fit_line(tokenizer.decode(ids[: 4 * 16]))
     assert all(f"{text.before} {text.worst}" in whole for text in quoted)
-
-
-def test_a_dry_run_is_a_plan(model: Path, data: Path, tmp_path: Path) -> None:
-    text: dict[str, Any] = {"samples": 4, "seq_len": 16, "dtype": "float32", "dry_run": True}
-    verify: Any = fp8calib.verify(model, data=str(data), **text)
-    assert isinstance(verify, fp8calib.RunPlan)
-    assert (verify.plan["sequences"], verify.plan["tokens"]) == (4, 64)
-    assert list(tmp_path.iterdir()) == []

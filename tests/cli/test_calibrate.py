@@ -17,7 +17,7 @@ from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
-from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.kit.checked import list_commands
 
 K0 = "model.layers.0.self_attn.k_scale"
@@ -170,22 +170,6 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_length_is_the_models_maximum(model: Path, data: Path) -> None:
-    command = ("calibrate", model, "--data", data, "--samples", 2, "--dry-run", "--json")
-    assert succeed(*command).json["plan"]["tokens"] == 2 * 128
-
-
-def test_rows_stay_whole_without_packing(model: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * n} for n in (3, 20, 7)])
-    command = ("calibrate", model, "--data", rows, *QUICK, "--samples", 3, "--batch-size", 2)
-    out = tmp_path / "out"
-    report = succeed(*command, "--no-pack", "--out", out, "--json").json
-    assert (report["sequences"], report["tokens"]) == (3, 3 + 16 + 7)
-    assert report["batch_size"] == 2
-    stats = stats_of(out)
-    assert {seen.count for site, seen in stats.sites.items() if site.role is Role.K} == {26}
-
-
 def test_the_seed_orders_the_mixing_of_weighted_specs(model: Path, tmp_path: Path) -> None:
     specs: list[str] = []
     for name in "ab":
@@ -259,13 +243,6 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
     assert (report["tokens"], report["sequences"]) == (0, 0)
     assert report["saturation"] is None
     assert {site.role for site in stats_of(out).sites} == {Role.WEIGHT}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_dtype_is_reported(calibrate: Any, dtype: str) -> None:
-    out, report = calibrate("--dtype", dtype, "--format", "kv-scales")
-    assert (report["dtype"], report["dtype_why"]) == (dtype, "as requested")
-    assert stats_of(out).header.compute_dtype == dtype
 
 
 def test_a_site_of_zeros_takes_a_fallback_unless_refused(
@@ -411,13 +388,3 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
     assert report["command"] == shlex.join(["fp8calib", *map(str, command)])
     assert (report["recipe"], report["data"]) == ("kv", [data.name])
     assert report["seq_len"] == QUICK[QUICK.index("--seq-len") + 1]
-
-
-def test_files_of_scales_are_not_judged_and_a_check_can_be_left_out(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *QUICK)
-    files = ("--format", "rfc", "vllm-json", "tgi", "--model", model)
-    assert succeed(*command, *files[:-2], "--out", tmp_path / "a", "--json").json["checked"] == []
-    left_out = succeed(*command, "--no-check", "--out", tmp_path / "b")
-    assert "vllm serve" not in left_out.out

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.quantization.sources.decoded import open_model
-from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
 from tests.cli.quantized_children import (
@@ -24,11 +22,9 @@ from tests.cli.quantized_children import (
     change_norm,
     save_child,
     save_fp4,
-    save_gpt_oss,
     save_int,
     set_method,
 )
-from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
@@ -91,27 +87,6 @@ def test_the_statistics_are_those_of_the_dequantized_model(
     succeed(*again, "--out", tmp_path / "again")
 
 
-def test_gpt_oss_is_calibrated_as_transformers_decodes_it(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zoo.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32)
-    child, blocks = save_gpt_oss(tmp_path / "plain", tmp_path / "child")
-    decoded = {name: convert_moe_packed_tensors(*both) for name, both in blocks.items()}
-    change_tensors(tmp_path / "plain", lambda tensors: tensors | decoded)
-    outs = []
-    for name in ("plain", "whole", "streamed"):
-        if name == "streamed":
-            monkeypatch.setattr(WHOLE_BYTES, lambda _: {"weights": 2**60})  # nothing fits
-        model = tmp_path / "plain" if name == "plain" else child
-        command = ("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales")
-        succeed(*command, "--out", tmp_path / f"out-{name}")
-        outs.append(load_file(tmp_path / f"out-{name}" / "stats.safetensors"))
-    plain, *others = outs
-    for other in others:
-        assert plain.keys() == other.keys()
-        assert all(torch.equal(values, other[name]) for name, values in plain.items())
-
-
 def test_the_scales_of_the_base_are_verified_with_its_child(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,14 +107,6 @@ def test_the_scales_of_the_base_are_verified_with_its_child(
     assert first["kld_mean"] > 0
     change_norm(child)
     assert "of another model" in fail(4, *verify, "--scales", pack)
-
-
-def test_the_scales_that_a_model_has_are_replaced_on_request(data: Path, tmp_path: Path) -> None:
-    child = FOLDER / "llmcompressor-fp8-static-kv"
-    command = ("calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
-    assert "already has a tensor" in fail(7, *command)
-    report = succeed(*command, "--replace-scales", "--json").json
-    assert any("replaced: model.layers.0.self_attn.k_scale" in each for each in report["warnings"])
 
 
 # --- what cannot be read ----------------------------------------------------------------------

@@ -89,20 +89,6 @@ def test_every_command_writes_a_card_in_place_of_the_source_s(
         assert "README.md" in result["files"]
 
 
-def test_a_source_without_a_card_gives_its_name_and_the_scheme(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ("quantize", model, "--scheme", "fp8-dynamic", "--layer-scheme")
-    succeed(*command, "model.layers.0.*=w8a16", "--out", out, "--no-check")
-    card = read(out)
-    assert card.data.to_dict() == {
-        "base_model": "tiny-llama",
-        "base_model_relation": "quantized",
-        "quantized_by": "fp8calib",
-        "scheme": "fp8-dynamic, w8a16",
-    }
-    assert "Served by" not in card.text  # nobody has looked
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "---\n[1]\n---\n", "---\na: [\n---\n", "---\ntags: 3\nlicense: {}\n---\n", "\udcff"],

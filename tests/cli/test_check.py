@@ -206,14 +206,6 @@ def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
     assert statuses(report, "vllm") == {"used"}
 
 
-def test_a_folder_of_config_and_scales_alone_is_enough(model: Path, tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
-    shutil.copy(model / "config.json", folder)
-    change_config(folder, quantization_config=PER_TENSOR)
-
-    assert check(0, folder, "--engine", "vllm")["ok"]
-
-
 def test_a_folder_may_be_of_a_model_named_beside_it(model: Path, tmp_path: Path) -> None:
     folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
     config = {"quantization_config": PER_TENSOR}
@@ -313,12 +305,6 @@ def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome], hub: Path) 
     assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
     (hub / "model.safetensors").unlink()
     assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
-
-
-@pytest.mark.usefixtures("hub")
-def test_the_checkpoint_may_be_a_hub_id() -> None:
-    assert statuses(check(0, "org/tiny"), "vllm") == {"defaulted"}
-    assert "hub" in fail(4, "check", "org/absent")
 
 
 def _make_foreign(overlay: Path, **changes: object) -> None:
@@ -424,14 +410,3 @@ def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: 
     message = fail(4, *words, report, *options)
     assert f"{report}: the result of a command, not scales" in message
     assert "name the checkpoint, the scales or the statistics that it is about" in message
-
-
-def test_a_fault_of_weights_does_not_read_as_layers_that_are_served(
-    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--stats", calibrated[0], "--out", out)
-    change_tensors(out, {"model.layers.0.mlp.down_proj.weight_scale": None})
-    outcome = run("check", out, "--engine", "vllm")
-    assert outcome.code == 8
-    assert "vllm 0.33.0: not ok; KV scales are used in 2 of 2 layers" in outcome.out

@@ -58,21 +58,6 @@ def test_no_cell_commands_the_terminal(rows: int, capsys: pytest.CaptureFixture[
     assert shown.count(r"b\x1b[1m") == rows
 
 
-def test_a_pipe_is_told_which_layer_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    monkeypatch.setattr(memory, "anonymous_bytes", lambda: None)
-    with console.ConsoleReporter() as bar:
-        bar.stage("layer by layer", 80 * 3000, unit="tokens", layers=80)
-        now += 60
-        bar.advance(12 * 3000 + 1000)
-    assert capsys.readouterr().err.splitlines() == [
-        "layer 13 of 80: 1,000 of 3,000 tokens, 15%, 0:05:29 left, 8 tokens/s"
-    ]
-
-
 @pytest.mark.parametrize(
     ("stage", "line"),
     [

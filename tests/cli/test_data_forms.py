@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 import fp8calib
-from tests.cli.conftest import WORDS, save_tokenizer, write_rows
+from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 
 QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
@@ -80,22 +80,6 @@ def test_every_command_with_text_reads_the_column_that_is_named(
     assert outcome.code == 5
     assert "rows.jsonl:1: the column body is missing; the keys are: text, bodies" in outcome.err
     assert "did you mean --text-column bodies?" in outcome.err
-
-
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_used(
-    model: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(model, tmp_path / "model")
-    save_tokenizer(model, [*WORDS, *(f"x{i}" for i in range(129 - len(WORDS)))])
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
-    for command in (("calibrate", "--out", tmp_path / "out"), ("verify",)):
-        succeed(command[0], model, *command[1:], "--data", data, *QUICK)
-    last = f"x{128 - len(WORDS)}"
-    data = write_rows(tmp_path / "bad.jsonl", [{"text": TEXTS[0]}, {"text": f"w1 {last}"}])
-    outcome = run("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "bad")
-    assert outcome.code == 5
-    assert f"bad.jsonl:2: the text gives token 128 ({last})" in outcome.err
-    assert "rows 0 to 127" in outcome.err
 
 
 def test_rows_that_cannot_be_used_are_skipped_counted_and_named(

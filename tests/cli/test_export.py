@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
 
@@ -65,24 +64,6 @@ def test_loose_formats_need_nothing_but_the_stats(stats: Path, tmp_path: Path) -
     assert per_rank["0"] != per_rank["2"]
 
 
-def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
-    for dtype in ("e4m3fn", "e4m3fnuz"):
-        command = ("export", stats, "--format", "kv-scales", "--fp8-dtype", dtype)
-        succeed(*command, "--query-scale", "yes", "--out", tmp_path / dtype)
-    plain, fnuz = (
-        load_file(tmp_path / dtype / "kv_scales.safetensors") for dtype in ("e4m3fn", "e4m3fnuz")
-    )
-    assert len(plain) == 6
-    for name, value in plain.items():
-        torch.testing.assert_close(fnuz[name], value * (448 / 240), rtol=1e-6, atol=0)
-
-
-def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "other", seed=1)
-    text = refused(4, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
-    assert "is not the model these statistics were calibrated on" in text
-
-
 def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -> None:
     text = tmp_path / "notes.safetensors"
     text.write_text("these are no statistics, but long enough for a header")
@@ -97,32 +78,6 @@ def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -
 
 
 # --- show --------------------------------------------------------------------------------------
-
-
-def test_the_folder_of_the_statistics_will_do(
-    calibrated: tuple[Path, Outcome], tmp_path: Path
-) -> None:
-    for name, source in (("a", calibrated[0]), ("b", calibrated[0] / "stats.safetensors")):
-        succeed("export", source, "--format", "kv-scales", "--out", tmp_path / name)
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
-
-
-def test_export_ends_with_how_the_overlay_is_served(
-    model: Path, stats: Path, tmp_path: Path
-) -> None:
-    formats = ("--format", "kv-overlay", "vllm-json", "--tp", 1, "--tp", 2)
-    text = succeed("export", stats, *formats, "--model", model, "--out", tmp_path / "out").out
-    overlay = tmp_path / "out" / "kv-overlay"
-    served = "kv-overlay, vLLM 0.33.0: ok, 2 of 2 layers served"
-    assert f"{served}:\n    vllm serve {overlay} --kv-cache-dtype fp8\n" in text
-    for tp in (1, 2):
-        assert f"kv_cache_scales.tp{tp}.json" in text
-
-
-def test_options_without_effect_are_named(stats: Path, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "out")
-    message = fail(2, "export", stats, "--format", "vllm-json", "--query-scale", "yes", *out)
-    assert "--query-scale yes: vllm-json cannot hold q_scale" in message
 
 
 def test_a_folder_with_an_overlay_in_it_is_refused_alike(

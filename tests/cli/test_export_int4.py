@@ -102,19 +102,6 @@ def test_every_rank_has_its_integers_and_the_scale_of_the_whole(
                     assert np.float32(found) == weight.scale
 
 
-def test_fused_weights_are_split_under_their_scale(tmp_path: Path) -> None:
-    folder = calibrate("phi3", tmp_path)
-    int4 = quantize(folder / "model", tmp_path / "int4")
-    export(folder, tmp_path / "int4", tmp_path / "rfc")
-    stored = load_file(tmp_path / "rfc" / "rfc.tp1.rank0.safetensors")
-    path = "model.layers.0"
-    qkv = int4[f"{path}.self_attn.qkv_proj.weight"]
-    for name, rows in (("q_proj", slice(32)), ("k_proj", slice(32, 48)), ("v_proj", slice(48, 64))):
-        check(stored, f"{path}.self_attn.{name}", qkv.integers[rows], qkv.scale)
-    both = int4[f"{path}.mlp.gate_up_proj.weight"]
-    check(stored, f"{path}.mlp.up_proj", both.integers[48:], both.scale)
-
-
 def test_experts_keep_their_own_scales(tmp_path: Path) -> None:
     """The model stacks experts, and gate on up; the checkpoint has them one by one."""
     folder = calibrate("mixtral", tmp_path)

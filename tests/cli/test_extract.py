@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.cli import quantized_sources as sources
 from tests.cli.program import fail, snapshot, succeed
-from tests.cli.quantized_sources import ATTENTION, JOINT, K, V
+from tests.cli.quantized_sources import ATTENTION, K, V
 from tests.kit.checked import list_verdicts
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
@@ -110,14 +110,6 @@ def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
     assert set(verdicts) == {"vLLM", "SGLang"}
     assert all("times too large" in text for text in verdicts.values())  # made-up scales
     assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
-
-
-def test_a_json_of_one_form_is_no_checkpoint(extract: Extract, tmp_path: Path) -> None:
-    report = extract(sources.save_autofp8(tmp_path / "q"), "--format", "vllm-json", "--tp", 2)
-    target = tmp_path / "out" / "kv_cache_scales.tp2.json"
-    assert report["files"] == [target.name]
-    assert report["checked"] == []
-    assert report["layers"][0]["k"] == [JOINT[0]] * 2
 
 
 # --- provenance --------------------------------------------------------------------------------
@@ -220,12 +212,6 @@ def test_a_source_of_unknown_format_wants_source_dtype(
     ]
 
 
-def test_a_format_that_is_only_implied_may_be_told(extract: Extract, tmp_path: Path) -> None:
-    report = extract(sources.save_quark(tmp_path / "q"), "--source-dtype", "e4m3fnuz")
-    assert report["source_dtype"] == "e4m3fnuz"
-    assert [layer["k"] for layer in report["layers"]] == [number / 2 for number in K]
-
-
 # --- other models ----------------------------------------------------------------------------
 
 
@@ -246,19 +232,6 @@ def test_layers_without_a_cache_are_listed(tmp_path: Path) -> None:
     assert "caches no K and V" in note
     document = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())
     assert document["kv_cache"]["scaling_factor"] == {"0": {"0": 1.0, "1": 0.5}}
-
-
-def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -> None:
-    names = {f"transformer.h.{i}.attn.{role}_scale": 0.5 for i in range(2) for role in "kv"}
-    report = _extract_of("gpt2", tmp_path, names)
-    assert "kv_scales.safetensors" in report["files"]
-    command = ("extract-kv-scales", "--quantized-model", tmp_path / "out")
-    given = ("--model", tmp_path / "model", "--save-path", tmp_path / "b")
-    succeed(*command, *given)
-    before = snapshot(tmp_path / "b")
-    fail(2, *command, *given)
-    succeed(*command, *given, "--force")
-    assert snapshot(tmp_path / "b") == before
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -312,14 +285,6 @@ def test_force_replaces_a_checkpoint_and_refuses_strangers(
     assert _written(tmp_path / "out", "kv-overlay")[0] == [[2 * number] for number in K]
     (tmp_path / "out" / "mine").touch()
     assert "mine" in refused(2, source, "--force")
-
-
-def test_a_folder_of_another_form_is_not_mixed_with_this_one(
-    extract: Extract, refused: Callable[..., str], tmp_path: Path
-) -> None:
-    source = sources.save_modelopt(tmp_path / "q")
-    extract(source, "--format", "kv-scales")
-    assert "kv_scales.safetensors" in refused(2, source, "--force")
 
 
 def test_the_source_and_the_model_may_not_be_replaced(model: Path, tmp_path: Path) -> None:

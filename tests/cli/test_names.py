@@ -11,7 +11,6 @@ import pytest
 from fp8calib.commands.options import GATE_NAMES
 from fp8calib.errors import join_or, suggest
 from fp8calib.verification.judge.gates import GATES
-from tests.cli.program import succeed
 
 _PROGRAM = """
 import contextlib, io, json, sys
@@ -83,18 +82,6 @@ def test_a_name_is_refused_before_torch_is_imported(
 
 def test_the_gates_of_the_options_are_those_that_there_are() -> None:
     assert set(GATE_NAMES) == set(GATES)
-
-
-@pytest.mark.parametrize("command", ["", "calibrate", "check", "show"])
-def test_help_has_a_short_name_too(command: str) -> None:
-    short, long = (succeed(*filter(None, (command, flag))).out for flag in ("-h", "--help"))
-    assert short == long
-    assert "Usage: fp8calib" in short
-
-
-def test_choices_are_in_the_help() -> None:
-    shown = succeed("quantize", "-h").out
-    assert "--scheme fp8-static|fp8-dynamic|w8a16|fp8-block" in shown
 
 
 def test_suggestions() -> None:

@@ -188,16 +188,6 @@ def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, f
     assert set(list_verdicts(report).values()) == {f"unknown: {why}"}
 
 
-def test_a_series_of_shards_is_not_listed_one_by_one(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model", max_shard_size="20KB")
-    command = ("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
-    text = succeed(*command).out
-    count = len(list((tmp_path / "out").glob("model-*.safetensors")))
-    assert count > 3
-    assert f"{count} shards, " in text
-    assert "model-00001" not in text
-
-
 def test_what_statistics_gave_names_its_model_and_text(
     model: Path, data: Path, stats: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.conftest import write_rows
 from tests.cli.program import fail
 from tests.kit.checkpoints import WEIGHTS, change_config, change_tensors
 
@@ -288,27 +288,6 @@ def test_activations_that_are_no_numbers(
     assert "at sample 2 (counting from 0)" in text
     text = refused(6, folder, *options, "--batch-size", 2, "--no-pack", "--seq-len", 100)
     assert "at sample 0" in text
-
-
-BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "architecture"),
-    [
-        ("bert", {**BERT, "intermediate_size": 48}, "BertModel"),
-        ("t5", T5, "T5ForConditionalGeneration"),
-    ],
-)
-def test_encoders(
-    refused: Refused, tmp_path: Path, family: str, sizes: dict[str, int], architecture: str
-) -> None:
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    getattr(transformers, architecture)(config).save_pretrained(tmp_path / family)
-    save_tokenizer(tmp_path / family)
-    text = refused(4, tmp_path / family)
-    assert f"{architecture} (model_type {family}) is not a decoder-only language model" in text
 
 
 # --- the output --------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -64,23 +63,6 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "folder" / "model.safetensors").symlink_to("../x.safetensors")
 
     assert "link out of the folder" in fail(4, "show", tmp_path / "folder")
-
-
-def test_rank_files_are_shown_alone_and_together(tmp_path: Path) -> None:
-    name = "transformer.layers.{}.attention.kv_cache_scaling_factor"
-    for rank in range(2):
-        numbers = {name.format(i): np.float32(0.25 * (rank + 1) + i) for i in range(2)}
-        np.savez(tmp_path / f"m_tp2_rank{rank}.npz", w=np.ones(3), **numbers)
-
-    alone = succeed("show", tmp_path / "m_tp2_rank1.npz", "--json").json["scales"]
-    together = succeed("show", tmp_path, "--json").json["scales"]
-
-    assert alone == {name.format(0): [0.5], name.format(1): [1.5]}
-    assert together == {
-        f"m_tp2_rank{rank}.npz.{name.format(i)}": [0.25 * (rank + 1) + i]
-        for rank in range(2)
-        for i in range(2)
-    }
 
 
 def write_scales(path: Path) -> Path:

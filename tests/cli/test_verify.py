@@ -478,16 +478,6 @@ def test_a_damaged_candidate_is_refused_alone(
     assert "nan is not a scale" in planned.err
 
 
-def test_where_no_candidate_is_left_the_first_fault_is_the_error(
-    refuse: Any, nan_scale: Path, files: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other.safetensors"
-    damage(files / "kv_scales.safetensors", other, "model.layers.0.self_attn.v_scale", -1.0)
-    assert "nan is not a scale" in refuse(4, "--scales", nan_scale)
-    assert "nan is not a scale" in refuse(4, "--scales", nan_scale, "--scales", other)
-    assert "-1.0 is not a scale" in refuse(4, "--scales", other, "--scales", nan_scale)
-
-
 def test_a_candidate_whose_logits_are_nan_is_refused_alone(
     model: Path, held_out: Path, files: Path, tmp_path: Path
 ) -> None:
@@ -540,32 +530,6 @@ def test_a_layer_without_scales_is_emulated_at_one_as_the_engine_serves_it(
 
 
 # --- bad input ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "channel"}},
-        {"sparsity_config": {"targets": ["Linear"]}},
-    ],
-    ids=json.dumps,
-)
-@pytest.mark.parametrize("has_kv", [True, False])
-def test_a_config_that_check_refuses_is_refused(
-    refuse: Any, model: Path, files: Path, tmp_path: Path, change: dict[str, Any], has_kv: bool
-) -> None:
-    """By vLLM, whose arithmetic is emulated."""
-    out = tmp_path / "out"
-    kv = ("--stats", files / "stats.safetensors") if has_kv else ()
-    scheme = "fp8-static" if has_kv else "fp8-dynamic"
-    succeed("quantize", model, "--scheme", scheme, *kv, "--out", out)
-    change_config(out, lambda config: config["quantization_config"].update(change))
-
-    checked = run("check", out, "--engine", "vllm", "--json").json["engines"]["vllm"]
-
-    assert checked["layers"][0]["k"]["status"] == "refused"
-    assert next(iter(change)) in checked["layers"][0]["k"]["why"]
-    assert next(iter(change)) in refuse(4, "--scales", out)
 
 
 @pytest.mark.parametrize(
@@ -763,14 +727,6 @@ def test_fp8_weights_end_with_the_command_that_helps(
     lines = run(*asked, "--scheme", "w8a16").out.splitlines()
     planned = "--scheme w8a16 --kv-tokens 0 --max-kld 1e-09"
     assert lines[-1] == f"next: fp8calib plan {model} {planned} {text}"
-
-
-def test_a_scheme_that_the_engine_cannot_load_is_a_warning(verify: Any) -> None:
-    told = [text for text in verify("--scheme", "fp8-block").json["warnings"] if "load it" in text]
-    assert len(told) == 1
-    assert re.match(r"fp8-block: vLLM [\d.]+ cannot load it \(.*no multiple of", told[0])
-    fine = verify("--scheme", "fp8-dynamic").json["warnings"]
-    assert not [text for text in fine if "load it" in text]
 
 
 def test_a_model_that_the_engine_may_not_load_is_a_warning(

@@ -11,13 +11,11 @@ from safetensors.torch import save_file
 
 from tests.cli.graft.grafting import (
     LINKED,
-    expected_scales,
     graft,
     name_command,
-    stored_scales,
 )
 from tests.cli.program import fail, snapshot, succeed
-from tests.cli.quantized_children import BASE, NORM, change_norm
+from tests.cli.quantized_children import NORM, change_norm
 from tests.kit.checkpoints import WEIGHTS
 
 
@@ -89,15 +87,3 @@ def test_a_pack_and_a_model_from_the_hub(
     graft(calibrated, "someone/model-FP8", tmp_path / "stats")
     text = fail(4, *name_command("someone/nothing", child, tmp_path / "none"))
     assert "someone/nothing is not a local folder" in text
-
-
-def test_an_fp8_checkpoint_of_the_base_is_a_pack_too(
-    calibrated: Path, child: Path, tmp_path: Path
-) -> None:
-    stats = ("--stats", calibrated / "stats.safetensors")
-    succeed("quantize", BASE, "--scheme", "fp8-dynamic", *stats, "--out", tmp_path / "fp8")
-    succeed(*name_command(tmp_path / "fp8", child, tmp_path / "out"))
-    assert stored_scales(tmp_path / "out") == pytest.approx(expected_scales(calibrated), rel=1e-6)
-    change_norm(child)
-    text = fail(4, *name_command(tmp_path / "fp8", child, tmp_path / "other"))
-    assert f"its {NORM} differs" in text

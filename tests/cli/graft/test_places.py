@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
     ATTENTION,
     LINKED,
@@ -61,22 +60,6 @@ def test_scales_are_replaced_only_on_request(
     }
     assert all(torch.equal(kept[each].float(), source[each].float()) for each in kept)
     assert {statuses(out, engine).pop() for engine in ("vllm", "sglang")} == {"used"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llmcompressor-mixtral-fp8-static-kv",
-        "modelopt-mixtral-fp8-kv",
-        "quark-mixtral-fp8-kv",
-    ],
-)
-def test_mixtures_of_experts(tmp_path: Path, name: str) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
-    command = ("calibrate", FOLDER / "mixtral", "--data", data, "--format", "kv-scales")
-    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
-    graft(tmp_path / "measured", FOLDER / name, tmp_path / "out", "--replace-scales")
-    assert statuses(tmp_path / "out" / "kv-overlay", "vllm") == {"used"}
 
 
 # --- who has no place -------------------------------------------------------------------------

@@ -68,12 +68,3 @@ def test_a_wrong_config(
 ) -> None:
     change_config(child, change)
     assert says in refused(code, child)
-
-
-def test_a_config_that_is_no_json(refused: Refused, child: Path) -> None:
-    (child / "hf_quant_config.json").write_text("{")
-    assert "hf_quant_config.json: cannot be read as JSON" in refused(4, child)
-
-
-def test_the_output_may_not_replace_the_model(refused: Refused, child: Path) -> None:
-    assert "the output would replace" in refused(2, child, "--out", child, "--force")
