@@ -126,7 +126,7 @@ def run(
         if recipe.observe.needs_forward:
             given = {"rows": rows, "tokenizer": request.tokenizer}
             text = plan_text(model.source, recipe.data, part="calibrate", **given)
-            job = replace(job, plan=text, specs=recipe.data.sources if rows is None else ())
+            job = replace(job, plan=text)
             if request.show_text is not None and group.is_first:
                 tokenizer = request.tokenizer or load_tokenizer(model.source)
                 for number, ids in enumerate(text.sequences[: request.show_text], 1):
@@ -297,7 +297,7 @@ def _write_outputs(
         failure=failure,
         hashes=hasher.hash_run(
             None if job.model.is_live else job.model.source.folder,
-            job.specs,
+            recipe.data.sources if job.plan else (),
             {name: folder / name for name in places},
         ),
     )

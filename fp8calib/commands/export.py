@@ -67,7 +67,7 @@ class ExportRequest:
     query_scale: str | None = option(QUERY_SCALE, default=None)
     with_weights: bool = option(
         "--with-weights",
-        "With --format rfc and --model: also write the FP8 weights of every rank. MODEL "
+        "With --model: write the FP8 weights of every rank beside --format rfc. MODEL "
         "may then be int4 (compressed-tensors, symmetric, one scale per tensor), and the JSON "
         "holds the compound scales.",
         default=False,
@@ -131,22 +131,18 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
 
 def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
     """Open the recipe, and apply the options."""
-    from fp8calib.commands.recipe import apply_request, load_recipe
+    from fp8calib.commands.recipe import Recipe, apply_request, load_recipe
     from fp8calib.formats.kv.json import RFC
 
-    recipe = load_recipe("kv" if request.recipe is None else str(request.recipe))
-    if request.recipe is None:
-        recipe = recipe.model_copy(update={"formats": ()})
+    plain = Recipe(name="kv", formats=())
+    recipe = plain if request.recipe is None else load_recipe(str(request.recipe))
     recipe = apply_request(recipe, request)
+    if request.with_weights and RFC.name not in recipe.formats:  # which names them
+        recipe = recipe.model_copy(update={"formats": (*recipe.formats, RFC.name)})
     if not recipe.formats and not is_joined:
         raise UsageError(
             "export: --format is missing",
             hint=f"known formats: {', '.join(list_format_names())}",
-        )
-    if request.with_weights and RFC.name not in recipe.formats:
-        raise UsageError(
-            "--with-weights needs --format rfc",
-            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
         )
     if request.with_weights and request.model is None:
         raise UsageError("--with-weights needs --model", hint="pass the model to quantize")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +76,6 @@ class CalibrationJob:
     """With the caller's changes."""
     plan: DataPlan | None = None
     """None for a recipe that runs no data."""
-    specs: Sequence[str] = ()
-    """The values of `--data` that are read."""
     shard: Share | None = None
     out: Path | None
     """None writes nothing."""

@@ -375,11 +375,11 @@ def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterato
     Raises:
         DataError: there are no rows.
     """
+    if data is None:
+        return recipe, None
     specs, rows = split_data(data, text_column=recipe.data.text_column)
-    if not specs:
-        return recipe, rows
     changed = recipe.data.model_copy(update={"sources": tuple(specs)})
-    return recipe.model_copy(update={"data": changed}), None
+    return recipe.model_copy(update={"data": changed}), rows
 
 
 def check_query(recipe: Recipe) -> None:

@@ -138,12 +138,10 @@ def test_fnuz_codes_are_those_of_its_own_format(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
     model, stats, _ = calibrated("llama", tmp_path)
     out = ("--out", tmp_path / "rfc")
-    text = fail(
-        2, "export", stats, "--format", "vllm-json", "--with-weights", "--model", model, *out
-    )
-    assert "--with-weights needs --format rfc" in text
     assert "needs --model" in fail(2, "export", stats, "--format", "rfc", "--with-weights", *out)
     assert not (tmp_path / "rfc").exists()
+    succeed("export", stats, "--with-weights", "--model", model, *out)
+    assert {"rfc.tp1.json", "rfc.tp1.rank0.safetensors"} == {p.name for p in out[1].iterdir()}
 
 
 def test_every_rank_names_the_model_and_the_text(tmp_path: Path) -> None:
