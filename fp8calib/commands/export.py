@@ -106,21 +106,18 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.saved import saved_model, warn_of_tokenizer
-        from fp8calib.commands.stats import join_stats, list_stats
+        from fp8calib.commands.stats import join_stats
         from fp8calib.formats.write import check_export
         from fp8calib.numerics.formats import FP8_FORMATS
-    given = list_stats(request.stats)
-    recipe = _make_recipe(request, is_joined=len(given) > 1)
+    stats, inputs, shards = join_stats(request.stats)
+    recipe = _make_recipe(request, is_joined=bool(shards))
+    check_export(stats.geometry, recipe.formats, recipe.tp, FP8_FORMATS[recipe.scales.fp8_dtype])
     with ExitStack() as stack:
-        place = source = None
+        source = None
         if request.model is not None:
             saved = saved_model(request.model, Path(request.out), request.tokenizer)
-            place = stack.enter_context(saved)
-        stats, inputs, shards = join_stats(given)
-        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
-        check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
-        if place is not None:
-            source = stack.enter_context(Checkpoint.open(find_folder(place)))
+            folder = find_folder(stack.enter_context(saved))
+            source = stack.enter_context(Checkpoint.open(folder))
         result = _write(request, recipe, stats, source, inputs, shards)
     missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     result = result.model_copy(update={"warnings": (*result.warnings, *missing)})

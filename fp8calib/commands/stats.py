@@ -120,15 +120,10 @@ def read_stats(
     return loaded, [Path(found)]
 
 
-def list_stats(given: Stats | Sequence[Stats]) -> list[Stats]:
-    """List what a caller gives as statistics: one run's, or its shards."""
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-
-
 def join_stats(
-    given: Sequence[Stats],
+    given: Stats | Sequence[Stats],
 ) -> tuple[calibration_stats.CalibrationStats, list[Path], tuple[str, ...]]:
-    """Read statistics, and join the shards of one run.
+    """Read the statistics of a run, or join those of its shards.
 
     Returns:
         The statistics; the files that were read; and what was joined, as messages name it, empty
@@ -139,7 +134,9 @@ def join_stats(
         ModelError: a file is damaged; or the shards are of different runs, one is given twice, or
             one is missing.
     """
-    read = [read_stats(each, accepts_shard=True) for each in given]
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    parts: Any = given if several else [given]
+    read = [read_stats(each, accepts_shard=True) for each in parts]
     inputs = [path for _, paths in read for path in paths]
     if len(read) == 1 and read[0][0].shard is None:
         return read[0][0], inputs, ()
