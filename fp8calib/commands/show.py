@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import AliasGenerator, ConfigDict, Field
+from pydantic import Field
 
 from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.checkpoint.links import refuse_external_links
@@ -48,37 +48,8 @@ class ShowRequest:
     everything: bool = option("--all", "Print linears, or all scales, too.", default=False)
 
 
-class _Row(Record):
-    """A row of a table, whose keys are the titles of its columns."""
-
-    model_config = ConfigDict(
-        alias_generator=AliasGenerator(serialization_alias=lambda name: name.replace("_", " "))
-    )
-
-
-class LayerRow(_Row):
-    """K, V and q of a layer; None where there is none, or nothing was observed."""
-
-    layer: int
-    mixer: str
-    k_amax: float | None = None
-    k_scale: float | None = None
-    v_amax: float | None = None
-    v_scale: float | None = None
-    q_amax: float | None = None
-    q_scale: float | None = None
-    tokens: int | None = None
-
-
-class LinearRow(_Row):
-    """The input and the weight of a linear."""
-
-    linear: str
-    input_amax: float | None
-    input_scale: float | None
-    weight_amax: float | None
-    weight_scale: float | None
-    tokens: int | None
+Row = dict[str, Any]
+"""A row of a table, by the titles of its columns."""
 
 
 class Positions(Record):
@@ -121,8 +92,10 @@ class StatsShown(Result):
     header: HeaderShown
     part: StatsShard | None
     """Null for the statistics of a whole run."""
-    layers: tuple[LayerRow, ...]
-    linears: tuple[LinearRow, ...]
+    layers: tuple[Row, ...]
+    """K, V and q of each layer."""
+    linears: tuple[Row, ...]
+    """The input and the weight of each linear."""
     experts: Mapping[str, tuple[int, ...]]
     """The tokens that reached each expert, by layer."""
     positions: Positions
@@ -184,44 +157,45 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
     )
 
 
-def _make_layer_row(stats: CalibrationStats, layer: Layer) -> LayerRow:
-    attention = layer.attention
-    if attention is None:
-        return LayerRow(layer=layer.index, mixer=layer.mixer)
-    mixer, owner = layer.mixer, stats.geometry.producer_of(attention)
-    if attention.producer is not None:
-        mixer = f"{layer.mixer} (K/V of layer {attention.producer})"
-    seen = stats.sites.get(owner.site(Role.K))
-    k, v = (_find_amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V))
-    both = max((amax for amax in (k, v) if amax is not None), default=None)
-    is_joint = attention.kind == "latent"  # one cache, one scale
-    query = _find_amax(stats.sites.get(attention.site(Role.Q)))
-    query = None if query is None else query / attention.query_divisor
-    return LayerRow(
-        layer=layer.index,
-        mixer=mixer,
-        k_amax=k,
-        k_scale=_compute_scale(both if is_joint else k),
-        v_amax=v,
-        v_scale=_compute_scale(both if is_joint else v),
-        q_amax=query,
-        q_scale=_compute_scale(query),
-        tokens=None if seen is None else seen.count,
-    )
+def _make_layer_row(stats: CalibrationStats, layer: Layer) -> Row:
+    """Give K, V and q of a layer; None where there is none, or nothing was observed."""
+    attention, mixer = layer.attention, layer.mixer
+    seen = k = v = both = query = None
+    if attention is not None:
+        if attention.producer is not None:
+            mixer = f"{mixer} (K/V of layer {attention.producer})"
+        owner = stats.geometry.producer_of(attention)
+        seen = stats.sites.get(owner.site(Role.K))
+        k, v = _find_amax(seen), _find_amax(stats.sites.get(owner.site(Role.V)))
+        if attention.kind == "latent":  # one cache, one scale
+            both = max((amax for amax in (k, v) if amax is not None), default=None)
+        query = _find_amax(stats.sites.get(attention.site(Role.Q)))
+        query = None if query is None else query / attention.query_divisor
+    return {
+        "layer": layer.index,
+        "mixer": mixer,
+        "k amax": k,
+        "k scale": _compute_scale(both or k),
+        "v amax": v,
+        "v scale": _compute_scale(both or v),
+        "q amax": query,
+        "q scale": _compute_scale(query),
+        "tokens": None if seen is None else seen.count,
+    }
 
 
-def _make_linear_row(stats: CalibrationStats, linear: Linear) -> LinearRow:
+def _make_linear_row(stats: CalibrationStats, linear: Linear) -> Row:
     seen = stats.sites.get(Site(linear.module, Role.INPUT))
     weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
     amax = _find_amax(seen)
-    return LinearRow(
-        linear=linear.module,
-        input_amax=amax,
-        input_scale=_compute_scale(amax),
-        weight_amax=weight,
-        weight_scale=_compute_scale(weight),
-        tokens=None if seen is None else seen.count,
-    )
+    return {
+        "linear": linear.module,
+        "input amax": amax,
+        "input scale": _compute_scale(amax),
+        "weight amax": weight,
+        "weight scale": _compute_scale(weight),
+        "tokens": None if seen is None else seen.count,
+    }
 
 
 def _find_amax(seen: SiteStats | None) -> float | None:
@@ -276,11 +250,11 @@ def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator
         yield Table(title=title, columns=["scale", "value"], rows=cells)
         return
     yield from map(Line, _describe_run(result))
-    yield _make_table("K, V and q", LayerRow, result.layers)
+    yield _make_table("K, V and q", result.layers)
     if result.unfit_queries:
         yield Line(f"layers that need a q scale: {format_ranges(result.unfit_queries)}")
     if request.everything:
-        yield _make_table("linears", LinearRow, result.linears)
+        yield _make_table("linears", result.linears)
     for name, counts in result.experts.items():
         unseen = [expert for expert, count in enumerate(counts) if count == 0]
         if unseen or request.everything:
@@ -318,10 +292,9 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
         yield result.saturation.describe()
 
 
-def _make_table(title: str, kind: type[_Row], rows: Sequence[_Row]) -> Table:
-    columns = [name.replace("_", " ") for name in kind.model_fields]
-    cells = [[_format(value) for _, value in row] for row in rows]
-    return Table(title=title, columns=columns, rows=cells)
+def _make_table(title: str, rows: Sequence[Row]) -> Table:
+    columns = list(next(iter(rows), {}))
+    return Table(title=title, columns=columns, rows=[list(map(_format, e.values())) for e in rows])
 
 
 def _format(value: object) -> str:
