@@ -71,6 +71,7 @@ def check_path(
             requires_kv=request.require_kv,
             model=model,
             stats=stats,
+            reads_weights=request.read_weights,
         )
     else:
         if amend is not None or compare is not None:
@@ -78,7 +79,12 @@ def check_path(
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, model)
-        report = check_file(path, geometry, engines, request.tp, model=model, stats=stats)
+        report = check_file(
+            *(path, geometry, engines, request.tp),
+            model=model,
+            stats=stats,
+            reads_weights=request.read_weights,
+        )
     if request.read_weights:
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 

@@ -29,7 +29,7 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
     report_unknown,
 )
-from fp8calib.engines.scale_mistakes import Estimates
+from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.engines.weight_replay import amend_weights
@@ -58,6 +58,7 @@ def check_folder(
     requires_kv: bool = False,
     model: ScaleFolder | None = None,
     stats: CalibrationStats | None = None,
+    reads_weights: bool = False,
 ) -> CheckReport:
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
 
@@ -69,6 +70,7 @@ def check_folder(
         requires_kv: whether KV scales have to be there, even if the config asks for none.
         model: the unquantized model's folder, if known.
         stats: of the unquantized model; scales that are far from it are misread.
+        reads_weights: estimate by the weights what K and V reach, where no statistics tell.
 
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
@@ -83,7 +85,9 @@ def check_folder(
         return opened[key]
 
     odd_scales = open_weights(folder).odd_scales
-    judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
+    judge = _make_judge(
+        *(model or folder, geometry, stats), reads_weights=reads_weights, odd_scales=odd_scales
+    )
     asks_for_kv = requires_kv or folder.asks_for_kv
 
     def ask(engine: Engine) -> EngineReport:
@@ -172,6 +176,7 @@ def check_file(
     *,
     model: ScaleFolder,
     stats: CalibrationStats | None = None,
+    reads_weights: bool = False,
 ) -> CheckReport:
     """Report what each engine does with a file of scales beside a model.
 
@@ -182,11 +187,12 @@ def check_file(
         tp: the number of ranks.
         model: the model's folder.
         stats: of the model; scales that are far from it are misread.
+        reads_weights: as for a folder.
 
     Raises:
         UsageError: an engine is unknown, or nothing of it is replayed.
     """
-    judge = _make_judge(model, geometry, stats)
+    judge = _make_judge(model, geometry, stats, reads_weights=reads_weights)
 
     def ask(engine: Engine) -> EngineReport:
         report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
@@ -200,6 +206,7 @@ def _make_judge(
     geometry: ModelGeometry,
     stats: CalibrationStats | None,
     *,
+    reads_weights: bool,
     odd_scales: Collection[str] = (),
 ) -> Callable[[EngineReport, float], EngineReport]:
     """Make the test for odd scales, which an engine multiplies by a factor before it uses them.
@@ -210,13 +217,13 @@ def _make_judge(
         return partial(mark_odd_scales, reaches=measure_reaches(stats))
 
     @cache
-    def estimate() -> Estimates:
-        return estimate_reaches(model, geometry, odd_scales)
+    def estimate() -> Mapping[Slot, Reach]:
+        return estimate_reaches(model, geometry, odd_scales) if reads_weights else {}
 
     def judge(report: EngineReport, factor: float) -> EngineReport:
         if not any(each.status is Status.USED for each in report.verdicts):
             return report
-        return suspect_odd_scales(report, estimate, factor)
+        return suspect_odd_scales(report, factor, estimates=estimate())
 
     return judge
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVer
 from fp8calib.engines.scale_mistakes import (
     SWAPPED,
     UNCALIBRATED,
-    Estimates,
     Reach,
     Slot,
     are_swapped,
@@ -119,7 +118,7 @@ def mark_odd_scales(
 
 
 def suspect_odd_scales(
-    report: EngineReport, estimate: Callable[[], Estimates], factor: float = 1.0
+    report: EngineReport, factor: float = 1.0, *, estimates: Mapping[Slot, Reach]
 ) -> EngineReport:
     """Suspect scales of K and V that no statistics are given for.
 
@@ -128,18 +127,17 @@ def suspect_odd_scales(
 
     Args:
         report: what an engine does with the scales.
-        estimate: gives what the weights tell.
         factor: by what the engine multiplies the scales before it uses them.
+        estimates: what the weights tell; empty where they are not read.
     """
     used = _list_used(report, factor)
-    estimates = estimate()
-    reaches = _match(used, estimates.reaches)
+    reaches = _match(used, estimates)
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
     found = dict(_list_outliers(used, likely)) | _list_odd(used, reaches)
     noted = {slot: text for slot, text in found.items() if used[slot] == UNCALIBRATED}
     suspected = {slot: text for slot, text in found.items() if slot not in noted}
     report = report.suspect(*_summarize(suspected))
-    report = report.add_problems(*_summarize(noted), *filter(None, [estimates.note]))
+    report = report.add_problems(*_summarize(noted))
     if used and set(used.values()) == {UNCALIBRATED}:
         report = report.add_problems(_ALL_UNCALIBRATED)
     if are_swapped(used, likely):

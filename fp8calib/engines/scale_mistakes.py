@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import mean, median
 from typing import TYPE_CHECKING, TypeVar
@@ -68,16 +68,6 @@ class Reach:
 
         share = clipped_share(self.histogram, scale, fmt, amax=self.amax)
         return f"{text}, and {share:.1%} of the values clip" if share > MOST_CLIPPED else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """What the weights tell of K and V."""
-
-    reaches: dict[Slot, Reach] = field(default_factory=dict)
-    """By layer and role; not every layer is known."""
-    note: str = ""
-    """Which layers were compared; empty where all were that can be."""
 
 
 def find_odd(

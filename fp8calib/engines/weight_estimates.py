@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import product
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.scale_mistakes import Estimates, Reach
+from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
-from fp8calib.errors import format_ranges
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
-from fp8calib.model.shapes import KV_ROLES, Attention, Layer, ModelGeometry, Role
-from fp8calib.text import format_gib
+from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
 
 _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
 _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
-_MOST_BYTES = 1 << 30
-"""Of a model whose weights of K and V are larger together, only a sample of layers is read."""
-_MOST_BYTES_OF_HUB = 1 << 26
-"""The same where they are downloaded for it."""
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
     *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
@@ -40,7 +34,7 @@ _WEIGHTLESS_NORMS = ("gemma3n_text", "gemma4_text", "llama4_text")
 
 def estimate_reaches(
     folder: ScaleFolder, geometry: ModelGeometry, odd_scales: Collection[str] = ()
-) -> Estimates:
+) -> dict[Slot, Reach]:
     """Estimate the largest K and V of the layers by the weights that make them of a norm.
 
     A norm's output has the length sqrt(hidden size) before its weight g, whatever the text. Hence
@@ -50,42 +44,19 @@ def estimate_reaches(
         folder: of the checkpoint.
         geometry: the model's.
         odd_scales: those of FP8 weights that are not to be trusted.
+
+    Returns:
+        What is known, by layer and role.
     """
+    reaches: dict[Slot, Reach] = {}
     if geometry.model_type in _WEIGHTLESS_NORMS:
-        return Estimates()
-    is_on_hub = any(find_ranged_file(folder.path / file) for file in folder.tensors)
-    most_bytes = _MOST_BYTES_OF_HUB if is_on_hub else _MOST_BYTES
-    chosen = list(_choose_layers(folder, geometry, most_bytes))
-    reaches = {}
+        return reaches
     with np.errstate(all="ignore"), _Weights(folder, odd_scales) as weights:
-        for layer, attention in chosen:
-            for role in KV_ROLES:
-                estimated = _estimate(weights, geometry, attention, role)
-                if estimated is not None:
-                    reaches[layer.index, role] = estimated
-    if len(chosen) == len(list(geometry.attentions())):
-        return Estimates(reaches=reaches)
-    layers = format_ranges([layer.index for layer, _ in chosen])
-    note = f"the KV scales of layers {layers} were compared with the weights, not all: there are"
-    return Estimates(
-        reaches=reaches, note=f"{note} more than {format_gib(most_bytes, 0)} of weights"
-    )
-
-
-def _choose_layers(
-    folder: ScaleFolder, geometry: ModelGeometry, most_bytes: int
-) -> Iterator[tuple[Layer, Attention]]:
-    """Choose as many evenly spread layers as may be read."""
-    sizes = {
-        name: each.size_bytes for held in folder.tensors.values() for name, each in held.items()
-    }
-    attentions = list(geometry.attentions())
-    total = sum(
-        sizes.get(f"{attention.checkpoint_module}.{role}_proj.weight", 0)
-        for _, attention in attentions
-        for role in KV_ROLES
-    )
-    yield from attentions[:: -(-total // most_bytes) or 1]
+        for (layer, attention), role in product(geometry.attentions(), KV_ROLES):
+            estimated = _estimate(weights, geometry, attention, role)
+            if estimated is not None:
+                reaches[layer.index, role] = estimated
+    return reaches
 
 
 def _estimate(

@@ -16,26 +16,27 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import (
+    CUT,
     EngineReport,
+    Finding,
     LinearCount,
     LoadVerdict,
     Refusal,
     Unjudged,
+    join_alike,
     report_refusal,
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
-from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, Shape, StoredLinear, list_groups
+from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, StoredLinear, list_groups
 from fp8calib.engines.weights.parameters import compare_parameters, lacks_drafter
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
 from fp8calib.engines.weights.stored import ScaleValues, StoredWeights, find_wrong_values
 from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.formats.fp8.weights import list_scale_shapes
 from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.numerics.schemes import BLOCK, find_nearest
+from fp8calib.numerics.schemes import find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
@@ -92,7 +93,7 @@ def amend_weights(
 
 def _add_notes(report: EngineReport, stored: StoredWeights, notes: Sequence[str]) -> EngineReport:
     report = report.suspect(*(f"weights: {text}" for text in stored.suspicious))
-    return report.add_problems(*(f"weights: {why}" for why in [*notes, *stored.index_problems]))
+    return report.add_problems(*(f"weights: {why}" for why in notes))
 
 
 def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> LoadVerdict | None:
@@ -317,7 +318,7 @@ def _compare_tensor(
         cast = "its values are cast to another dtype"
         yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=cast)
     elif entry.shape not in expected.shapes:
-        what = _describe_shape(linear, suffix, entry.shape, expected.shapes)
+        what = f"has shape {list(entry.shape)}, and the config means {list(expected.shapes[-1])}"
         yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=CUT)
     elif (bad := values.bad.get(name)) is not None:
         is_number = bad not in _NO_NUMBERS
@@ -329,20 +330,6 @@ def _compare_tensor(
         else:
             why = f"holds {bad}, and the engine computes with it"
             yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_VALUE_FIX)
-
-
-def _describe_shape(
-    linear: StoredLinear, suffix: str, found: Shape, wanted: tuple[Shape, ...]
-) -> str:
-    """Say which shape a tensor has, in words where it is that of another kind of scale."""
-    kinds = list_scale_shapes(linear.shape, BLOCK) if suffix != WEIGHT else {}
-    is_kind, means = (
-        next((kind for kind, shapes in kinds.items() if not each.isdisjoint(shapes)), None)
-        for each in ({found}, set(wanted))
-    )
-    if is_kind is None or means is None or is_kind is means:
-        return f"has shape {list(found)}, and the config means {list(wanted[-1])}"
-    return f"has shape {list(found)}, which is per {is_kind}, and the config says per {means}"
 
 
 def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:

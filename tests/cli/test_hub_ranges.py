@@ -217,16 +217,6 @@ def test_a_failure_after_the_headers_is_no_fault_of_the_file(
     assert not (tmp_path / "out").exists()
 
 
-def test_of_large_weights_fewer_layers_are_compared_than_of_a_folder(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fp8calib.engines.weight_estimates._MOST_BYTES_OF_HUB", 1 << 10)
-    found = run("check", ID, "--engine", "vllm")
-    assert "the KV scales of layers 0 were compared with the weights, not all" in found.out
-    assert found.code == 0
-    assert hub.sent_bytes
-
-
 def test_whatever_is_read_is_downloaded_first(hub: FakeHub, tmp_path: Path) -> None:
     """Tensors larger than one request, in any order and several at once, and no byte twice."""
     generator = torch.Generator().manual_seed(0)

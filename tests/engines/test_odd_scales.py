@@ -124,6 +124,10 @@ REASONS = {
 ODD = set(REASONS)
 
 
+def ask(folder: Path) -> Any:
+    return fp8calib.check(folder, engine="vllm", read_weights=True)
+
+
 def list_suspicions(report: Any) -> Sequence[str]:
     suspicious: Sequence[str] = report.engines["vllm"].suspicious
     return suspicious
@@ -140,7 +144,7 @@ def test_weights_tell_scales_that_fit_from_others(
     amax = largest_kv(model, rows)
     scales = {key: CHANGES[what](each) for key, each in amax.items()}
 
-    report = fp8calib.check(write_overlay(model, tmp_path / "o", scales), engine="vllm")
+    report = ask(write_overlay(model, tmp_path / "o", scales))
 
     problems = list_suspicions(report)
     assert report.ok == (what not in ODD)
@@ -184,7 +188,7 @@ def test_one_scale_for_k_and_v_has_to_suit_the_larger(
     assert all(amax[layer, "k"] > 16 * amax[layer, "v"] for layer in range(NUM_LAYERS))
     for index, (scales, number) in enumerate(((shared, 0), (apart, 1))):
         folder = write_overlay(model, tmp_path / str(index), scales)
-        assert len(list_suspicions(fp8calib.check(folder, engine="vllm"))) == number
+        assert len(list_suspicions(ask(folder))) == number
         report = fp8calib.check(folder, engine="vllm", stats=measure(model, rows))
         assert report.ok == (number == 0)
 
@@ -263,7 +267,7 @@ def test_one_scale_for_v_and_a_k_that_is_not_estimated_is_not_judged(tmp_path: P
     for index, (k, roles) in enumerate(((1.5, ""), (1.49, "v"))):
         scales = {(layer, role): k if role == "k" else 1.5 for layer in (0, 1) for role in "kv"}
         folder = write_overlay(tmp_path / "model", tmp_path / str(index), scales)
-        found = list_suspicions(fp8calib.check(folder, engine="vllm"))
+        found = list_suspicions(ask(folder))
         assert [each.split()[1] for each in found] == list(roles)
 
 
@@ -279,7 +283,7 @@ def test_what_a_model_reaches_is_within_the_estimate(
     change(tmp_path / family, shake)
     folder = open_folder(tmp_path / family)
 
-    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config))
 
     found = largest_kv(tmp_path / family, rows)
     assert {(layer, role.value) for layer, role in reaches} == found.keys()
@@ -290,7 +294,7 @@ def test_what_a_model_reaches_is_within_the_estimate(
 
 def test_no_input_exceeds_the_bound(llama: Path) -> None:
     folder = open_folder(llama)
-    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config))
     tensors = {name: x.double() for name, x in load_file(llama / "model.safetensors").items()}
 
     for layer in range(NUM_LAYERS):
@@ -309,7 +313,7 @@ def test_fp8_weights_give_the_estimate_of_the_weights_they_were_made_of(
     fp8calib.quantize(str(llama), scheme, out, allow_unservable=True)
 
     first, second = (
-        estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
+        estimate_reaches(folder, read_geometry(folder.path, folder.config))
         for folder in map(open_folder, (llama, out))
     )
 
@@ -324,7 +328,7 @@ def test_k_that_a_norm_limits_is_not_estimated(family: str, tmp_path: Path) -> N
     zoo.save(family, tmp_path / family)
     folder = open_folder(tmp_path / family)
 
-    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config))
 
     assert not any(role is Role.K for _, role in reaches)
     assert bool(reaches) == (family in {"qwen3", "gemma3_text"})

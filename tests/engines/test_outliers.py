@@ -116,7 +116,8 @@ def test_weights_of_an_outlier_are_read_wherever_it_is(tmp_path: Path) -> None:
     scales = {(layer, role): 0.0005 for layer in range(30) for role in "kv"}
     folder = write_overlay(tmp_path / "model", tmp_path / "o", {**scales, (6, "v"): 3.0})
 
-    [suspicion] = fp8calib.check(folder, engine="vllm").engines["vllm"].suspicious
+    report = fp8calib.check(folder, engine="vllm", read_weights=True)
+    [suspicion] = report.engines["vllm"].suspicious
 
     assert suspicion.startswith("the v scale of layer 6 stands for values of up to 1,344, but v ")
 
@@ -130,7 +131,8 @@ def test_weights_excuse_a_layer_that_differs(tmp_path: Path) -> None:
     tensors["model.layers.6.self_attn.v_proj.weight"] *= 1000
     save_file(tensors, path, metadata={"format": "pt"})
 
-    assert fp8calib.check(folder, engine="vllm").ok
+    assert not fp8calib.check(folder, engine="vllm").ok
+    assert fp8calib.check(folder, engine="vllm", read_weights=True).ok
 
 
 def test_invalid_scales_have_a_row_of_their_own(

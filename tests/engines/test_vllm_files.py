@@ -109,17 +109,6 @@ def test_vllm_opens_consolidated_files_alone(folder: Path, what: str) -> None:
     assert statuses(ask(folder, "transformers")) == USED
 
 
-def test_a_copy_that_vllm_opens_is_named_where_the_index_does_not_name_it(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).rename(folder / "model-1.safetensors")
-    write_index(folder / INDEX, dict.fromkeys(tensors, "model-1.safetensors"))
-    write(folder / "consolidated.safetensors", tensors)
-
-    (problem,) = [each for each in ask(folder, "sglang").problems if "does not name" in each]
-    assert problem.endswith("TGI and vLLM open it, other engines do not")
-    assert ask(folder).ok
-
-
 def test_unknown_names_beside_a_wrapped_model_are_unknown(tmp_path: Path) -> None:
     text, vision, *_ = MODELS["llama4"]
     config = AutoConfig.for_model("llama4", text_config=text, vision_config=vision)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import QuantizedWeights
 from fp8calib.model.module_paths import name_fused_group

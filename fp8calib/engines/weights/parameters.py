@@ -13,8 +13,8 @@ from itertools import product
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.linears import (
     PLAIN_DTYPES,
     Shape,

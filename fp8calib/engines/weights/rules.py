@@ -18,7 +18,7 @@ from fp8calib.errors import shorten
 from fp8calib.numerics.schemes import Granularity, find_nearest
 
 if TYPE_CHECKING:
-    from fp8calib.engines.weights.finding import Finding
+    from fp8calib.engines.replay.verdicts import Finding
     from fp8calib.engines.weights.linears import LinearGroup
     from fp8calib.formats.fp8.quantization_config import StoredScheme
 
@@ -99,7 +99,7 @@ class QuantizedWeights:
 
 def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
-    from fp8calib.engines.weights.finding import Finding  # noqa: PLC0415 -- `--help` has the rules
+    from fp8calib.engines.replay.verdicts import Finding  # noqa: PLC0415 -- `--help` has the rules
 
     model_type = weights.config.get("model_type")
     experts = {

@@ -24,8 +24,8 @@ from fp8calib.engines.odd_scales import (
 )
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
+from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linears import PLAIN_DTYPES, WEIGHT
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
@@ -38,7 +38,6 @@ from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
-_PREFERRED_BY_VLLM = "consolidated"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 _SCALES_FIX = "quantize the model again"
 _VALUES_FIX = "write the checkpoint again, with each tensor once"
@@ -90,8 +89,6 @@ class StoredWeights:
         """What looks wrong about scales of FP8 weights."""
         self.odd_scales: set[str] = set()
         """Their names: they tell nothing of K and V."""
-        self.index_problems = list(_list_index_problems(folder, geometry))
-        """Where the index and the files differ."""
         self.doubts = [paths] if (paths := _describe_paths(folder)) else []
         """What engines do with these weights and nobody here knows."""
         self.unlike_stats: Finding | None = None
@@ -160,38 +157,6 @@ class StoredWeights:
         for text, odd in suspect_weight_scales(unmeasured, largest):
             self.suspicious.append(text)
             self.odd_scales.update(odd)
-
-
-def _list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> Iterator[str]:
-    """Say where the index and the files differ: tensors, and files with weights of the model."""
-    weight_map = folder.indexed
-    if weight_map is None:
-        return
-    named = set(weight_map.values())
-    lost = [
-        name
-        for name, file in weight_map.items()
-        if file in folder.tensors and name not in folder.tensors[file]
-    ]
-    unlisted = [
-        name
-        for file in sorted(named.intersection(folder.tensors))
-        for name in folder.tensors[file]
-        if name not in weight_map
-    ]
-    if lost:
-        what = f"{shorten(lost[0])} ({len(lost)} in all)"
-        yield f"{INDEX_NAME} names {what}, which its file does not contain"
-    if unlisted:
-        what = f"{shorten(unlisted[0])} ({len(unlisted)} in all)"
-        yield f"{INDEX_NAME} does not name {what}; engines load whole files"
-    for file, held in folder.tensors.items():
-        if file not in named and (name := next(filter(geometry.parameters.get, held), None)):
-            openers = "TGI and vLLM open" if file.startswith(_PREFERRED_BY_VLLM) else "TGI opens"
-            yield (
-                f"{INDEX_NAME} does not name {shorten(file)}, which contains {shorten(name)}: "
-                f"{openers} it, other engines do not"
-            )
 
 
 def find_wrong_values(
