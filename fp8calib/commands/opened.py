@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,20 @@ from fp8calib.commands.options import SKIP_LAYERS, Stats
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
+from fp8calib.engines.numerics import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource
+from fp8calib.model.shapes import Role
 from fp8calib.model.stored_parameters import list_leftovers
-from fp8calib.numerics.formats import FP8_FORMATS
+from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.verification.candidates import Target, find_candidate
+from fp8calib.verification.candidates import Scales, Target, find_candidate
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.loadable import judge_loading
-from fp8calib.verification.opened import (
-    Scales,
-    make_candidates,
-    make_rules,
-    require_head,
-    warn_of_ignored_kv,
-    warn_of_overlap,
-    warn_of_tiles,
-)
+from fp8calib.verification.opened import make_candidates, make_rules, require_head
 from fp8calib.verification.page.page import is_page
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 from fp8calib.verification.verify import Verification
@@ -164,6 +159,14 @@ def open_verification(
     )
     unusable, loading = judge_loading(engine, model, opened, scheme)
     names = ", ".join(list_leftovers(model.prepared.weights))
+    tiles = []
+    has_tiles = geometry.model_type in SPARSE_LATENTS and fmt is E4M3FN and scheme is None
+    if has_tiles and (where := numerics.kv_sparse_in_tiles):
+        tiles = [
+            f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
+            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types` with --engine "
+            "reference emulates it"
+        ]
     leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
     return Verification(
         model=model.name,
@@ -189,13 +192,30 @@ def open_verification(
             *map(str, refused),
             *model.describe_decoded(),
             *leftovers,
-            *warn_of_overlap(plan, opened),
-            *(() if scheme is None else warn_of_ignored_kv(opened)),
+            *_warn_of_candidates(opened, plan, has_scheme=scheme is not None),
             *loading,
-            *(warn_of_tiles(engine, numerics, fmt, geometry) if scheme is None else ()),
+            *tiles,
             *(f"{each.name}: {note}" for each in candidates for note in each.notes),
         ),
     )
+
+
+def _warn_of_candidates(
+    opened: Iterable[Candidate], text: DataPlan, *, has_scheme: bool
+) -> Iterator[str]:
+    """Warn of candidates that were calibrated on this text, and of KV scales beside a scheme."""
+    for candidate in opened:
+        if candidate.origin is not None and candidate.origin.text_start == text.start:
+            yield (
+                f"{candidate.name}: this text was used for calibration, so its figures may be too "
+                "good"
+            )
+    for candidate in opened if has_scheme else ():
+        if candidate.stats and any(site.role is Role.K for site in candidate.stats.sites):
+            yield (
+                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
+                "inputs only; leave out --scheme to verify them"
+            )
 
 
 def check_outputs(request: VerifyRequest) -> None:

@@ -27,7 +27,7 @@ from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import require_format
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
-from fp8calib.formats.read import FoundScales, check_origin, has_kv_scales, read_scales
+from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
 from fp8calib.formats.registry import find_dialect
 from fp8calib.formats.table import ScaleSource, ScaleTable
 from fp8calib.model.live_model import LiveCheckpoint
@@ -35,7 +35,6 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.rules import AMAX, Rule
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.select import find_selection
@@ -54,6 +53,8 @@ from fp8calib.verification.emulation.planned import emulate_planned
 from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
 from fp8calib.verification.renamed import rename_sites
 
+Scales = str | Path | CalibrationStats
+"""A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
 
@@ -72,53 +73,27 @@ class Target:
     """The format of statistics and of scale 1.0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedCandidate:
-    """A candidate as read from disk, checked against the model."""
+def open_candidate(
+    given: Scales, target: Target, *, name: str = "", scheme: str | None = None
+) -> Candidate:
+    """Read what is compared with the model, check that it belongs to it, and emulate it.
 
-    name: str
-    stats: CalibrationStats | None = None
-    with_query: bool = False
-    """Whether the scales that follow from `stats` include those of q."""
-    found: FoundScales | None = None
-    checkpoint: Fp8Checkpoint | None = None
-    kv_note: str = ""
-    """Why its KV scales, which `found` then has not, are of no effect."""
-
-    @property
-    def origin(self) -> CalibrationOrigin | None:
-        """The text it was calibrated on; None if unknown."""
-        if self.checkpoint is not None:
-            return self.checkpoint.origin
-        if self.found is not None:
-            return self.found.table.origin
-        return None if self.stats is None else self.stats.origin
-
-    def make_table(
-        self, fmt: Fp8Format, *, rule: Rule = AMAX, per_head: bool = False
-    ) -> ScaleTable:
-        """Give its KV scales: those of the file, or those that follow from the statistics."""
-        if self.found is not None:
-            return self.found.table
-        assert self.stats is not None  # noqa: S101 -- without weights it has one of them
-        return compute_kv_scales(
-            self.stats, fmt, rule=rule, per_head=per_head, query=self.with_query
-        )
-
-
-def open_candidate(name: str, target: Target) -> OpenedCandidate:
-    """Read the candidate at the path `name`, and check that it belongs to the model.
-
-    It is a stats file, or the output folder of a calibration; scales of any dialect; or an FP8
-    checkpoint, whose weights are read as the engine reads them.
+    Args:
+        given: statistics, or a path: of a stats file, of the output folder of a calibration, of
+            scales of any dialect, or of an FP8 checkpoint, which is read as the engine reads it.
+        target: the unquantized model.
+        name: that of statistics in memory.
+        scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
 
     Raises:
-        UsageError: the path does not exist.
+        UsageError: the path does not exist, or `scheme` is given and no statistics are.
         ModelError: the scales or statistics are not valid, or of another model.
     """
-    path, numerics = find_candidate(name), target.numerics
+    if isinstance(given, CalibrationStats):
+        return _open_stats(name or "statistics", given, target, scheme)
+    name, path, numerics = str(given), find_candidate(str(given)), target.numerics
     if is_stats_file(path):
-        return open_stats(name, load_stats(path), target, folder=path.parent)
+        return _open_stats(name, load_stats(path), target, scheme, folder=path.parent)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
@@ -128,27 +103,37 @@ def open_candidate(name: str, target: Target) -> OpenedCandidate:
         )
         require_format(path, checkpoint.load_config())
         _check_origin(name, checkpoint.origin, target)
-        found = _read_scales(name, path, target) if has_kv_scales(path) else None
-        if found is not None and (why := explain_plain_cache(found.table, numerics)):
-            note = f"its KV scales are ignored: {why}"
-            return OpenedCandidate(name=name, checkpoint=checkpoint, kv_note=note)
-        return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
-    found = _read_scales(name, path, target)
+        table = _read_scales(name, path, target) if has_kv_scales(path) else None
+        _refuse_scheme(name, scheme)
+        return _build_checkpoint(name, checkpoint, table, target)
+    table = _read_scales(name, path, target)
     if path.is_dir() and target.checkpoint.has_weights:
         _check_weights(path, target)
-    return OpenedCandidate(name=name, found=found)
+    _refuse_scheme(name, scheme)
+    made = build_kv_candidate(name, table, numerics, origin=table.dialect)
+    return replace(made, origin=table.origin)
 
 
-def open_stats(
-    name: str, stats: CalibrationStats, target: Target, *, folder: Path | None = None
-) -> OpenedCandidate:
+def _refuse_scheme(name: str, scheme: str | None) -> None:
+    if scheme is not None:
+        raise UsageError(
+            f"--scheme {scheme} needs statistics, and {name} holds none",
+            hint="leave out --scheme to verify the scales of the file",
+        )
+
+
+def _open_stats(
+    name: str,
+    stats: CalibrationStats,
+    target: Target,
+    scheme: str | None,
+    *,
+    folder: Path | None = None,
+) -> Candidate:
     """Make a candidate of statistics, and check that they belong to the model.
 
     Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
     which holds them, has an overlay, they are those of the overlay.
-
-    Raises:
-        ModelError: they are of another model, or the overlay cannot be read.
     """
     if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
         difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
@@ -158,12 +143,17 @@ def open_stats(
             hint="calibrate this model, or pass the model that was calibrated",
         )
     stats = rename_sites(stats, target.geometry)
-    with_query = bool(stats.list_unfit_queries())
-    overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
-    if with_query and overlay is not None and overlay.is_dir():
-        headers = map(read_header, overlay.glob("*.safetensors"))
-        with_query = any(key.endswith(".q_scale") for header in headers for key in header.tensors)
-    return OpenedCandidate(name=name, stats=stats, with_query=with_query)
+    if scheme is not None:
+        made = build_scheme(name, scheme, target, stats)
+    else:
+        has_query = bool(stats.list_unfit_queries())
+        overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
+        if has_query and overlay is not None and overlay.is_dir():
+            headers = map(read_header, overlay.glob("*.safetensors"))
+            has_query = any(key.endswith(".q_scale") for each in headers for key in each.tensors)
+        table = compute_kv_scales(stats, target.fmt, query=has_query)
+        made = build_kv_candidate(name, table, target.numerics, origin="statistics, amax")
+    return replace(made, stats=stats, origin=stats.origin)
 
 
 def find_candidate(name: str) -> Path:
@@ -181,10 +171,10 @@ def find_candidate(name: str) -> Path:
     return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
 
 
-def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
-    found = read_scales(path, target.geometry, fills_layers=True)
-    _check_origin(name, found.table.origin, target)
-    return found
+def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
+    table = read_scales(path, target.geometry, fills_layers=True).table
+    _check_origin(name, table.origin, target)
+    return table
 
 
 def _check_origin(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
@@ -227,17 +217,6 @@ def _check_weights(folder: Path, target: Target) -> None:
                 )
 
 
-def build_opened(
-    opened: OpenedCandidate, target: Target, table: ScaleTable | None = None
-) -> Candidate:
-    """Build a candidate of what was read: a whole checkpoint, or KV scales, by default its own."""
-    if opened.checkpoint is not None:
-        return build_checkpoint(opened, opened.checkpoint, target)
-    origin = opened.found.table.dialect if opened.found else "statistics, amax"
-    table = opened.make_table(target.fmt) if table is None else table
-    return build_kv_candidate(opened.name, table, target.numerics, origin=origin)
-
-
 def build_kv_candidate(
     name: str, table: ScaleTable, numerics: Numerics, *, origin: str
 ) -> Candidate:
@@ -278,6 +257,7 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
         reads=reads,
         fitted=fit_kv(table.geometry, table.fmt, numerics),
         notes=tuple(notes),
+        table=table,
     )
 
 
@@ -359,19 +339,19 @@ def build_scheme(
     return replace(emulation, name=name, description=description)
 
 
-def build_checkpoint(
-    opened: OpenedCandidate, checkpoint: Fp8Checkpoint, target: Target
+def _build_checkpoint(
+    name: str, checkpoint: Fp8Checkpoint, table: ScaleTable | None, target: Target
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     model, numerics = target.model, target.numerics
     source = WeightSource(model, checkpoint)
     # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
     original = target.checkpoint
-    for name in source.tensor_names(list_embedding_and_head(model)) - checkpoint.quantized:
-        is_stored_alike = name in original and original.dtype(name) == checkpoint.dtype(name)
-        if is_stored_alike and _is_changed(name, checkpoint, original):
+    for end in source.tensor_names(list_embedding_and_head(model)) - checkpoint.quantized:
+        is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
+        if is_stored_alike and _is_changed(end, checkpoint, original):
             raise ModelError(
-                f"{checkpoint.folder}: its {name} is not that of the model",
+                f"{checkpoint.folder}: its {end} is not that of the model",
                 hint="pass the model that the checkpoint was made from",
             )
 
@@ -380,10 +360,11 @@ def build_checkpoint(
 
     emulation = emulate_stored(checkpoint, target.geometry, source, numerics, is_changed=is_changed)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
-    kv = Candidate(name=opened.name, notes=(opened.kv_note,) if opened.kv_note else ())
-    if opened.found is not None:
-        table = opened.found.table
-        kv = _build_kv(opened.name, "", table, numerics)
+    kv = Candidate(name=name)
+    if table is not None and (why := explain_plain_cache(table, numerics)):
+        kv = replace(kv, notes=(f"its KV scales are ignored: {why}",))
+    elif table is not None:
+        kv = _build_kv(name, "", table, numerics)
         parts += [f"KV cache {table.fmt.name}", *_note_defaulted(table)]
     return replace(
         kv,
@@ -391,6 +372,7 @@ def build_checkpoint(
         quantizers={**emulation.quantizers, **kv.quantizers},
         weights=emulation.weights,
         notes=(*kv.notes, *emulation.notes),
+        origin=checkpoint.origin,
     )
 
 

@@ -28,14 +28,13 @@ from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (
+    Scales,
     Target,
     build_kv_candidate,
-    build_opened,
     build_scheme,
     build_unscaled,
     check_sites,
     open_candidate,
-    open_stats,
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
@@ -132,10 +131,8 @@ def _make_candidate(given: object, target: Target) -> Candidate:
         return build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
     if isinstance(given, str) and given in SCHEMES:
         return build_scheme(given, given, target)
-    if isinstance(given, CalibrationStats):
-        return build_opened(open_stats("statistics", given, target), target)
-    if isinstance(given, str | Path):
-        return build_opened(open_candidate(str(given), target), target)
+    if isinstance(given, Scales):
+        return open_candidate(given, target)
     raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
 
 

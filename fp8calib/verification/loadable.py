@@ -20,16 +20,13 @@ from fp8calib.quantization.plan import make_plan
 from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import make_settings
 from fp8calib.quantization.write import write_outline
-from fp8calib.verification.candidates import (
-    OpenedCandidate,
-    find_candidate,
-    list_defaulted,
-)
+from fp8calib.verification.candidates import find_candidate, list_defaulted
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
 
 
 def judge_loading(
-    engine: Engine, model: RunModel, opened: Sequence[OpenedCandidate], scheme: str | None
+    engine: Engine, model: RunModel, opened: Sequence[Candidate], scheme: str | None
 ) -> tuple[list[str], list[str]]:
     """Find the candidates that the engine cannot load, or whose KV scales it does not use.
 
@@ -65,7 +62,7 @@ def judge_loading(
 
 
 def _replay_all(
-    engine: Engine, model: RunModel, opened: Sequence[OpenedCandidate], scheme: str | None
+    engine: Engine, model: RunModel, opened: Sequence[Candidate], scheme: str | None
 ) -> Iterator[tuple[str, EngineReport]]:
     """Replay the loader on the folders of candidates and the model, and on what a scheme writes."""
     places = {
@@ -86,22 +83,24 @@ def _replay_all(
 
 
 def _find_unused(
-    opened: OpenedCandidate, report: EngineReport | None, model: RunModel, engine: Engine
+    opened: Candidate, report: EngineReport | None, model: RunModel, engine: Engine
 ) -> str:
     """Say why an engine does not use KV scales; empty where it does, or where there are none.
 
     What it does with those of latents, and with a checkpoint's that it misreads, is emulated.
     """
-    found, path = opened.found, Path(opened.name)
-    if found is None or found.table.geometry.has_latent_attention or model.is_live:
+    table, path = opened.table, Path(opened.name)
+    if table is None or opened.stats is not None or model.is_live:
+        return ""
+    if table.geometry.has_latent_attention:
         return ""
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
         unused |= {Status.MISREAD, Status.REFUSED}
-        folder, ranks = open_folder(model.source.folder), found.table.tp
-        checked = check_file(path, found.table.geometry, [engine.key], ranks, model=folder)
+        folder = open_folder(model.source.folder)
+        checked = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
         report = checked.engines[engine.key]
-    emulated = list_defaulted(found.table)
+    emulated = list_defaulted(table)
     layers = (
         [] if report is None else [each for each in report.layers if each.layer not in emulated]
     )

@@ -18,7 +18,6 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
-from fp8calib.verification.candidates import OpenedCandidate
 from fp8calib.verification.damage_rows import list_layers, measure_fits
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
@@ -84,8 +83,8 @@ class Verification:
     device: str = "cpu"
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
-    opened: tuple[OpenedCandidate, ...] = ()
-    """What the candidates of files were made from."""
+    opened: tuple[Candidate, ...] = ()
+    """Those of files and statistics."""
     fmt: Fp8Format = E4M3FN
     """The format of statistics and of scale 1.0."""
     gate: Gate | None = None
@@ -104,7 +103,7 @@ class Verification:
         return list(batches(self.plan, self.batch_size))
 
     @property
-    def measured(self) -> OpenedCandidate | None:
+    def measured(self) -> Candidate | None:
         """The first candidate of statistics."""
         return next((each for each in self.opened if each.stats is not None), None)
 

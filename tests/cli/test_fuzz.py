@@ -227,9 +227,9 @@ def _verify(bench: Bench, path: Path) -> None:
         opened = open_candidate(str(path), bench.target)
     except REFUSALS:
         return
-    assert opened.found is not None
+    assert opened.table is not None
     held = _held_numbers(path)
-    for scale in opened.found.table.scales.values():
+    for scale in opened.table.scales.values():
         assert bool((scale.values.isfinite() & (scale.values > 0)).all())
         assert set(scale.values.flatten().tolist()) <= held
 

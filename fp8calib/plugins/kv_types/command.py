@@ -119,7 +119,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
     warnings: list[str] = []
 
     def make_candidates(asked: Verification) -> list[Candidate]:
-        if others := [each.name for each in asked.opened if each.checkpoint is not None]:
+        if others := [each.name for each in asked.opened if each.weights]:
             raise ModelError(f"{others[0]}: holds weights, or no KV scales", hint="name scales")
         made = [(FP8_TYPES[0], candidate) for candidate in asked.candidates]
         for name in dict.fromkeys(request.kv_cache_dtype or engine.cache_types):
@@ -171,7 +171,7 @@ def _explain_misfit(name: str, geometry: ModelGeometry) -> str:
 def _make_candidates(name: str, asked: Verification, engine: Engine) -> Iterator[Candidate]:
     """Emulate a type, and again with the scales of --scales if it uses any."""
     geometry, numerics = asked.geometry, asked.numerics
-    tables = {each.name: each.make_table(asked.fmt) for each in asked.opened}
+    tables = {each.name: each.table for each in asked.opened if each.table is not None}
     if name == _E5M2:
         yield build_unscaled(name, geometry, E5M2, numerics)
         for scales, table in tables.items() if numerics.kv_scales_e5m2 else ():

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from fp8calib.calibration.calibration_origin import CalibrationOrigin
+from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.errors import ModelError, VerificationError
+from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import WeightChange
@@ -37,6 +40,12 @@ class Candidate:
     """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
+    table: ScaleTable | None = None
+    """Its KV scales."""
+    stats: CalibrationStats | None = None
+    """The statistics that it was made from."""
+    origin: CalibrationOrigin | None = None
+    """The text it was calibrated on; None if unknown."""
 
     @property
     def has_cache(self) -> bool:
