@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.errors import ModelError
 from fp8calib.model.shapes import Role
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
@@ -17,7 +16,6 @@ from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import (
     DamageSums,
     measure_damage,
-    reduce_damage,
     sum_damage,
 )
 from fp8calib.verification.emulation.emulate import EmulationHooks
@@ -59,7 +57,7 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
             for x, fake in zip(tensors, fakes, strict=True):
                 assert torch.equal(fake.values.cpu(), quantizer.fake(x).values)
             first, second = (
-                reduce_damage(x, fake, E4M3FN, **settings)
+                measure_damage(x, fake, E4M3FN, **settings)
                 for x, fake in zip(on_gpu, fakes, strict=True)
             )
             sums.add("a", first)
@@ -73,15 +71,6 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
         doubled = torch.cat([2 * total[:-1], total[-1:]])
         torch.testing.assert_close(found[key], doubled, rtol=1e-6, atol=0)
     assert (expected["a"][2] > 0) == isinstance(scale, torch.Tensor)
-
-
-def test_a_tensor_that_changes_before_it_is_measured_is_refused() -> None:
-    with gpu():
-        x, sums = torch.ones(4, 4).cuda(), DamageSums[str]()
-        sums.add("x", reduce_damage(x, Quantizer(fmt=E4M3FN, scale=STATIC).fake(x), E4M3FN))
-        x.add_(1)
-        with pytest.raises(ModelError, match="in place"):
-            sums.settle()
 
 
 def test_k_and_v_are_quantized_together_on_a_gpu() -> None:

@@ -10,7 +10,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from fp8calib.errors import ModelError
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.formats import Fp8Format
 from fp8calib.verification.emulation.fake_quantize import AT_THE_EDGE, FakeQuantized
@@ -143,24 +142,7 @@ def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 # --- many tensors ------------------------------------------------------------------------------
 
-_MOST_WAITING = 2**23
-"""How many elements on a GPU wait to be reduced together."""
 _MOST_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Waiting:
-    """A tensor on a GPU, and what is left to reduce."""
-
-    x: torch.Tensor
-    version: int
-    noise: torch.Tensor
-    """(quantized x) - x: fp32."""
-    clipped: torch.Tensor | None
-    """How many elements clipped, fp32 []; None where none can."""
-    nonzero: tuple[torch.Tensor, torch.Tensor]
-    """How many chosen elements are not zero before and after: fp32 [] each."""
-    num_chosen: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,7 +156,7 @@ class SummedDamage:
     num_chosen: int
 
 
-DamageRow = torch.Tensor | _Waiting | SummedDamage
+DamageRow = torch.Tensor | SummedDamage
 """The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
 
 
@@ -184,45 +166,35 @@ Key = TypeVar("Key")
 class DamageSums(Generic[Key]):
     """Sums up the damage to many tensors by key.
 
-    On a GPU tensors wait until `settle`, which reduces many of them in one kernel.
+    What kernels summed up waits until `settle`, which reduces many tensors in one kernel.
     """
 
     def __init__(self) -> None:
         self.totals: dict[Key, torch.Tensor] = {}
         """The sums of `measure_damage`; complete after `settle`."""
         self._rows: list[tuple[Key, DamageRow]] = []
-        self._num_elements = 0
 
     def add(self, key: Key, row: DamageRow) -> None:
         """Add the damage to one tensor."""
-        if isinstance(row, _Waiting) and not (self._rows and self._rows[-1][1] is row):
-            self._num_elements += row.x.numel()
         self._rows.append((key, row))
-        if self._num_elements >= _MOST_WAITING or len(self._rows) >= _MOST_ROWS:
+        if len(self._rows) >= _MOST_ROWS:
             self.settle()
 
     def drop(self) -> None:
         """Forget what was added since `settle`."""
         self._rows.clear()
-        self._num_elements = 0
 
     def settle(self) -> None:
         """Add all that waits to the totals."""
-        waiting = {id(row): row for _, row in self._rows if isinstance(row, _Waiting)}
-        groups = defaultdict[tuple[torch.device, torch.dtype], list[_Waiting]](list)
-        for each in waiting.values():
-            groups[each.x.device, each.x.dtype].append(each)
-        reduced = {
-            id(each): row
-            for group in groups.values()
-            for each, row in zip(group, _reduce_waiting(group), strict=True)
-        }
         alike = defaultdict[tuple[torch.device, torch.Size], list[SummedDamage]](list)
         for summed in {id(row): row for _, row in self._rows}.values():
             if isinstance(summed, SummedDamage):
                 alike[summed.sums.device, summed.sums.shape].append(summed)
-        for parts in alike.values():
-            reduced |= zip(map(id, parts), _reduce_summed(parts), strict=True)
+        reduced = {
+            id(each): row
+            for parts in alike.values()
+            for each, row in zip(parts, _reduce_summed(parts), strict=True)
+        }
         updates: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, row in self._rows:
             new = row if isinstance(row, torch.Tensor) else reduced[id(row)]
@@ -248,38 +220,6 @@ def _update(updates: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_maximum_([x[-1:] for x in totals], [x[-1:] for x in news])
 
 
-def reduce_damage(
-    x: torch.Tensor,
-    fake: FakeQuantized,
-    fmt: Fp8Format,
-    *,
-    saturates: bool = True,
-    flush_stride: int = 1,
-) -> DamageRow:
-    """Measure the damage to `x` as `measure_damage` does; on a GPU, later."""
-    if x.device.type == "cpu":
-        return measure_damage(x, fake, fmt, saturates=saturates, flush_stride=flush_stride)
-    clipped = None
-    if fake.scaled is not None:
-        limit = clip_limit(fmt, saturates=saturates)
-        clipped = _count_nonzero(torch.nn.functional.hardshrink(fake.scaled, limit))
-    chosen = _every(x, flush_stride)
-    return _Waiting(
-        x=x,
-        version=x._version,
-        noise=fake.values - x,
-        clipped=clipped,
-        nonzero=(_count_nonzero(chosen), _count_nonzero(_every(fake.values, flush_stride))),
-        num_chosen=chosen.numel(),
-    )
-
-
-def _count_nonzero(x: torch.Tensor) -> torch.Tensor:
-    """Count in one kernel: fp32 []; counts up to 2**24 are exact, above, sums of parts round."""
-    found: torch.Tensor = torch.linalg.vector_norm(x, 0, dtype=torch.float32)
-    return found
-
-
 def _reduce_summed(parts: Sequence[SummedDamage]) -> Sequence[torch.Tensor]:
     """Give the rows of tensors whose kernels had as many programs."""
     stacked = torch.stack([each.sums for each in parts])
@@ -289,32 +229,4 @@ def _reduce_summed(parts: Sequence[SummedDamage]) -> Sequence[torch.Tensor]:
     num_elements, factor = on_host.to(stacked.device, non_blocking=True).unbind(1)
     flushed = (before - after).clamp(min=0) * factor
     rows = (signal, noise, clipped, flushed, num_elements, stacked[..., -1].amax(1))
-    return torch.stack(rows, 1).unbind(0)
-
-
-def _reduce_waiting(waiting: Sequence[_Waiting]) -> Sequence[torch.Tensor]:
-    """Give the rows of tensors of one device and dtype."""
-    if any(each.x._version != each.version for each in waiting):
-        msg = "the model changed a tensor in place before its damage was measured"
-        raise ModelError(msg, hint="use --device cpu")
-    exact, noise = [each.x for each in waiting], [each.noise for each in waiting]
-    norms = [
-        norm for some in (exact, noise) for norm in torch._foreach_norm(some, 2, torch.float64)
-    ]
-    signal, noise_sums = torch.stack(norms).square().view(2, -1)
-    amax = torch.stack(torch._foreach_norm(exact, torch.inf, torch.float32)).double()
-    counts = [
-        count
-        for each in waiting
-        for count in (each.nonzero[0] if each.clipped is None else each.clipped, *each.nonzero)
-    ]
-    clipped, before, after = torch.stack(counts).double().view(-1, 3).unbind(1)
-    sizes = [
-        (each.x.numel(), float(each.clipped is not None), each.x.numel() / each.num_chosen)
-        for each in waiting
-    ]
-    on_host = torch.tensor(sizes, dtype=torch.float64)
-    num_elements, clips, factor = on_host.to(amax.device, non_blocking=True).unbind(1)
-    flushed = (before - after).clamp(min=0) * factor
-    rows = (signal, noise_sums, clipped * clips, flushed, num_elements, amax)
     return torch.stack(rows, 1).unbind(0)

@@ -34,8 +34,8 @@ from fp8calib.verification.emulation.damage import (
     DamageRow,
     DamageSums,
     clip_limit,
+    measure_damage,
     measure_heads,
-    reduce_damage,
     sum_damage,
 )
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
@@ -173,7 +173,7 @@ class EmulationHooks:
         if self._kept is not None:
             kept = self._kept.to(x.device)
             before, after = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
-        damage = reduce_damage(
+        damage = measure_damage(
             before,
             after,
             quantizer.fmt,
@@ -205,7 +205,7 @@ class EmulationHooks:
                 if self._kept is not None:
                     before = self._counted(rows, tokens)
                     after = fake.map(lambda t: self._counted(t, tokens))
-                damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
+                damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
                 found = fake.values.to(x.dtype).reshape(x.shape), damage
             self._inputs.append((x, x._version, quantizer, *found))
             del self._inputs[:-_REMEMBERED_INPUTS]

@@ -16,7 +16,7 @@ import torch
 
 from fp8calib.calibration.hooks import AttentionCall
 from fp8calib.numerics.cast import round_positive_
-from fp8calib.verification.emulation.damage import DamageRow, reduce_damage
+from fp8calib.verification.emulation.damage import measure_damage
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 
 _CHUNK_SIZE = 1 << 18
@@ -47,7 +47,7 @@ class _Chunk:
 
 def attend_in_fp32(
     call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, list[DamageRow]]:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Compute attention in fp32, with P quantized.
 
     Args:
@@ -62,7 +62,7 @@ def attend_in_fp32(
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
     measured: list[tuple[torch.Tensor, torch.Tensor]] = []
-    damage: list[DamageRow] = []
+    damage: list[torch.Tensor] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
         tile = 0 if quantizer is None else quantizer.tile
@@ -212,11 +212,13 @@ def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     return taken.clone() if x.device.type == "cpu" else taken
 
 
-def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> DamageRow:
+def _measure(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer
+) -> torch.Tensor:
     """Measure the damage to the rows of some chunks, given before and after it."""
     before, after = pairs[0]
     if len(pairs) > 1:
         before, after = (
             torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)
         )
-    return reduce_damage(before, FakeQuantized(after, None), quantizer.fmt)
+    return measure_damage(before, FakeQuantized(after, None), quantizer.fmt)
