@@ -310,7 +310,7 @@ def describe(
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more
     for name in (candidate.name for candidate in result.candidates):
-        rows = [row for row in result.layers if row.candidate == name]
+        rows = result.list_rows(name)
         if rows and (request.everything or find_unfit(name, result)):
             yield Line()
             title = f"{name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"

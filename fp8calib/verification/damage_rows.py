@@ -17,12 +17,17 @@ def list_layers(
     candidate: str,
     damage: Mapping[Site, torch.Tensor],
     scales: Mapping[Site, ScaleRange],
+    fits: Mapping[tuple[str, Site], torch.Tensor],
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
-    """Make the rows of one candidate, the most damaged site first."""
+    """Make the rows of one candidate, the most damaged site first.
+
+    `fits` are those of `MeasurementHooks.found`.
+    """
     rows = []
     for site, sums in damage.items():
         found, scale = Damage(*sums.tolist()), scales[site]
+        measured = fits.get((candidate, site))
         rows.append(
             LayerResult(
                 candidate=candidate,
@@ -37,38 +42,23 @@ def list_layers(
                 largest=scale.largest_value,
                 smallest_scale=None if scale.smallest == scale.largest else scale.smallest,
                 scale_per=scale.per,
+                fit=None if measured is None else measure_fit(measured),
             )
         )
     return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
 
 
-def measure_fits(
-    found: Mapping[tuple[str, Site], torch.Tensor], kind: str, layer_of: Mapping[str, int]
-) -> tuple[SiteFit, ...]:
-    """Compare a kind of scales with the fitted ones at every site, in the order of the sites."""
-    fits = []
-    for (name, site), (heads, fitted) in found.items():
-        if name != kind:
-            continue
-        pairs = [
-            (Damage(*one), Damage(*other))
-            for one, other in zip(heads.tolist(), fitted.tolist(), strict=True)
-        ]
-        mine, best = max(pairs, key=lambda pair: _loss_db(*pair))
-        fits.append(
-            SiteFit(
-                site=str(site),
-                layer=layer_of[site.module],
-                role=site.role.value,
-                damage=join_heads(heads),
-                fitted=join_heads(fitted),
-                loss_db=_loss_db(mine, best),
-                worst_db=mine.sqnr_db,
-                clipped=max(mine.clipped_share - best.clipped_share, 0.0),
-                flushed=max(mine.flushed_share - best.flushed_share, 0.0),
-            )
-        )
-    return tuple(fits)
+def measure_fit(measured: torch.Tensor) -> SiteFit:
+    """Compare a scale with the fitted one: the sums of `measure_heads` with both, [2, H, 6]."""
+    pairs = [(Damage(*one), Damage(*other)) for one, other in zip(*measured.tolist(), strict=True)]
+    mine, best = max(pairs, key=lambda pair: _loss_db(*pair))
+    return SiteFit(
+        damage=join_heads(measured[0]),
+        loss_db=_loss_db(mine, best),
+        worst_db=mine.sqnr_db,
+        clipped=max(mine.clipped_share - best.clipped_share, 0.0),
+        flushed=max(mine.flushed_share - best.flushed_share, 0.0),
+    )
 
 
 _MOST_DB = 200.0

@@ -147,6 +147,25 @@ class RefusedCandidate(Frozen):
         return f"{self.name} is refused: {self.reason.removeprefix(f'{self.name}: ')}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFit:
+    """How well the scale of K, V or q fits, on the unquantized model's tensor.
+
+    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
+    out what the text explains: values that no scale of the tensor could keep.
+    """
+
+    damage: Damage
+    """Of all heads."""
+    loss_db: float
+    """How much lower the SQNR of a head is than with the fitted scale, at most."""
+    worst_db: float | None
+    """The SQNR of that head; None if nothing was lost."""
+    clipped: float
+    flushed: float
+    """Shares of the values of that head, beyond those of the fitted scale."""
+
+
 class LayerResult(Frozen):
     """What quantization did to one tensor of one candidate."""
 
@@ -168,30 +187,8 @@ class LayerResult(Frozen):
     """None if there is only one scale, or `scale` is None."""
     scale_per: Granularity | Literal["head"] = Granularity.TENSOR
     """The elements that share one scale."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFit:
-    """How well the scale of one candidate fits K, V or q of a layer, on the reference's tensor.
-
-    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
-    out what the text explains: values that no scale of the tensor could keep.
-    """
-
-    site: str
-    layer: int
-    role: str
-    damage: Damage
-    """Of all heads."""
-    fitted: Damage
-    """Of all heads, with the fitted scale."""
-    loss_db: float
-    """How much lower the SQNR of a head is than with the fitted scale, at most."""
-    worst_db: float | None
-    """The SQNR of that head; None if nothing was lost."""
-    clipped: float
-    flushed: float
-    """Shares of the values of that head, beyond those of the fitted scale."""
+    fit: SiteFit | None = Field(default=None, exclude=True)
+    """None where the scale was not measured beside a fitted one: that of an input or a weight."""
 
 
 class HistogramResult(Frozen):
@@ -320,8 +317,6 @@ class VerifyReport(Frozen):
     """By candidate: the mean divergence of each sequence, in their order."""
     worst_texts: tuple[WorstText, ...] = Field(default=(), exclude=True)
     """Of the candidate that the decision is about, the largest divergence first."""
-    fits: Mapping[str, tuple[SiteFit, ...]] = Field(default_factory=dict, exclude=True)
-    """By candidate: how well its scales fit."""
     unusable: tuple[str, ...] = Field(default=(), exclude=True)
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     has_gate: bool = Field(default=False, exclude=True)
@@ -335,6 +330,10 @@ class VerifyReport(Frozen):
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()
     provenance: RunProvenance | None = None
+
+    def list_rows(self, candidate: str) -> list[LayerResult]:
+        """List the rows of `layers` on a candidate, the most damaged tensor first."""
+        return [row for row in self.layers if row.candidate == candidate]
 
     @computed_field  # type: ignore[prop-decorator]
     @property

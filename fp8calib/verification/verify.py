@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
@@ -18,7 +19,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
-from fp8calib.verification.damage_rows import list_layers, measure_fits
+from fp8calib.verification.damage_rows import list_layers
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
@@ -26,11 +27,12 @@ from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import (
     FITTED,
-    Fits,
+    Rows,
     assess_need,
     describe_damage,
     find_fitting,
     find_unknown_cost,
+    is_measured,
     list_losing,
 )
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
@@ -186,13 +188,9 @@ def verify(
         except (ModelError, VerificationError) as error:
             asked = asked.leave_out(error)
     _require_quantized(asked.candidates, scores)
-    layer_of = asked.geometry.index_modules()
-    measured = {
-        each.name: measure_fits(hooks.found, each.name, layer_of) for each in asked.candidates
-    }
-    fits = {name: found for name, found in measured.items() if found}
+    rows = {each.name: _list_layers(each, asked, scores, hooks) for each in asked.candidates}
     klds = {name: found.klds for name, found in scores.candidates.items()}
-    if unknown := find_unknown_cost(asked.candidates, fits):
+    if unknown := find_unknown_cost(asked.candidates, rows):
         scaled = Candidate(name=FITTED, quantizers=unknown)
         again = score(model, [scaled], text, progress=progress, stage=FITTED)
         klds[FITTED] = again.candidates[FITTED].klds
@@ -202,7 +200,7 @@ def verify(
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
-    report = _make_report(asked, scores, klds, fits, vocab_size)
+    report = _make_report(asked, scores, klds, rows, vocab_size)
     more = {"noise": noise, "duration_s": time.monotonic() - started}
     return Verified(
         verification=asked, report=conclude(report.model_copy(update=more)), scores=scores
@@ -275,7 +273,7 @@ def _make_report(
     asked: Verification,
     scores: Scores,
     klds: Mapping[str, torch.Tensor],
-    fits: Fits,
+    rows: Rows,
     vocab_size: int,
 ) -> VerifyReport:
     """Make the report, without its conclusion.
@@ -285,8 +283,8 @@ def _make_report(
     lengths, reference = asked.plan.lengths, scores.reference
     ppl = compute_ppl(reference.logprobs)
     broken = explain_broken(ppl, vocab_size)
-    layers = tuple(_list_layers(asked, scores))
-    results = [_judge(each, asked, scores, layers, fits, broken) for each in asked.candidates]
+    layers = tuple(chain.from_iterable(rows.values()))
+    results = [_judge(each, asked, scores, rows[each.name], broken) for each in asked.candidates]
     # KV scales and scale 1.0 are compared with each other, and candidates with FP8 weights.
     cached = [one.name for one in results if has_kv_only(one.name, layers)]
     weights = [one.name for one in results if one.name not in cached]
@@ -298,10 +296,10 @@ def _make_report(
         if name not in {base, SCALE_ONE}
     )
     kv = None
-    if SCALE_ONE in fits and (len(results) == 1 or set(cached) - {SCALE_ONE}):
-        losing, added, fitting = list_losing(fits[SCALE_ONE]), None, ""
+    if is_measured(rows.get(SCALE_ONE, ())) and (len(results) == 1 or set(cached) - {SCALE_ONE}):
+        losing, added, fitting = list_losing(rows[SCALE_ONE]), None, ""
         if losing:
-            fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, fits)
+            fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, rows)
         if fitting:
             both = {SCALE_ONE: klds[SCALE_ONE], FITTED: klds[fitting]}
             added = compare_paired(SCALE_ONE, FITTED, both, lengths)
@@ -327,7 +325,6 @@ def _make_report(
         comparisons=pairs,
         rules=_rank_rules(asked, scores),
         warnings=(*asked.warnings, *_list_unmet_sites(asked, scores)),
-        fits=fits,
         unusable=tuple(asked.unusable),
         has_gate=asked.gate is not None,
         is_strict=asked.is_strict,
@@ -335,21 +332,21 @@ def _make_report(
     )
 
 
-def _list_layers(asked: Verification, scores: Scores) -> Iterator[LayerResult]:
+def _list_layers(
+    candidate: Candidate, asked: Verification, scores: Scores, hooks: MeasurementHooks
+) -> list[LayerResult]:
+    name, quantizers = candidate.name, candidate.quantizers
+    scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
+    scales |= scores.weight_scales[name]
     layer_of = asked.geometry.index_modules()
-    for candidate in asked.candidates:
-        name, quantizers = candidate.name, candidate.quantizers
-        scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-        scales |= scores.weight_scales[name]
-        yield from list_layers(name, scores.damage[name], scales, layer_of)
+    return list_layers(name, scores.damage[name], scales, hooks.found, layer_of)
 
 
 def _judge(
     candidate: Candidate,
     asked: Verification,
     scores: Scores,
-    layers: Sequence[LayerResult],
-    fits: Fits,
+    rows: Sequence[LayerResult],
     broken: str,
 ) -> CandidateResult:
     name, lengths = candidate.name, asked.plan.lengths
@@ -358,7 +355,7 @@ def _judge(
     gate = asked.gate or GATES[candidate.default_gate]
     verdict, why = correct_if_misleading(
         *judge(summary, gate),
-        damage=describe_damage(name, layers, fits),
+        damage=describe_damage(rows),
         summary=summary,
         gate=gate,
     )

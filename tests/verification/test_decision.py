@@ -54,17 +54,25 @@ def settle(
     *,
     candidates: Sequence[CandidateResult],
     layers: Sequence[LayerResult],
-    fits: Mapping[str, Sequence[SiteFit]],
+    fits: Mapping[str, Sequence[LayerResult]],
     kv: KvNeed | None,
     paired: Sequence[PairedResult] = (),
     refused: Sequence[str] = (),
     **more: Any,
 ) -> Decision:
-    """Conclude from figures made by hand."""
+    """Conclude from figures made by hand; rows of `fits` have the scales of those of `layers`."""
+    scales = {(each.candidate, each.site): each.scale for each in layers}
+    fitted = {
+        (name, each.site): each.model_copy(
+            update={"candidate": name, "scale": scales.get((name, each.site))}
+        )
+        for name, rows in fits.items()
+        for each in rows
+    }
+    others = [each for each in layers if (each.candidate, each.site) not in fitted]
     report = make_small(
         candidates=tuple(candidates),
-        layers=tuple(layers),
-        fits={name: tuple(each) for name, each in fits.items()},
+        layers=(*fitted.values(), *others),
         kv=kv,
         comparisons=tuple(paired),
         unusable=tuple(refused),
@@ -230,20 +238,17 @@ HALF = Damage(signal=1000.0, noise=1.0, clipped=0.0, flushed=0.0, num_elements=1
 """30 dB."""
 
 
-def fit(layer: int, role: str = "v", *, loss_db: float = 0.0, **more: Any) -> SiteFit:
-    """Make a fit that loses nothing, unless told."""
+def fit(layer: int, role: str = "v", *, loss_db: float = 0.0, **more: Any) -> LayerResult:
+    """Make a row whose scale loses nothing against a fitted one, unless told."""
     values: dict[str, Any] = {
-        "site": f"layers.{layer}.attn.{role}",
-        "layer": layer,
-        "role": role,
         "damage": HALF,
-        "fitted": HALF,
         "loss_db": loss_db,
         "worst_db": 30.0 - loss_db,
         "clipped": 0.0,
         "flushed": 0.0,
     }
-    return SiteFit(**values | more)
+    found = SiteFit(**values | more)
+    return make_layer("it", layer, role, site=f"layers.{layer}.attn.{role}", fit=found)
 
 
 def candidate(
@@ -282,7 +287,7 @@ UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, flushed=0.004)
 QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
 
 
-def need(answer: PairedAnswer | None, *losing: SiteFit) -> KvNeed:
+def need(answer: PairedAnswer | None, *losing: LayerResult) -> KvNeed:
     """Assess the need where scale 1.0 against fitted scales is `answer`."""
     if answer is None:
         return assess_need(losing, (0.006, 0.0001), None, [])
@@ -305,7 +310,7 @@ def need(answer: PairedAnswer | None, *losing: SiteFit) -> KvNeed:
     ],
 )
 def test_sites_and_divergence_decide_together(
-    losing: tuple[SiteFit, ...], answer: PairedAnswer | None, expected: str
+    losing: tuple[LayerResult, ...], answer: PairedAnswer | None, expected: str
 ) -> None:
     found = need(answer, *losing)
     assert found.answer == expected
@@ -329,11 +334,11 @@ def test_sites_and_divergence_decide_together(
     ],
 )
 def test_what_a_fitted_scale_would_keep_is_a_loss(
-    one: SiteFit, is_losing: bool, is_destroyed: bool
+    one: LayerResult, is_losing: bool, is_destroyed: bool
 ) -> None:
     assert loses(one) is is_losing
     assert is_damaged(one) is is_destroyed
-    assert bool(describe_damage("it", [], {"it": [fit(1), one]})) is is_destroyed
+    assert bool(describe_damage([fit(1), one])) is is_destroyed
 
 
 def test_many_small_losses_count_together() -> None:
@@ -345,7 +350,7 @@ def test_many_small_losses_count_together() -> None:
 def conclude(
     found: KvNeed,
     *scaled: CandidateResult,
-    fits: dict[str, list[SiteFit]] | None = None,
+    fits: dict[str, list[LayerResult]] | None = None,
     one: CandidateResult | None = None,
     **more: Any,
 ) -> Decision:
@@ -571,8 +576,8 @@ def test_weights_that_are_not_what_they_were_are_named() -> None:
     assert found.details == (
         "mine: layers.3.attn.weight (layer 3, amax 3) is distorted: its SQNR is 12.0 dB."
     )
-    assert describe_damage("mine", [bad], {})
-    assert not describe_damage("mine", [row("mine", "weight", sqnr_db=26.0)], {})
+    assert describe_damage([bad])
+    assert not describe_damage([row("mine", "weight", sqnr_db=26.0)])
 
 
 def describe_input(**more: Any) -> str:

@@ -17,7 +17,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.damage_rows import list_layers, measure_fits
+from fp8calib.verification.damage_rows import list_layers, measure_fit
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage, join_heads
@@ -73,7 +73,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     hooks = EmulationHooks(quantizers)
     emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
     ranges = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-    rows = list_layers("it", hooks.damage, ranges, llama.geometry.index_modules())
+    rows = list_layers("it", hooks.damage, ranges, {}, llama.geometry.index_modules())
     looking = MeasurementHooks({"unscaled": quantizers})
     emulate(llama, Candidate(), *BATCHES, hooks=looking)
 
@@ -234,10 +234,10 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
         looking = MeasurementHooks({SCALE_ONE: keep}, {(SCALE_ONE, site) for site in keep})
         emulate(subject, Candidate(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
-    fits = measure_fits(looking.found, SCALE_ONE, subject.geometry.index_modules())
-    assert {fit.site for fit in fits} == set(map(str, tensors))
-    for fit in fits:
-        parts = tensors[Site.parse(fit.site)]
+    assert looking.found.keys() == {(SCALE_ONE, site) for site in tensors}
+    fits = {site: measure_fit(sums) for (_, site), sums in looking.found.items()}
+    for site, fit in fits.items():
+        parts = tensors[site]
         losses, noises = [], np.zeros(2)
         for head in range(len(parts[0])):
             noise = np.zeros(2)
@@ -251,8 +251,9 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
             losses.append(max(10 * np.log10(noise[0] / noise[1]), 0.0))
         assert fit.loss_db == pytest.approx(max(losses), abs=1e-3)
         assert fit.damage.noise == pytest.approx(noises[0], rel=1e-4)
-        assert fit.fitted.noise == pytest.approx(noises[1], rel=1e-4)
-    losing = {fit.site for fit in fits if fit.loss_db >= 1}
+        fitted = join_heads(looking.found[SCALE_ONE, site][1])
+        assert fitted.noise == pytest.approx(noises[1], rel=1e-4)
+    losing = {str(site) for site, fit in fits.items() if fit.loss_db >= 1}
     assert "model.layers.1.self_attn.k" in losing
     assert not any(".layers.0." in site for site in losing)
 
@@ -314,5 +315,4 @@ def test_another_rounding_is_no_loss() -> None:
     hooks._is_measured = True
     hooks._measure(site, x)
     hooks.end_batch()
-    (fit,) = measure_fits(hooks.found, "mine", {"layers.0.attn": 0})
-    assert fit.loss_db < 0.01
+    assert measure_fit(hooks.found["mine", site]).loss_db < 0.01

@@ -231,7 +231,7 @@ def make_row(sqnr_db: float | None, *, role: str = "v", **more: float) -> LayerR
 def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
     rows = [*[make_row(30.0, role=role) for role in ("v", "v", "input", "input")], row]
     expected = f"{row.site} (layer 7) is destroyed: " if is_broken else ""
-    found = describe_damage("it", rows, {})
+    found = describe_damage(rows)
     assert found.startswith(expected)
     assert bool(found) is is_broken
 
@@ -249,7 +249,7 @@ def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict) -> None:
 
 def test_the_worst_site_is_described() -> None:
     rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
-    assert describe_damage("it", rows, {}) == (
+    assert describe_damage(rows) == (
         "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% zeroed"
     )
 

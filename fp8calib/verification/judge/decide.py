@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8calib.errors import format_ranges
 from fp8calib.verification.figures import format_mean_kld, format_ratio
-from fp8calib.verification.judge.fits import list_losing, list_unfit_rows
+from fp8calib.verification.judge.fits import get_loss, list_losing, list_unfit
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -16,7 +16,6 @@ from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
     Remedy,
-    SiteFit,
     Verdict,
     VerifyReport,
     describe_pair,
@@ -109,70 +108,56 @@ def _list_collapses(report: VerifyReport) -> Iterator[str]:
 
 def find_unfit(candidate: str, report: VerifyReport) -> set[str]:
     """Find the tensors of which the scales of a candidate lose what others would keep."""
-    fits, layers = report.fits, report.layers
-    rows = {row.site for row in list_unfit_rows(candidate, layers, fits)}
-    return rows | {fit.site for fit in list_losing(fits.get(candidate, ()))}
+    return {row.site for row in list_unfit(report.list_rows(candidate))}
 
 
 def _describe_unfit(candidate: str, report: VerifyReport) -> str:
-    scales = {row.site: row.scale for row in report.layers if row.candidate == candidate}
-    losing = list_losing(report.fits.get(candidate, ()))
-    described = [_describe_fit(fit, scales.get(fit.site)) for fit in losing]
-    described += map(_describe_row, list_unfit_rows(candidate, report.layers, report.fits))
+    described = [_describe_row(row) for row in list_unfit(report.list_rows(candidate))]
     rest = len(described) - _MOST_DESCRIBED
     more = f", and {rest} more" if rest > 0 else ""
     shown = "; ".join(described[:_MOST_DESCRIBED])
     return f"{candidate}: {shown}{more}." if described else ""
 
 
-def _describe_fit(fit: SiteFit, scale: float | None) -> str:
-    clips, damage = _clips(fit), fit.damage
-    share = fit.clipped or damage.clipped_share if clips else fit.flushed
-    # The loss of the worst head is, within a factor of two, that of the tensor.
-    most = max(damage.clipped_share, damage.flushed_share)
-    heads = "" if most >= max(fit.clipped, fit.flushed) / 2 else " of one head"
-    lost = (
-        _describe_lost(share, heads, clips=clips) if share else f"which costs {fit.loss_db:.1f} dB"
-    )
-    return _describe_scale(fit, damage.amax, scale, lost, clips=clips)
-
-
-def _clips(fit: SiteFit) -> bool:
+def _clips(row: LayerResult) -> bool:
     """Whether the amax, of the tensor or of a head, is above the range of its scale.
 
     Otherwise the scale is too large: with a fitted one, which clips nothing, less is lost.
     """
-    return bool(fit.clipped or fit.damage.clipped)
+    if row.fit is None:
+        return row.clipped > 0
+    return bool(row.fit.clipped or row.fit.damage.clipped)
 
 
 def _describe_row(row: LayerResult) -> str:
-    # A value clips if and only if the amax is above the range. Values become zero beside a large
-    # amax whatever the scale is, so this shows a scale that is too large only if the amax is small.
-    clips = row.clipped > 0
-    is_far_below = row.largest is not None and row.amax * _FAR_BELOW <= row.largest
-    if not clips and not (row.flushed and is_far_below):
-        where = _describe_place(row, row.amax, row.scale)
-        return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
-    lost = _describe_lost(row.clipped if clips else row.flushed, clips=clips)
-    return _describe_scale(row, row.amax, row.scale, lost, clips=clips)
-
-
-def _describe_lost(share: float, heads: str = "", *, clips: bool) -> str:
-    return f"{_format_percent(share)} of the values{heads} {'clip' if clips else 'become zero'}"
-
-
-def _describe_scale(
-    site: SiteFit | LayerResult, amax: float, scale: float | None, lost: str, *, clips: bool
-) -> str:
-    where = f"{_describe_place(site, amax, scale)} {'clips' if clips else 'underflows'}"
-    if site.role == "q" and scale == 1.0:
+    """Describe what a scale that does not fit loses."""
+    clips, fit, heads = _clips(row), row.fit, ""
+    if fit is None:
+        # Values become zero beside a large amax whatever the scale is, so this shows a scale that
+        # is too large only if the amax is small.
+        is_far_below = row.largest is not None and row.amax * _FAR_BELOW <= row.largest
+        if not clips and not (row.flushed and is_far_below):
+            return f"{_describe_place(row)} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
+        share = row.clipped if clips else row.flushed
+    else:
+        share = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
+        # The loss of the worst head is, within a factor of two, that of the tensor.
+        most = max(fit.damage.clipped_share, fit.damage.flushed_share)
+        heads = "" if most >= max(fit.clipped, fit.flushed) / 2 else " of one head"
+    verb = "clip" if clips else "become zero"
+    lost = f"{_format_percent(share)} of the values{heads} {verb}"
+    if not share:
+        lost = f"which costs {get_loss(row):.1f} dB"
+    where = f"{_describe_place(row)} {'clips' if clips else 'underflows'}"
+    if row.role == "q" and row.scale == 1.0:
         return f"{where}: there is no q_scale, so the engine uses 1.0; {lost}"
     return f"{where}: its scale is too {'small' if clips else 'large'}, {lost}"
 
 
-def _describe_place(site: SiteFit | LayerResult, amax: float, scale: float | None) -> str:
-    shown = "" if scale is None else f", scale {scale:.3g}"
-    return f"{site.site} (layer {site.layer}, amax {amax:.3g}{shown})"
+def _describe_place(row: LayerResult) -> str:
+    amax = row.amax if row.fit is None else row.fit.damage.amax
+    shown = "" if row.scale is None else f", scale {row.scale:.3g}"
+    return f"{row.site} (layer {row.layer}, amax {amax:.3g}{shown})"
 
 
 def _format_percent(share: float) -> str:
@@ -191,7 +176,7 @@ _OTHER_ENGINE = "Use another engine or format."
 
 def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateResult]) -> Decision:
     """Decide on the scales of the KV cache alone."""
-    losing = list_losing(report.fits.get(SCALE_ONE, ()))
+    losing = list_losing(report.list_rows(SCALE_ONE))
     if need.answer == "no":
         return _decide_without(report, need, losing, scaled)
     where, paired = f"At scale 1.0 {describe_losing(losing)}", need.added_by_one
@@ -209,17 +194,17 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     else:
         where += f": these are destroyed, though the KLD of this text does not show it ({changed})"
     where += "."
-    unfit = {one.name: list_losing(report.fits.get(one.name, ())) for one in scaled}
+    unfit = {one.name: list_losing(report.list_rows(one.name)) for one in scaled}
     if fitting := [one for one in scaled if not unfit[one.name]]:
         return _choose_scaled(report, where, fitting)
-    queries = [fit for fit in losing if fit.role == "q"]
-    repaired = [one for one in scaled if _needs_query_only(one.name, unfit[one.name], report)]
+    queries = [row for row in losing if row.role == "q"]
+    repaired = [one for one in scaled if _needs_query_only(unfit[one.name])]
     if repaired and queries:
         best = min(repaired, key=get_kld).name
-        layers = _join_layers(sorted({fit.layer for fit in queries}))
+        layers = _join_layers(sorted({row.layer for row in queries}))
         headline = f"{_NEEDED}, and {best} has no scale for q of {layers}."
         return _decide(headline, where, remedy=Remedy.SCALE_QUERY, candidate=best)
-    misfits = (f"In {name} {describe_losing(fits)}." for name, fits in unfit.items())
+    misfits = (f"In {name} {describe_losing(rows)}." for name, rows in unfit.items())
     of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""
     others = ", and those of the candidates do not fit" if scaled else ""
     headline = f"{_NEEDED}{others}: calibrate{of_query}."
@@ -229,7 +214,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
 def _decide_without(
     report: VerifyReport,
     need: KvNeed,
-    losing: Sequence[SiteFit],
+    losing: Sequence[LayerResult],
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
@@ -263,10 +248,9 @@ def _decide_without(
     return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
 
 
-def _needs_query_only(name: str, losing: Sequence[SiteFit], report: VerifyReport) -> bool:
+def _needs_query_only(losing: Sequence[LayerResult]) -> bool:
     """Whether all that the scales of a candidate leave unfit is q at scale 1.0."""
-    scales = {row.site: row.scale for row in report.layers if row.candidate == name}
-    return all(fit.role == "q" and scales.get(fit.site) == 1.0 for fit in losing)
+    return all(row.role == "q" and row.scale == 1.0 for row in losing)
 
 
 def _choose_scaled(
@@ -297,12 +281,12 @@ def _choose_scaled(
     return _decide(headline, *details, *others, remedy=Remedy.USE, candidate=name)
 
 
-def describe_losing(fits: Sequence[SiteFit]) -> str:
+def describe_losing(rows: Sequence[LayerResult]) -> str:
     """Describe where scales do not fit: `k of layer 3 clips and v of layers 5 and 7 underflows`."""
     found: dict[tuple[str, str], set[int]] = {}
-    for fit in fits:
-        verb = "clips" if _clips(fit) else "underflows"
-        found.setdefault((fit.role, verb), set()).add(fit.layer)
+    for row in rows:
+        verb = "clips" if _clips(row) else "underflows"
+        found.setdefault((row.role, verb), set()).add(row.layer)
     joined: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (role, verb), layers in found.items():
         joined.setdefault((verb, tuple(sorted(layers))), []).append(role)

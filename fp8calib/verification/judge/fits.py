@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median_high
+from statistics import fmean, median_high
 from typing import Literal
 
 from fp8calib.model.shapes import Site
@@ -16,7 +16,6 @@ from fp8calib.verification.report import (
     LayerResult,
     PairedAnswer,
     PairedResult,
-    SiteFit,
 )
 
 LEAST_DB = 15.0
@@ -33,19 +32,21 @@ _LOST_DB = 6.0
 FLUSHED = 0.02
 """A tensor that spans many octaves loses this share of values however well its scale fits."""
 KV_AND_Q = frozenset({"k", "v", "q"})
-Fits = Mapping[str, Sequence[SiteFit]]
-"""By candidate: how well its scales fit, against fitted ones on the same tensors."""
+Rows = Mapping[str, Sequence[LayerResult]]
+"""By candidate: what quantization did to its tensors."""
 _MEAN_LOSS_DB = 0.4
 """Many small losses count too: this is a tenth more noise in the mean over all sites."""
 
 
-def loses(fit: SiteFit) -> bool:
+def loses(row: LayerResult) -> bool:
     """Whether a scale loses more than another rounding of the same values would."""
-    return fit.loss_db >= LEAST_LOSS_DB or fit.clipped > CLIPPED
+    return row.fit is not None and (row.fit.loss_db >= LEAST_LOSS_DB or row.fit.clipped > CLIPPED)
 
 
-def is_damaged(fit: SiteFit) -> bool:
+def is_damaged(row: LayerResult) -> bool:
     """Whether a tensor, or one head of it, is destroyed that a fitted scale keeps."""
+    if (fit := row.fit) is None:
+        return False
     if fit.clipped > MOST_CLIPPED:
         return True
     is_lost = fit.worst_db is not None and fit.worst_db < LEAST_DB
@@ -54,51 +55,41 @@ def is_damaged(fit: SiteFit) -> bool:
     )
 
 
-def list_unfit_rows(candidate: str, layers: Sequence[LayerResult], fits: Fits) -> list[LayerResult]:
-    """List the sites whose scale does not fit and that no fit judges, the most damaged first.
+def list_unfit(rows: Sequence[LayerResult]) -> list[LayerResult]:
+    """List the sites of a candidate whose scale does not fit.
 
-    Those are the inputs of linears and weights; K, V and q too where they were not measured beside
-    a fitted scale.
+    First those that were measured beside a fitted scale, then inputs of linears and weights, the
+    most damaged first; K, V and q are among these where they were not measured.
     """
-    rows, unjudged = _list_rows(candidate, layers, fits)
-    return [
+    unfit = (
         row
-        for row in unjudged
-        if row.sqnr_db is not None
-        and (row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, rows))
-    ]
+        for row in rows
+        if row.fit is None and row.sqnr_db is not None
+        if row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, rows)
+    )
+    return [*list_losing(rows), *unfit]
 
 
-def describe_damage(candidate: str, layers: Sequence[LayerResult], fits: Fits) -> str:
+def describe_damage(rows: Sequence[LayerResult]) -> str:
     """Describe the first site of a candidate that is destroyed; empty without one."""
-    damaged = filter(is_damaged, fits.get(candidate, ()))
-    if fit := max(damaged, key=lambda each: each.loss_db, default=None):
-        found: SiteFit | LayerResult = fit
-        sqnr_db = fit.worst_db
-    else:
-        rows, unjudged = _list_rows(candidate, layers, fits)
-        destroyed = (
+    found = max(filter(is_damaged, rows), key=get_loss, default=None) or next(
+        (
             row
-            for row in unjudged
+            for row in rows
+            if row.fit is None
             if row.clipped > MOST_CLIPPED
             or _is_lost(row)
             or (row.role in KV_AND_Q and row.flushed > FLUSHED and _stands_out(row, rows))
-        )
-        if (row := next(destroyed, None)) is None:
-            return ""
-        found, sqnr_db = row, row.sqnr_db
+        ),
+        None,
+    )
+    if found is None:
+        return ""
+    measured = found.fit or found
+    sqnr_db = found.sqnr_db if found.fit is None else found.fit.worst_db
     sqnr = "" if sqnr_db is None else f"an SQNR of {sqnr_db:.1f} dB, "
-    lost = f"{found.clipped:.1%} clipped, {found.flushed:.1%} zeroed"
+    lost = f"{measured.clipped:.1%} clipped, {measured.flushed:.1%} zeroed"
     return f"{found.site} (layer {found.layer}) is destroyed: {sqnr}{lost}"
-
-
-def _list_rows(
-    candidate: str, layers: Sequence[LayerResult], fits: Fits
-) -> tuple[list[LayerResult], list[LayerResult]]:
-    """List the rows of a candidate, and those of them that no fit judges."""
-    judged = {fit.site for fit in fits.get(candidate, ())}
-    rows = [row for row in layers if row.candidate == candidate]
-    return rows, [row for row in rows if row.site not in judged]
 
 
 def _is_lost(row: LayerResult) -> bool:
@@ -132,21 +123,32 @@ FITTED = "scales that fit"
 """Names the divergences of a KV cache whose scales fit every tensor."""
 
 
-def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
+def get_loss(row: LayerResult) -> float:
+    """Give what a scale loses against the fitted one, in dB; 0 where that is unknown."""
+    return 0.0 if row.fit is None else row.fit.loss_db
+
+
+def list_losing(rows: Sequence[LayerResult]) -> list[LayerResult]:
     """List the sites that lose more than rounding alone varies, the largest loss first."""
-    losing = [fit for fit in fits if loses(fit)]
-    if not losing and fits and sum(fit.loss_db for fit in fits) / len(fits) >= _MEAN_LOSS_DB:
-        losing = [fit for fit in fits if fit.loss_db >= _MEAN_LOSS_DB]
-    return sorted(losing, key=lambda fit: -fit.loss_db)
+    measured = [row for row in rows if row.fit is not None]
+    losing = list(filter(loses, measured))
+    if not losing and measured and fmean(map(get_loss, measured)) >= _MEAN_LOSS_DB:
+        losing = [row for row in measured if get_loss(row) >= _MEAN_LOSS_DB]
+    return sorted(losing, key=lambda row: (-get_loss(row), row.layer, "kvq".index(row.role)))
 
 
-def find_fitting(candidates: Sequence[Candidate], fits: Fits) -> str:
+def find_fitting(candidates: Sequence[Candidate], rows: Rows) -> str:
     """Name the first candidate with KV scales that all fit; empty without one."""
     cached = (each.name for each in candidates if not each.weights and each.name != SCALE_ONE)
-    return next((name for name in cached if name in fits and not list_losing(fits[name])), "")
+    return next((n for n in cached if is_measured(rows[n]) and not list_losing(rows[n])), "")
 
 
-def find_unknown_cost(candidates: Sequence[Candidate], fits: Fits) -> Mapping[Site, Quantizer]:
+def is_measured(rows: Sequence[LayerResult]) -> bool:
+    """Whether any scale of a candidate was measured beside a fitted one."""
+    return any(row.fit is not None for row in rows)
+
+
+def find_unknown_cost(candidates: Sequence[Candidate], rows: Rows) -> Mapping[Site, Quantizer]:
     """Give quantizers with scales that fit, if only they tell what scale 1.0 adds to FP8's cost.
 
     Where scale 1.0 loses nothing, it adds nothing; where the scales of a candidate fit, that
@@ -154,13 +156,13 @@ def find_unknown_cost(candidates: Sequence[Candidate], fits: Fits) -> Mapping[Si
     """
     others = [each for each in candidates if each.name != SCALE_ONE]
     is_asked = not others or any(not each.weights for each in others)
-    if not is_asked or not list_losing(fits.get(SCALE_ONE, ())) or find_fitting(others, fits):
+    if not is_asked or not list_losing(rows.get(SCALE_ONE, ())) or find_fitting(others, rows):
         return {}
     return next(each.fitted for each in candidates if each.name == SCALE_ONE)
 
 
 def assess_need(
-    losing: Sequence[SiteFit],
+    losing: Sequence[LayerResult],
     fp8: tuple[float, float | None],
     added: PairedResult | None,
     removed: Sequence[PairedResult],
@@ -184,8 +186,8 @@ def assess_need(
         answer = "cannot-tell"
     return KvNeed(
         answer=answer,
-        sites=tuple(fit.site for fit in losing),
-        layers=tuple(sorted({fit.layer for fit in losing})),
+        sites=tuple(row.site for row in losing),
+        layers=tuple(sorted({row.layer for row in losing})),
         fp8_kld=fp8[0],
         fp8_kld_se=fp8[1],
         added_by_one=added,
