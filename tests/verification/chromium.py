@@ -89,28 +89,17 @@ class Page:
     def open(self, path: Path, *, width: int, height: int, is_phone: bool = False) -> None:
         """Load a file at a window size in CSS pixels; wait until it is complete."""
         self.events.clear()
-        self.resize(width=width, height=height, is_phone=is_phone)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for(f"location.href == {json.dumps(path.resolve().as_uri())}")
         self.wait_for("document.readyState === 'complete'")
 
-    def resize(self, *, width: int, height: int, is_phone: bool = False) -> None:
-        """Give the window another size, in CSS pixels."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-
     def prefer(self, scheme: str) -> None:
         """Prefer light or dark pages."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-
-    def drag_finger(self, *, x: int, start: int, end: int) -> None:
-        """Put a finger down, move it up or down in small steps, and lift it."""
-        ways = [round(start + (end - start) * step / 20) for step in range(21)]
-        for kind, y in zip(["touchStart", *["touchMove"] * 20], ways, strict=True):
-            self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
-        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def wait_for(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""

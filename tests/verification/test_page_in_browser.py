@@ -128,10 +128,6 @@ def test_the_text_of_charts_is_large_enough_and_nothing_overlaps(
     assert browser.evaluate(OUTSIDE_THEIR_CHART) == []
 
 
-def test_the_page_asks_for_nothing_but_itself(opened: Page, path: Path) -> None:
-    assert list_requests(opened) == [path.as_uri()]
-
-
 def test_nothing_is_wider_than_the_window(opened: Page) -> None:
     assert opened.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
     assert opened.evaluate(WIDER_THAN_WINDOW) == []
@@ -162,21 +158,6 @@ def test_a_table_scrolls_inside_its_own_box_on_a_phone(browser: Page, path: Path
     assert browser.evaluate(f"({box}.scrollLeft = 200, {box}.scrollLeft)") == 200
 
 
-def test_a_finger_on_a_plot_scrolls_the_page(browser: Page, path: Path) -> None:
-    browser.open(path, **PHONE)
-    browser.evaluate("document.querySelector('svg').scrollIntoView({block: 'center'})")
-    start = browser.evaluate("scrollY")
-    browser.drag_finger(x=200, start=422, end=222)
-    browser.wait_for(f"scrollY > {start + 100}")
-
-
-def test_charts_follow_the_window(browser: Page, path: Path) -> None:
-    browser.open(path, **DESKTOP)
-    browser.resize(width=600, height=800)
-    browser.wait_for("document.querySelector('svg').getBoundingClientRect().width < 600")
-    assert browser.evaluate("document.documentElement.scrollWidth") == 600
-
-
 def test_hostile_names_run_nothing_and_widen_nothing(browser: Page, tmp_path: Path) -> None:
     names = (HOSTILE, "x" * 300)
     report = make_small(
@@ -194,10 +175,3 @@ def test_hostile_names_run_nothing_and_widen_nothing(browser: Page, tmp_path: Pa
     assert browser.evaluate("document.querySelector('h1').lastChild.textContent") == HOSTILE
     assert browser.evaluate("document.documentElement.scrollWidth") == 390
     assert list_requests(browser) == [(tmp_path / "hostile.html").as_uri()]
-
-
-def test_a_report_with_nothing_to_draw_opens_too(browser: Page, tmp_path: Path) -> None:
-    report = make_small(candidates=(make_candidate("a", by_position=()),))
-    write_page(report, tmp_path / "bare.html")
-    browser.open(tmp_path / "bare.html", **DESKTOP)
-    assert find_problems(browser) == []
