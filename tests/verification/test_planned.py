@@ -106,55 +106,35 @@ def test_a_model_that_computes_in_a_coarser_dtype_is_quantized_from_its_file(
         assert torch.equal(emulated[name], multiply(written, name).bfloat16()), name
 
 
+_SIZES = {"hidden_size": 64, "intermediate_size": 96}
+_BLOCKS = {**_SIZES, "head_dim": 32}
+"""With these all inputs are whole blocks of MXFP8, 32 elements."""
+
+
 @pytest.mark.parametrize(
-    ("family", "scheme"),
+    ("family", "scheme", "sizes", "dtype"),
     [
-        ("jamba", "fp8-dynamic"),
-        pytest.param("deepseek_v32", "fp8-dynamic", marks=zoo.NEEDS_5_23),
-        pytest.param("axk2", "fp8-block", marks=zoo.NEEDS_5_23),
-        ("gemma3n_text", "w8a16"),
-        ("mixtral", "fp8-block"),
-        ("qwen3_next", "fp8-block"),
+        ("jamba", "fp8-dynamic", {}, "float32"),
+        pytest.param("deepseek_v32", "fp8-dynamic", {}, "float32", marks=zoo.NEEDS_5_23),
+        pytest.param("axk2", "fp8-block", {}, "float32", marks=zoo.NEEDS_5_23),
+        ("gemma3n_text", "w8a16", {}, "float32"),
+        ("mixtral", "fp8-block", {}, "float32"),
+        ("qwen3_next", "fp8-block", {}, "float32"),
+        ("llama", "fp8-dynamic", _SIZES, "bfloat16"),
+        ("llama", "mxfp8", _SIZES, "bfloat16"),
+        ("llama4_text", "fp8-block", _SIZES, "bfloat16"),
+        ("llama", "mxfp8", _BLOCKS, "float32"),
+        ("llama", "mxfp8-a16", _BLOCKS, "float32"),
+        ("mixtral", "mxfp8", _BLOCKS, "float32"),  # experts stored apart; below in stacks
+        ("granitemoe", "mxfp8-a16", _BLOCKS, "float32"),
+        ("llama4_text", "mxfp8", {**_BLOCKS, "intermediate_size_mlp": 96}, "float32"),
     ],
 )
 def test_a_scheme_has_the_divergence_of_its_checkpoint(
-    family: str, scheme: str, tmp_path: Path
+    family: str, scheme: str, sizes: dict[str, int], dtype: str, tmp_path: Path
 ) -> None:
-    families.save(family, MODELS[family], tmp_path / "m")
-    compare_divergences(scheme, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [("llama", "fp8-dynamic"), ("llama", "mxfp8"), ("llama4_text", "fp8-block")],
-)
-def test_a_scheme_has_the_divergence_of_its_checkpoint_in_bfloat16(
-    family: str, scheme: str, tmp_path: Path
-) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
     families.save(family, {**MODELS[family], **sizes}, tmp_path / "m")
-    compare_divergences(scheme, tmp_path, dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        ("llama", "mxfp8"),
-        ("llama", "mxfp8-a16"),
-        ("mixtral", "mxfp8"),
-        ("granitemoe", "mxfp8-a16"),
-        ("llama4_text", "mxfp8"),
-    ],
-)
-def test_mxfp8_has_the_divergence_of_its_checkpoint(
-    family: str, scheme: str, tmp_path: Path
-) -> None:
-    """Its inputs are whole blocks of 32; experts are stored apart, or in stacks (the last two)."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    more = {"llama4_text": {"intermediate_size_mlp": 96}}.get(family, {})
-    changes = {**families.FAMILIES.get(family, {}), **sizes, **more}
-    families.save(family, changes, tmp_path / "m")
-    compare_divergences(scheme, tmp_path)
+    compare_divergences(scheme, tmp_path, dtype)
 
 
 @pytest.mark.parametrize(("engine", "is_named"), [("reference", False), ("vllm", True)])
@@ -162,8 +142,7 @@ def test_gpus_that_leave_inputs_of_mxfp8_in_16_bits_are_named(
     engine: str, is_named: bool, tmp_path: Path
 ) -> None:
     """Of the scheme and of its checkpoint; of fp8-dynamic there is nothing to say."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
-    families.save("llama", {**MODELS["llama"], **sizes}, tmp_path / "m")
+    families.save("llama", {**MODELS["llama"], **_SIZES}, tmp_path / "m")
     succeed("quantize", tmp_path / "m", "--scheme", "mxfp8", "--out", tmp_path / "q")
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 19))}] * 2)
     candidates = {("--scheme", "mxfp8"): is_named, ("--scales", tmp_path / "q"): is_named}
