@@ -17,7 +17,7 @@ from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
-from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands
 
 K0 = "model.layers.0.self_attn.k_scale"
