@@ -30,8 +30,8 @@ from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import ModelError, shorten
 from fp8calib.model.geometry_from_config import complete_heads, is_known, restore_floats
+from fp8calib.model.plain_sections import GENERATION_NAME
 
-_GENERATION = "generation_config.json"
 _SAMPLING = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-9, 1.0),
@@ -96,10 +96,10 @@ def list_other_faults(
             parts.append((text, inner))
     for parsed, own in parts:
         yield from _list_nulls(parsed, own)
-    if (folder / _GENERATION).is_file():
+    if (folder / GENERATION_NAME).is_file():
         read = GenerationConfig.from_pretrained
         if why := _try(lambda: read(folder, local_files_only=True).validate()):
-            yield f"transformers refuses {_GENERATION}: {why}"
+            yield f"transformers refuses {GENERATION_NAME}: {why}"
         yield from _list_odd_sampling(folder)
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors" and (
@@ -166,13 +166,13 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _list_odd_sampling(folder: Path) -> Iterator[str]:
     try:
-        document = load_json_object(folder / _GENERATION)
+        document = load_json_object(folder / GENERATION_NAME)
     except ModelError:
         return  # which transformers refuses too
     for key, (least, most) in _SAMPLING.items():
         value = document.get(key)
         if isinstance(value, int | float) and not least <= value <= most:
-            yield f"{_GENERATION} says {key}: {value}, outside {least:g} to {most:g}"
+            yield f"{GENERATION_NAME} says {key}: {value}, outside {least:g} to {most:g}"
 
 
 def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:

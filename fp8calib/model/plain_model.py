@@ -49,7 +49,7 @@ class _Family:
     """Keys of its own, see `_KINDS`."""
 
 
-_FAMILIES = {
+FAMILIES = {
     "llama": _Family(name="Llama", keys=("attention_bias", "mlp_bias", "pretraining_tp")),
     "mistral": _Family(name="Mistral", keys=("sliding_window",)),
     "qwen2": _Family(
@@ -187,7 +187,7 @@ def _split_numbers(name: str) -> list[tuple[int, int, str]]:
 def _find_family(config: Mapping[str, object]) -> _Family | None:
     """Find the row of a config of which every key is understood."""
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    family = _FAMILIES.get(str(plain.pop("model_type", None)))
+    family = FAMILIES.get(str(plain.pop("model_type", None)))
     if family is None or plain.pop("architectures", None) != [f"{family.name}ForCausalLM"]:
         return None
     ropes = plain.pop("rope_scaling", None), plain.pop("rope_parameters", None)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from fp8calib.errors import ModelError
 from fp8calib.model.config_faults import find_config_fault, list_other_faults
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.model.plain_model import _FAMILIES, is_plain, read_plain_geometry
+from fp8calib.model.plain_model import FAMILIES, is_plain, read_plain_geometry
 
 _DRAWS = 40
 _ODD: tuple[Any, ...] = (None, 0, -1, 1, 2.5, "silu", True, [], [3], {}, 1 << 40, "bfloat16")
@@ -70,7 +70,7 @@ def draw_config(drawn: random.Random, family: str) -> dict[str, Any]:
         "pretraining_tp": 1,
     }
     config: dict[str, Any] = {
-        "architectures": [f"{_FAMILIES[family].name}ForCausalLM"],
+        "architectures": [f"{FAMILIES[family].name}ForCausalLM"],
         "model_type": family,
         "hidden_size": 64,
         "intermediate_size": drawn.choice([48, 96]),
@@ -81,7 +81,7 @@ def draw_config(drawn: random.Random, family: str) -> dict[str, Any]:
         "max_position_embeddings": 128,
         "dtype": "bfloat16",
         **drawn.choice(_ROPES),
-        **(window if "sliding_window" in _FAMILIES[family].keys else {}),
+        **(window if "sliding_window" in FAMILIES[family].keys else {}),
     }
     if drawn.random() < 0.5:
         config["head_dim"] = drawn.choice([8, 32])
@@ -89,7 +89,7 @@ def draw_config(drawn: random.Random, family: str) -> dict[str, Any]:
         config["tie_word_embeddings"] = drawn.random() < 0.5
     if drawn.random() < 0.7:
         config |= {"pad_token_id": drawn.choice([None, 0, 60]), "eos_token_id": [1, 2]}
-    config |= {k: v for k, v in own.items() if k in _FAMILIES[family].keys and drawn.random() < 0.4}
+    config |= {k: v for k, v in own.items() if k in FAMILIES[family].keys and drawn.random() < 0.4}
     if drawn.random() < 0.3:
         config[drawn.choice(list(config))] = drawn.choice(_ODD)
     if drawn.random() < 0.1:
@@ -113,7 +113,7 @@ def save_drawn(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_gives_the_geometry_and_the_doubts_of_transformers(
     tmp_path: Path, family: str
 ) -> None:
