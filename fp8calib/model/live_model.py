@@ -9,7 +9,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -83,6 +85,11 @@ class LiveCheckpoint(Checkpoint):
         first = start // item
         part = tensor.reshape(-1)[first : -(-stop // item)].cpu().contiguous().view(torch.uint8)
         return part[start - first * item : stop - first * item]
+
+    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Read the same bytes as an array."""
+        data: NDArray[np.uint8] = self.read_bytes(name, start, stop).numpy()
+        return data
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""

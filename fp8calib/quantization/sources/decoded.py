@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, INTEGERS, ITEM_SIZE_BYTES, PACKED_BITS, TensorEntry
@@ -212,6 +214,11 @@ class DecodedCheckpoint(Checkpoint):
         rows = self.read_rows(name, first, last).to(TORCH_DTYPES[entry.dtype])
         data = rows.contiguous().view(torch.uint8).reshape(-1)
         return data[start - first * row_bytes : stop - first * row_bytes]
+
+    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Read the same bytes as an array."""
+        data: NDArray[np.uint8] = self.read_bytes(name, start, stop).numpy()
+        return data
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
