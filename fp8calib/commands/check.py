@@ -26,6 +26,9 @@ from fp8calib.text import Block, Line, Table
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
+_SUSPICIOUS_FIX = (
+    "quantize or calibrate the unquantized model again; --allow-suspicious accepts them as they are"
+)
 _UNREAD = "--read-weights also looks for NaN, infinity and rows of zeros in the weights"
 
 
@@ -229,6 +232,8 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
             yield Line(f"  fix: {fix}")
         yield from (Line(f"  unknown: {reason}") for reason in engine.unknown)
         yield from (Line(f"  suspicious: {reason}") for reason in engine.suspicious)
+        if engine.suspicious:
+            yield Line(f"  fix: {_SUSPICIOUS_FIX}")
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
     if not (result.has_read_weights or Path(request.path).is_file()):
         yield Line(_UNREAD)

@@ -35,6 +35,8 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
             command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
+        case Remedy.CHECK if candidate.is_dir():
+            command = f"fp8calib check {named} --read-weights"
         case Remedy.FIND_LAYERS:
             command = _plan(report, request, gates)
         case Remedy.USE if request.scheme is not None:

@@ -56,6 +56,8 @@ class Remedy(StrEnum):
     """Write scales of q too."""
     FIND_LAYERS = "find-layers"
     """Find the layers that should stay unquantized, or whose KV cache should."""
+    CHECK = "check"
+    """Check the scales of the candidate's weights, which are wrong."""
 
 
 class ReferenceResult(Frozen):

@@ -622,3 +622,14 @@ def test_a_site_that_clips_and_underflows_clips() -> None:
     assert found.details.endswith(
         "clips: its scale is too small, 0.01% of the values of one head clip."
     )
+
+
+@pytest.mark.parametrize(("db", "remedy"), [(-143.0, Remedy.CHECK), (31.0, Remedy.FIND_LAYERS)])
+def test_weights_whose_scales_are_wrong_are_checked_not_planned(db: float, remedy: Remedy) -> None:
+    report = make_small(
+        candidates=(make_candidate("q", verdict=Verdict.FAIL),),
+        layers=(make_layer("q", 0, "weight", sqnr_db=db),),
+    )
+    found = conclude_report(report).decision
+    assert found.remedy is remedy
+    assert ("The scales of 1 weight are wrong" in found.details) == (remedy is Remedy.CHECK)

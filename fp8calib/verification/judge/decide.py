@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fp8calib.errors import format_ranges
+from fp8calib.errors import format_count, format_ranges
 from fp8calib.verification.figures import format_mean_kld, format_ratio
-from fp8calib.verification.judge.fits import get_loss, list_losing, list_unfit
+from fp8calib.verification.judge.fits import LEAST_DB, get_loss, list_losing, list_unfit
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -324,8 +324,17 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     if failed:
         worst = min(failed, key=get_kld).name
         headline = _judge(only) if only else "No candidate passes."
+        rows = list_unfit(report.list_rows(worst))
+        wrong = [r for r in rows if r.role == "weight" and (r.sqnr_db or 0.0) < LEAST_DB]
         advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
-        return _decide(headline, advice, *unusable, remedy=Remedy.FIND_LAYERS, candidate=worst)
+        remedy = Remedy.FIND_LAYERS
+        if wrong:  # no scheme loses as much
+            advice = (
+                f"The scales of {format_count(len(wrong), 'weight')} are wrong, or the weights are "
+                "another model's: quantize it again."
+            )
+            remedy = Remedy.CHECK
+        return _decide(headline, advice, *unusable, remedy=remedy, candidate=worst)
     return _decide(_judge(only) if only else "No candidate is known to pass.", *unusable)
 
 
