@@ -84,10 +84,17 @@ class Fp8Checkpoint(Checkpoint):
         self.dialect = self._refine(dialect)
         self.origin = find_origin(self.folder, self.files)
         for name in zero_points:
-            self._check_zero_point(name)
+            if stored.read(name).to(torch.float32).any():
+                hint = "FP8 is symmetric; engines ignore zero points"
+                raise refusal(self.file_of(name), f"{name} is not zero", hint=hint)
         # a weight is read in many parts, by several threads
         self._spread_scale = lru_cache(maxsize=2)(self._load_spread_scale)
-        self._stored = self._load_tensor_scales()
+        self._stored: dict[str, float] = {}
+        """The scales of weights [out, in] that have one."""
+        for name, weight in self._weights.items():
+            scale = self._read_scale(weight.scale_name)  # which checks it
+            if weight.scheme.weights is Granularity.TENSOR and len(weight.shape) == 2:
+                self._stored[name] = scale.item()
         self._input_scales = {
             name: self._read_scale(weight.input_scale_name).item()
             for name, weight in self._weights.items()
@@ -242,15 +249,6 @@ class Fp8Checkpoint(Checkpoint):
         check_scales(self.file_of(name), name, values, stored=stored, smallest=smallest)
         return values
 
-    def _load_tensor_scales(self) -> dict[str, float]:
-        """Check all weight scales, and keep those of weights [out, in] with one scale."""
-        kept: dict[str, float] = {}
-        for name, weight in self._weights.items():
-            scale = self._read_scale(weight.scale_name)
-            if weight.scheme.weights is Granularity.TENSOR and len(weight.shape) == 2:
-                kept[name] = scale.item()
-        return kept
-
     def _list_requantized(self, *, keeps_equal: bool) -> Iterator[str]:
         """List the per-tensor weights that are dequantized to fp16 and quantized again at load."""
         groups: dict[str, list[float]] = defaultdict(list)
@@ -264,11 +262,6 @@ class Fp8Checkpoint(Checkpoint):
                 is_kept = keeps_equal and len(set(scales)) == 1
             if not is_kept:
                 yield name
-
-    def _check_zero_point(self, name: str) -> None:
-        if bool((self._checkpoint.read(name).to(torch.float32) != 0).any()):
-            hint = "FP8 is symmetric; engines ignore zero points"
-            raise refusal(self.file_of(name), f"{name} is not zero", hint=hint)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from fp8calib.checkpoint.model_config import (
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
@@ -55,16 +56,14 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     quantized = find_quantized(checkpoint)
     if quantized is None:
         return checkpoint
-    decoded = DecodedCheckpoint(checkpoint)
-    if decoded.form:
-        return decoded
-    if all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values()):
-        what = f"has KV scales, and its weights are not quantized (quant_method {quantized.method})"
-        raise ModelError(f"{folder} {what}", hint=if_quantized)
-    raise ModelError(
-        f"{folder} is already quantized (quant_method {quantized.method})",
-        hint=f"{if_quantized}; {_READ}",
-    )
+    is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
+    if is_plain and quantized.method == COMPRESSED_TENSORS.method:
+        what = "has KV scales, and its weights are not quantized"
+        undecodable = ModelError(f"{folder} {what}", hint=if_quantized)
+    else:
+        fault = f"{folder} is already quantized (quant_method {quantized.method})"
+        undecodable = ModelError(fault, hint=f"{if_quantized}; {_READ}")
+    return _decode(checkpoint, undecodable)
 
 
 def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
@@ -84,13 +83,15 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
             f"{folder}: its weights are not quantized",
             hint="there is nothing to dequantize: use the model as it is",
         )
+    fault = f"{folder}: its weights cannot be dequantized (quant_method {quantized.method})"
+    return _decode(checkpoint, ModelError(fault, hint=_READ), dtype)
+
+
+def _decode(checkpoint: Checkpoint, undecodable: ModelError, dtype: str = "") -> DecodedCheckpoint:
     decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
-    if decoded.form:
-        return decoded
-    raise ModelError(
-        f"{folder}: its weights cannot be dequantized (quant_method {quantized.method})",
-        hint=_READ,
-    )
+    if not decoded.form:
+        raise undecodable
+    return decoded
 
 
 class DecodedCheckpoint(Checkpoint):
@@ -133,7 +134,8 @@ class DecodedCheckpoint(Checkpoint):
         if not self.weights:
             return
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
-        self.form = f"{' and '.join(sorted(self.forms))} weights ({method})"
+        forms = sorted({weight.form for weight in self.weights.values()})
+        self.form = f"{' and '.join(forms)} weights ({method})"
         named = dtype or find_dtype(super().load_config())
         self.dtype_name = named if named in _DTYPES else "bfloat16"
         self._dtype = _DTYPES[self.dtype_name]
@@ -145,11 +147,6 @@ class DecodedCheckpoint(Checkpoint):
         }
         names = (*(name for name in self.tensors if name in entries), *entries)
         self.tensors = MappingProxyType({name: entries[name] for name in names})
-
-    @property
-    def forms(self) -> frozenset[str]:
-        """The names of the forms of its weights."""
-        return frozenset(weight.form for weight in self.weights.values())
 
     def _list_others(self, parts: Collection[str]) -> Iterator[tuple[str, TensorEntry]]:
         """List the tensors of the model that are not quantized."""
