@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from fp8calib.engines.vllm.cpu import VLLM_CPU
 
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.engine import VLLM_CPU
 from fp8calib.engines.vllm.kv_method import find_exclusions, find_kv_method
 from fp8calib.engines.vllm.linears import VllmReader
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
