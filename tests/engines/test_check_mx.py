@@ -101,6 +101,21 @@ def test_vllm_loads_experts_and_an_output_layer(form: str, tmp_path: Path) -> No
         assert (report.weights, report.unknown) == (None, ())
 
 
+def test_biases_of_experts_are_no_part_of_the_class(tmp_path: Path) -> None:
+    """llm-compressor writes those of gpt_oss so, and vLLM 0.32.0 stops with a KeyError (run)."""
+    zoo.save("mixtral", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    out = run(tmp_path / "model", tmp_path / "out", "mxfp8", "compressed-tensors").out
+    tensors = load_file(out / "model.safetensors")
+    tensors |= {
+        name.replace(".w2.weight", ".w2.bias"): torch.zeros(64, dtype=torch.bfloat16)
+        for name in tensors
+        if name.endswith(".w2.weight")
+    }
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    unknown = ask(out, "vllm").unknown
+    assert "experts.0.w2.bias is not in the model's class" in " ".join(unknown)
+
+
 @pytest.mark.parametrize(
     "name", ["llmcompressor-mxfp8", "llmcompressor-mxfp8-a16", "modelopt-mxfp8"]
 )

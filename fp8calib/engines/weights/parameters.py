@@ -195,7 +195,9 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
     absent |= {
         module
         for name, entry in tensors.items()
-        if entry.dtype not in _FORMATS and split_expert(module := name.rpartition(".")[0])
+        if entry.dtype not in _FORMATS
+        and not is_companion(name)  # the exponents of MXFP8 are bytes
+        and split_expert(module := name.rpartition(".")[0])
     }
     num_layers, decoder = len(geometry.layers), find_decoder(geometry)
     for name in geometry.leftovers:
