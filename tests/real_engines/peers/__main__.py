@@ -27,7 +27,7 @@ from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, li
 from tests.real_engines.fuzz.exclusions import find_exclusion
 from tests.real_engines.fuzz.observation import Observation
 from tests.real_engines.peers.cells import ARCHITECTURES
-from tests.real_engines.vllm_job import ROOT, WeightLoader
+from tests.real_engines.vllm_job import ROOT, ForkServer
 
 _WRITERS = {".venv-peers": "write", ".venv-auto-round": "write_auto_round"}
 """By environment."""
@@ -55,10 +55,10 @@ def main() -> int:
     seen = options.peers / "seen"
     with (
         TemporaryDirectory(dir=options.peers) as work,
-        WeightLoader(options.peers / "vllm.log") as loader,
+        ForkServer(options.peers / "vllm.log") as server,
     ):
         observers: dict[str, Observe] = {
-            "vllm": _remember(VllmObserver(loader, Path(work)), seen / "vllm", out),
+            "vllm": _remember(VllmObserver(server, Path(work)), seen / "vllm", out),
             "transformers": _remember(TransformersObserver(Path(work)), seen / "transformers", out),
         }
         return _compare_all(wanted, out, models, observers)
