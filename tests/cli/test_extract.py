@@ -107,8 +107,7 @@ def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
         for i in range(2)
     ]
     verdicts = list_verdicts(report)
-    assert set(verdicts) == {"vLLM", "SGLang"}
-    assert all("times too large" in text for text in verdicts.values())  # made-up scales
+    assert verdicts == dict.fromkeys(["vLLM", "SGLang"], "ok, 2 of 2 layers served")
     assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
 
 

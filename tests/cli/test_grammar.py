@@ -57,7 +57,6 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> Non
         (["calibrate", "m", "--tp", "two"], "--tp"),
         (["calibrate", "m", "n"], "n"),
         (["export", "s", "--format", "rfc"], "--out"),
-        (["export", __file__, "--out", "o"], "--format"),
         (["show"], "STATS|SCALES"),
         (["no-such-command"], "no-such-command"),
     ],

@@ -161,7 +161,7 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
     ]
     arguments = ["|".join(command) for command in commands]
     out, err = start(sys.executable, "-c", code, *arguments).communicate(timeout=60)
-    assert [line for line in out.splitlines() if line.endswith("True")] == [f"{arguments[-1]} True"]
+    assert not [line for line in out.splitlines() if line.endswith("True")]
     lines = [line for line in err.splitlines() if not line.startswith("hint: ")]
     missing = lines[: len(commands) - 1]
     assert all(line.startswith("error: ") and none in line for line in missing), missing
