@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.numerics.schemes import list_without_calibration
-from scripts.benchmarks.child_process import PROGRAM, Usage, measure
+from scripts.benchmarks.child_process import PROGRAM, PYTHON, Usage, call, measure
 from scripts.benchmarks.figures import Figure, compare, report, work_folder
 from scripts.benchmarks.options import make_parser
 from scripts.benchmarks.random_llama import Llama
@@ -66,6 +66,7 @@ def measure_all(options: Namespace) -> Iterator[Figure]:
     for scheme in SCHEMES:
         name, peak_mb = f"{scheme}: peak memory / cap", warm[scheme][0].peak_anonymous_mb
         yield compare(SECTION, name, [peak_mb], [CAP_BYTES / 1e6], 1.0)
+    yield measure_dequantize(options.rounds)
     if options.peers:
         make_source(min(options.layers, NUM_PEER_LAYERS))
         ours = [run(quantize_command("fp8-dynamic"))]
@@ -102,6 +103,24 @@ def run_in_turn(rounds: int, *, is_cold: bool) -> Mapping[str, Sequence[Usage]]:
     return usages
 
 
+def measure_dequantize(rounds: int) -> Figure:
+    """Measure dequantize, without the time that importing torch takes, against `cp` of its result.
+
+    The result is as big as the source, which is what `cp` copies.
+    """
+    child = WORK / "child"
+    call(PROGRAM, "quantize", SOURCE, "--scheme", "fp8-dynamic", "--out", child)
+    seconds, copies = [], []
+    for _ in range(rounds):
+        copies.append(run(["cp", "-r", str(SOURCE), str(OUT)]).duration_s)
+        prepare_page_cache(is_cold=False, folder=child)
+        usage = measure([PROGRAM, "dequantize", str(child), "--out", str(OUT)], WORK / "log")
+        shutil.rmtree(OUT)
+        started = measure([PYTHON, "-c", "import torch"], WORK / "log").duration_s
+        seconds.append(usage.duration_s - started)
+    return compare(SECTION, "dequantize without import torch / cp, warm", seconds, copies, 1.5)
+
+
 def quantize_command(scheme: str) -> list[str]:
     """Build the command line that is measured."""
     return [PROGRAM, "quantize", str(SOURCE), "--scheme", scheme, "--out", str(OUT), "--json"]
@@ -115,9 +134,9 @@ def run(command: Sequence[str], *, is_cold: bool = False, cap_bytes: int | None 
     return usage
 
 
-def prepare_page_cache(*, is_cold: bool) -> None:
-    """Read the source into the page cache, or let the kernel drop it from there."""
-    for path in SOURCE.iterdir():
+def prepare_page_cache(*, is_cold: bool, folder: Path = SOURCE) -> None:
+    """Read a checkpoint into the page cache, or let the kernel drop it from there."""
+    for path in folder.iterdir():
         with path.open("rb") as file:
             if is_cold:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
