@@ -7,6 +7,7 @@ tools. `extra_config` gives single layers other bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.formats.fp8.dialect import Fp8Dialect
@@ -129,9 +130,9 @@ AUTO_ROUND = Fp8Dialect(
     own_file="quantization_config.json",
     block_scale_name="weight_scale_inv",
 )
-AUTO_ROUND_MX = Fp8Dialect(
+AUTO_ROUND_MX = replace(
+    AUTO_ROUND,
     name="auto-round-mx",
     description="auto-round's own format, with MXFP8 weights",
-    method="auto-round",
-    make_finder=_make_finder,
+    block_scale_name="weight_scale",
 )
