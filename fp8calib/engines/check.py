@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
@@ -215,14 +216,21 @@ def _make_judge(
     """
     if stats is not None:
         return partial(mark_odd_scales, reaches=measure_reaches(stats))
+    is_on_hub = any(find_ranged_file(model.path / file) for file in model.tensors)
 
     @cache
     def estimate() -> Mapping[Slot, Reach]:
-        return estimate_reaches(model, geometry, odd_scales) if reads_weights else {}
+        return estimate_reaches(model, geometry, odd_scales)
 
     def judge(report: EngineReport, factor: float) -> EngineReport:
         if not any(each.status is Status.USED for each in report.verdicts):
             return report
+        alone = suspect_odd_scales(report, factor, estimates={})
+        # A layer whose K or V is large has a large scale: the weights tell. Those of a model on the
+        # Hub would have to be downloaded.
+        is_odd = alone.suspicious != report.suspicious and not is_on_hub
+        if not reads_weights and not is_odd:
+            return alone
         return suspect_odd_scales(report, factor, estimates=estimate())
 
     return judge

@@ -112,7 +112,7 @@ def test_scales_are_compared_with_statistics(
     report = check(8, overlay, "--stats", calibrated[0], *ALL)
 
     assert outcome.code == 8
-    assert "look like reciprocals" in " ".join(outcome.out.split())
+    assert "looks like a reciprocal" in " ".join(outcome.out.split())
     for engine in ENGINES:
         layers = report["engines"][engine]["layers"]
         assert {layer["k"]["status"] for layer in layers} == {"used"}
