@@ -225,12 +225,12 @@ def _make_judge(
     def judge(report: EngineReport, factor: float) -> EngineReport:
         if not any(each.status is Status.USED for each in report.verdicts):
             return report
-        alone = suspect_odd_scales(report, factor, estimates={})
-        # A layer whose K or V is large has a large scale: the weights tell. Those of a model on the
-        # Hub would have to be downloaded.
-        is_odd = alone.suspicious != report.suspicious and not is_on_hub
-        if not reads_weights and not is_odd:
-            return alone
+        if not reads_weights:
+            alone = suspect_odd_scales(report, factor, estimates={})
+            # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
+            # the Hub would have to be downloaded.
+            if alone.suspicious == report.suspicious or is_on_hub:
+                return alone
         return suspect_odd_scales(report, factor, estimates=estimate())
 
     return judge

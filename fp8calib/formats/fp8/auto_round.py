@@ -34,7 +34,7 @@ def is_mx(config: Fields) -> bool:
     return str(config.get("data_type")).startswith("mx_fp") and config.get("bits") == 8
 
 
-def find_layer(config: Fields, module: str) -> tuple[Fields, str]:
+def _find_layer(config: Fields, module: str) -> tuple[Fields, str]:
     """Give what the config says of a linear, and the key that says it; empty for the whole config.
 
     Names come before ends of paths, and these before expressions, as in vLLM 0.32.0
@@ -75,7 +75,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
 
     def find(module: str) -> StoredScheme:
         try:
-            layer, key = find_layer(config, module)
+            layer, key = _find_layer(config, module)
         except ValueError as error:
             fault = f"extra_config: {error}"
             raise refusal(path, fault, hint="correct the quantization config") from error
