@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.disk import format_size
+from fp8calib.commands import calibrate, quantize
 from fp8calib.commands import options as shared
+from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.quantize import QuantizeRequest
-from fp8calib.commands.quantize import run as quantize
+from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Record, Result, RunPlan, WrittenCheck, describe_checks
+from fp8calib.commands.result import Result, RunPlan, WrittenCheck, describe_checks
+from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
-from fp8calib.numerics.schemes import SCHEMES, InputScaling
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.text import Answer, Block, Line, Table
 from fp8calib.verification.figures import format_mean_kld
 
 if TYPE_CHECKING:
     from fp8calib.commands._verify import VerifyResult
-    from fp8calib.data.sequences import DataPlan
+else:  # importing it takes seconds
+    VerifyResult = Any
 
 _CALIBRATED, _LEAST = 4 / 5, 5
-_ALIKE = 1.05
-"""Sizes within this factor are alike: then the KLD decides."""
 _OVERLAY, _SCALE_ONE, _PAGE = "kv-overlay", "scale-1.0", "report.html"
 
 
@@ -59,34 +60,18 @@ class AutoRequest(shared.TextOptions):
     tokenizer: Any = option(shared.TOKENIZER, default=None)
 
 
-class Choice(Record):
-    """A candidate, as `verify` measured it; `name` is a folder in `out`, or scale-1.0.
-
-    `size_bytes` is that of its tensors.
-    """
-
-    name: str
-    size_bytes: int
-    verdict: str
-    kld_mean: float | None
-    kld_se: float | None
-    ppl_ratio: float
-
-    @property
-    def passes(self) -> bool:
-        """Whether the gate lets it pass without a warning."""
-        return self.verdict in {"pass", "no-difference"}
-
-
 class AutoResult(Result):
-    """What was chosen, and what else was measured."""
+    """What was chosen, and what was measured of all choices."""
 
     out: Path
     chosen: str
-    """The name of the choice; empty where none passes."""
-    choices: tuple[Choice, ...]
-    why: str = ""
-    """What `verify` says where none passes."""
+    """A folder in `out`, or scale-1.0: the model as it is; empty where none passes."""
+    why: str
+    """What to serve, or why nothing, in a sentence."""
+    sizes: Mapping[str, int]
+    """The bytes of the tensors of each choice."""
+    verified: VerifyResult
+    """What `verify` says of all choices; the names of its candidates are paths."""
     serve: str
     """The command that serves it in vLLM, or else in SGLang."""
     checked: tuple[WrittenCheck, ...]
@@ -94,21 +79,12 @@ class AutoResult(Result):
     @property
     def answer(self) -> str:
         """What to serve, or why nothing."""
-        if not self.chosen:
-            return f"No choice passes the gate. {self.why}"
-        best = next(each for each in self.choices if each.name == self.chosen)
-        place = "the model itself" if self.chosen == _SCALE_ONE else self.out / self.chosen
-        return f"Serve {place}: KLD {format_mean_kld(best.kld_mean, best.kld_se)}."
-
-    @property
-    def passed(self) -> bool:
-        """Whether a choice passes the gate."""
-        return bool(self.chosen)
+        return self.why
 
     @property
     def exit_code(self) -> int:
         """8 where no choice passes the gate, 9 where the text cannot tell of any."""
-        is_unknown = all(each.verdict == "cannot-tell" for each in self.choices)
+        is_unknown = all(e.verdict == "cannot-tell" for e in self.verified.candidates)
         failed = CANNOT_TELL if is_unknown else VerificationError.exit_code
         return 0 if self.chosen else failed
 
@@ -125,166 +101,103 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         VerificationError: a model gives NaN or infinity.
     """
     with slow_imports():
-        from fp8calib.commands._verify import run as verify
-        from fp8calib.commands.calibrate import CalibrateRequest
-        from fp8calib.commands.calibrate import run as calibrate
-        from fp8calib.commands.verify import VerifyRequest
-        from fp8calib.commands.written import check_written
-    out, schemes = Path(request.out), list(list_schemes(request.gpu))
-    if out.exists() and not request.resume:
-        raise UsageError(f"--out {out}: exists", hint="name another folder, or pass --resume")
-    if (out / _PAGE).exists():
-        raise UsageError(f"--out {out}: auto has finished there", hint="name another folder")
-    text, size = _read_text(request)
-    cut = round(len(text.sequences) * _CALIBRATED)
-    first, rest = text.sequences[:cut], text.sequences[cut:]
+        from fp8calib.commands import _verify, model, written
+        from fp8calib.data.sources import split_data
+        from fp8calib.verification.judge.smallest import choose_smallest
+    out = Path(request.out)
+    if (out / _PAGE).exists() or (out.exists() and not request.resume):
+        hint = "name another folder; --resume continues a run that was stopped"
+        raise UsageError(f"--out {out}: exists", hint=hint)
+    specs, rows = split_data(request.data, text_column=request.text_column)
+    with model.open_run_model(request) as opened:
+        data = model.read_settings(request, specs)
+        more: dict[str, Any] = {"rows": rows, "tokenizer": request.tokenizer}
+        text = model.plan_text(opened.source, data, part="calibrate", **more)
+        size = opened.checkpoint.total_size_bytes
+    count = 0 if text.media else len(text.sequences)
+    if count < _LEAST:
+        hint = "use 40 or more; calibrate and verify take images and sound too"
+        raise UsageError(f"{count} sequences of text alone are too few", hint=hint)
+    cut = round(count * _CALIBRATED)
+    vllm = find_emulated("vllm")[0]
+    schemes = vllm.list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
     steps = [
-        f"calibrate on {len(first)} of {len(text.sequences)} sequences",
+        f"calibrate on {cut} of {count} sequences",
         *(f"write {name}" for name in schemes),
-        f"verify on the other {len(rest)} sequences, keep the smallest that passes, and check it",
+        f"verify on the other {count - cut} sequences, keep the smallest that passes, and check it",
     ]
     if request.dry_run:
         return RunPlan(
             plan={"model": str(request.model), "weights_size_bytes": size, "steps": steps}
         )
     numbered = iter([f"step {i} of {len(steps)}: {each}" for i, each in enumerate(steps, 1)])
-    places = ("model", "device", "dtype", "memory", "revision", "trust_remote_code", "progress")
-    common: dict[str, Any] = {name: getattr(request, name) for name in places}
-    common |= {"seq_len": text.seq_len, "pack": False}
+    common: dict[str, Any] = {e.name: getattr(request, e.name) for e in fields(shared.TextOptions)}
+    common |= {"seq_len": text.seq_len, "text_column": None, "pack": False}
 
     reporter.say(next(numbered))
-    measured: dict[str, Any] = {
-        "data": first,
-        "samples": len(first),
-        "resume": request.resume,
-        "check": False,
-    }
-    calibrate(CalibrateRequest(**common, **measured, out=out), reporter)
-    checks = {_OVERLAY: check_written(out, out, path=_OVERLAY)}
+    common |= {"data": text.sequences[:cut], "samples": cut}
+    asked = CalibrateRequest(**common, out=out, resume=request.resume, check=False)
+    calibrate.run(asked, reporter)
+    checks = {_OVERLAY: written.check_written(out, out, path=_OVERLAY)}
+    sizes = {_SCALE_ONE: size, _OVERLAY: size}
     for name in schemes:
         reporter.say(next(numbered))
-        for stats in (out, None):  # without KV scales if no engine serves it with them
-            if stats is None and SCHEMES[name].has_static_inputs:
-                continue
-            options: dict[str, Any] = {"stats": stats, "revision": request.revision}
-            options |= {"check": False, "force": True}
-            try:
-                quantize(QuantizeRequest(request.model, name, out / name, **options), reporter)
-            except (ExportError, ModelError) as error:  # no engine can load it, for one
-                reporter.warn(f"{name} is no choice: {error.message}")
-                break
-            checks[name] = check_written(out, out, path=name)
-            if any(each.command for each in checks[name]):
-                break
+        if made := _quantize(request, name, reporter):
+            checks[name] = tuple(e.model_copy(update={"path": name}) for e in made.checked)
+            sizes[name] = made.bytes.after
     reporter.say(next(numbered))
-    compared: dict[str, Any] = {
-        "data": rest,
-        "samples": len(rest),
-        "strict": request.gate is not None,
-    }
-    compared |= {"gate": request.gate, "report": out / _PAGE, "force": True}
-    scales = [out / name for name in checks]
-    report = verify(VerifyRequest(**common, **compared, scales=scales), reporter)
+    common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate}
+    common |= {"strict": request.gate is not None, "scales": [out / name for name in checks]}
+    report = _verify.run(VerifyRequest(**common, report=out / _PAGE, force=True), reporter)
     assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
-    launch = find_emulated("vllm")[0].launch
-    own = "" if launch is None else launch.spell(str(request.model))
-    own += " --trust-remote-code" * request.trust_remote_code
-    return _conclude(out, report, checks, size, own)
 
-
-def _conclude(
-    out: Path,
-    report: VerifyResult,
-    checks: Mapping[str, Sequence[WrittenCheck]],
-    size: int,
-    own: str,
-) -> AutoResult:
-    """Choose, and delete the other checkpoints.
-
-    `size` is that of the model in 16 bits, in bytes, and `own` the command that serves it.
-    """
-    keys = ("verdict", "kld_mean", "kld_se", "ppl_ratio")
-    choices, reasons = {}, []
-    for each in report.candidates:
-        name, files = Path(each.name).name, (out / Path(each.name).name).glob("*.safetensors")
-        held = sum(file.stat().st_size for file in files) if name in checks else size
-        found = {key: getattr(each, key) for key in keys}
-        choices[name] = Choice(name=name, size_bytes=held, **found)
-        if each.verdict in {"warn", "cannot-tell"}:
-            reasons.append(f"{name} gets {each.verdict}: {each.verdict_why}.")
-    left = {Path(name).name for name in report.unusable}
-    left |= {name for name, found in checks.items() if not any(each.command for each in found)}
-    if report.kv is not None and report.kv.answer == "no" and choices[_SCALE_ONE].passes:
-        left.add(_OVERLAY)  # another rounding alone
-    chosen = choose([each for name, each in choices.items() if name not in left])
+    served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
+    if vllm.launch is not None:
+        trust = " --trust-remote-code" * request.trust_remote_code
+        served[_SCALE_ONE] = vllm.launch.spell(str(request.model)) + trust
+    chosen, why = choose_smallest(report, {name: sizes[name] for name in served})
     for name in checks.keys() - {chosen}:
         shutil.rmtree(out / name)
-    checked = tuple(checks.get(chosen, ()))
-    reasons.append(report.kv.why if report.kv else "")
     return AutoResult(
         out=out,
         chosen=chosen,
-        why="" if chosen else reasons[0],
-        choices=tuple(choices.values()),
-        serve=next((each.command for each in checked if each.command), own if chosen else ""),
-        checked=checked,
+        why=why,
+        sizes=sizes,
+        verified=report,
+        serve=served.get(chosen, ""),
+        checked=checks.get(chosen, ()),
     )
 
 
-def _read_text(request: AutoRequest) -> tuple[DataPlan, int]:
-    """Read the text, and the bytes of the model's weights."""
-    from fp8calib.commands.model import open_run_model, plan_text, read_settings
-    from fp8calib.data.sources import split_data
-
-    specs, rows = split_data(request.data, text_column=request.text_column)
-    with open_run_model(request) as model:
-        data = read_settings(request, specs)
-        text = plan_text(
-            model.source, data, rows=rows, part="calibrate", tokenizer=request.tokenizer
-        )
-        size = model.checkpoint.total_size_bytes
-    if text.media:
-        raise UsageError("auto takes text alone", hint="run calibrate and verify")
-    if len(text.sequences) < _LEAST:
-        raise UsageError(f"{len(text.sequences)} sequences are too few", hint="use 40 or more")
-    return text, size
-
-
-def list_schemes(gpu: str) -> Iterator[str]:
-    """List the schemes whose inputs a GPU multiplies as they are stored; without any, w8a16."""
-    engine, serving = find_emulated("vllm")[0], find_gpu(gpu)
-    multiplied = [
-        name
-        for name, scheme in SCHEMES.items()
-        if scheme.inputs is not InputScaling.NONE
-        and not engine.explain_unmultiplied(scheme, serving)
-    ]
-    yield from multiplied or ["w8a16"]
-
-
-def choose(choices: Sequence[Choice]) -> str:
-    """Name the smallest that passes, of sizes that are alike the one of the smallest KLD."""
-    passing = [each for each in choices if each.passes]
-    least = min((each.size_bytes for each in passing), default=0)
-    small = [each for each in passing if each.size_bytes <= least * _ALIKE]
-    best = min(small, key=lambda each: each.kld_mean or 0.0, default=None)
-    return "" if best is None else best.name
+def _quantize(request: AutoRequest, scheme: str, reporter: Reporter) -> QuantizeResult | None:
+    """Write a scheme, without KV scales if no engine serves it with them; None if it cannot be."""
+    out, written = Path(request.out), None
+    for stats in [out] if SCHEMES[scheme].has_static_inputs else [out, None]:
+        common: dict[str, Any] = {"stats": stats, "revision": request.revision, "force": True}
+        try:
+            asked = QuantizeRequest(request.model, scheme, out / scheme, **common)
+            written = quantize.run(asked, reporter)
+        except (ExportError, ModelError) as error:  # no engine can load it, for one
+            reporter.warn(f"{scheme} is no choice: {error.message}")
+            break
+        if any(each.command for each in written.checked):
+            break
+    return written
 
 
 def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
     """Give the choice, what else was measured, the smallest first, and how to serve it."""
     rows = []
-    for each in sorted(result.choices, key=lambda choice: choice.size_bytes):
-        kld, size = format_mean_kld(each.kld_mean, each.kld_se), format_size(each.size_bytes)
-        name = each.name + " *" * (each.name == result.chosen)
-        rows.append([name, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
+    for each in sorted(result.verified.candidates, key=lambda e: result.sizes[Path(e.name).name]):
+        name, kld = Path(each.name).name, format_mean_kld(each.kld_mean, each.kld_se)
+        marked, size = name + " *" * (name == result.chosen), format_size(result.sizes[name])
+        rows.append([marked, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
     yield Answer(result.answer)
     yield Line()
     yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
     yield Line()
     yield Line(f"written to {result.out}; all figures: {result.out / _PAGE}")
-    for text in describe_checks(result.checked) if result.checked else [result.serve]:
-        yield Line(text)
+    yield from map(Line, describe_checks(result.checked) if result.checked else [result.serve])
 
 
 auto = as_function("auto", AutoRequest, run)

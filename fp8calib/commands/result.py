@@ -42,7 +42,7 @@ class Result(Record):
     @property
     def passed(self) -> bool:
         """Whether no check and no gate failed."""
-        return True
+        return self.exit_code == 0
 
     @property
     def exit_code(self) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
 from fp8calib.engines.status import Evidence
-from fp8calib.numerics.schemes import InputScaling, Scheme
+from fp8calib.numerics.schemes import SCHEMES, InputScaling, Scheme
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics
@@ -214,6 +214,14 @@ class Engine:
         if scheme.inputs is InputScaling.NONE or kind not in self.list_unmultiplied(gpu):
             return ""
         return f"{self.release} leaves inputs in 16 bits on {gpu.title}, which has no {kind}"
+
+    def list_multiplied(self, gpu: Gpu) -> list[str]:
+        """Name the schemes whose inputs a GPU multiplies as they are stored."""
+        return [
+            name
+            for name, scheme in SCHEMES.items()
+            if scheme.inputs is not InputScaling.NONE and not self.explain_unmultiplied(scheme, gpu)
+        ]
 
     @property
     def can_skip_caches(self) -> bool:

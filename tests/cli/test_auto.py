@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.commands.auto import Choice, choose, list_schemes
+from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.registry import find_emulated
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
 
@@ -33,12 +34,13 @@ def test_the_smallest_that_passes_is_kept_and_verify_agrees(
     rest = write_rows(tmp_path / "rest.jsonl", ROWS[32:])
     command = ("verify", model, "--data", rest, *OPTIONS, "--samples", 8, "--scales")
     again = succeed(*command, out / report["chosen"], "--no-pack", "--json").json
-    choices = {each["name"]: each for each in report["choices"]}
+    choices = {Path(each["name"]).name: each for each in report["verified"]["candidates"]}
     mine, verified = choices[report["chosen"]], again["candidates"][0]
     for key in ("kld_mean", "kld_se", "ppl_ratio", "verdict"):
         assert mine[key] == verified[key]
     assert report["serve"].startswith(f"vllm serve {out / report['chosen']}")
-    assert mine["size_bytes"] < choices["kv-overlay"]["size_bytes"]
+    assert report["sizes"][report["chosen"]] < report["sizes"]["kv-overlay"]
+    assert "vllm serve" in (out / report["chosen"] / "README.md").read_text()
 
 
 def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -47,11 +49,10 @@ def test_nothing_is_kept_where_nothing_passes(model: Path, rows: Path, tmp_path:
     command = ("auto", model, "--data", rows, *OPTIONS, "--gate", gate, "--out", tmp_path / "out")
     found = run(*command)
     assert found.code == 8
-    assert found.out.startswith(
-        "No choice passes the gate. This model does not need KV scales, but "
-    )
+    assert found.out.startswith("No choice passes the gate; the nearest, ")
+    assert "gets fail: " in found.out.replace("\n", " ")
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
-    assert "auto has finished there" in fail(2, *command, "--resume")
+    assert "exists" in fail(2, *command, "--resume")
 
 
 def test_an_interrupted_run_is_resumed(
@@ -63,7 +64,7 @@ def test_an_interrupted_run_is_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fp8calib.commands.auto.quantize", interrupt)
+        patch.setattr("fp8calib.commands.quantize.run", interrupt)
         interrupted = run(*command)
     assert interrupted.code == 130
     assert "--out" in fail(2, *command)
@@ -85,7 +86,7 @@ def test_a_dry_run_names_the_steps_and_writes_nothing(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--samples", 4), "4 sequences are too few"),
+        (("--samples", 4), "4 sequences of text alone are too few"),
         (("--gpu", "abacus"), "this GPU is not known"),
         (("--gate", "none"), "neither a gate"),
     ],
@@ -105,30 +106,10 @@ def test_an_existing_folder_is_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("A100", ["w8a16"]),
+        ("A100", []),
         ("H100", ["fp8-static", "fp8-dynamic", "fp8-block"]),
         ("B200", ["fp8-static", "fp8-dynamic", "fp8-block", "mxfp8"]),
     ],
 )
 def test_the_gpu_decides_which_schemes_are_tried(gpu: str, names: list[str]) -> None:
-    assert list(list_schemes(gpu)) == names
-
-
-def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen() -> None:
-    def make(name: str, size: int, kld: float, verdict: str = "pass") -> Choice:
-        return Choice(
-            name=name,
-            size_bytes=size,
-            verdict=verdict,
-            kld_mean=kld,
-            kld_se=None,
-            ppl_ratio=1.0,
-        )
-
-    whole, static = make("scale-1.0", 200, 0.001), make("static", 100, 0.03)
-    dynamic, failed = make("dynamic", 104, 0.02), make("block", 90, 0.01, "fail")
-    warned = make("static", 100, 0.01, "warn")
-    assert choose([whole, static, dynamic, failed]) == "dynamic"
-    assert choose([whole, static, make("dynamic", 106, 0.02)]) == "static"
-    assert choose([whole, failed]) == choose([whole, warned]) == "scale-1.0"
-    assert not choose([failed, warned, make("x", 1, 0.1, "cannot-tell")])
+    assert find_emulated("vllm")[0].list_multiplied(find_gpu(gpu)) == names
