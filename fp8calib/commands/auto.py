@@ -101,13 +101,12 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         VerificationError: a model gives NaN or infinity.
     """
     with slow_imports():
-        from fp8calib.commands import _verify, model, written
+        from fp8calib.commands import _verify, model, suggest, written
         from fp8calib.data.sources import split_data
         from fp8calib.verification.judge.smallest import choose_smallest
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
-        hint = "name another folder; --resume continues a run that was stopped"
-        raise UsageError(f"--out {out}: exists", hint=hint)
+        raise UsageError(f"--out {out}: exists", hint="name another, or --resume a stopped run")
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:
         data = model.read_settings(request, specs)
@@ -119,8 +118,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         hint = "use 40 or more; calibrate and verify take images and sound too"
         raise UsageError(f"{count} sequences of text alone are too few", hint=hint)
     cut = round(count * _CALIBRATED)
-    vllm = find_emulated("vllm")[0]
-    schemes = vllm.list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
+    schemes = find_emulated("vllm")[0].list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
     steps = [
         f"calibrate on {cut} of {count} sequences",
         *(f"write {name}" for name in schemes),
@@ -148,13 +146,12 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     reporter.say(next(numbered))
     common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate}
     common |= {"strict": request.gate is not None, "scales": [out / name for name in checks]}
-    report = _verify.run(VerifyRequest(**common, report=out / _PAGE, force=True), reporter)
+    judged = VerifyRequest(**common, report=out / _PAGE, force=True)
+    report = _verify.run(judged, reporter)
     assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
 
     served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
-    if vllm.launch is not None:
-        trust = " --trust-remote-code" * request.trust_remote_code
-        served[_SCALE_ONE] = vllm.launch.spell(str(request.model)) + trust
+    served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged)
     chosen, why = choose_smallest(report, {name: sizes[name] for name in served})
     for name in checks.keys() - {chosen}:
         shutil.rmtree(out / name)

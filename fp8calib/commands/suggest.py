@@ -104,25 +104,28 @@ def _quantize(report: VerifyReport, request: VerifyRequest, scheme: str, stats: 
 
 
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
-    """Spell the command that serves the model, a checkpoint, or calibrate's overlay.
-
-    The KV cache is served in FP8, unless the checkpoint was emulated without one.
-    """
-    launch = find_emulated(request.engine)[0].launch
-    if launch is not None and request.fp8_dtype == E5M2.name:
-        launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} fp8_e5m2")
+    """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
     if report.decision.remedy is Remedy.SERVE:
-        spelled = "" if launch is None else launch.spell(report.model)
-        return spelled and spelled + _spell_last(request)
+        return spell_server(report.model, request)
     found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
-    if launch is None or found is None:
+    return "" if found is None else spell_server(str(found), request, has_kv="k" in roles)
+
+
+def spell_server(model: str, request: VerifyRequest, *, has_kv: bool = True) -> str:
+    """Spell the command that serves a model in the engine of a run; empty where there is none.
+
+    Args:
+        model: a folder or a Hub id.
+        request: the run.
+        has_kv: whether the KV cache is in FP8.
+    """
+    launch = find_emulated(request.engine)[0].launch
+    if launch is None:
         return ""
-    return launch.spell(str(found), has_kv="k" in roles) + _spell_last(request)
-
-
-def _spell_last(request: VerifyRequest) -> str:
-    """Spell the layers whose cache stays in 16 bits, and the leave to run the model's code."""
+    if request.fp8_dtype == E5M2.name:
+        launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} fp8_e5m2")
     layers = request.kv_cache_dtype_skip_layers
     skipped = f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""
-    return skipped + " --trust-remote-code" * request.trust_remote_code
+    trust = " --trust-remote-code" * request.trust_remote_code
+    return launch.spell(model, has_kv=has_kv) + skipped + trust
