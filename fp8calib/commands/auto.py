@@ -66,12 +66,10 @@ class AutoResult(Result):
     out: Path
     chosen: str
     """A folder in `out`, or scale-1.0: the model as it is; empty where none passes."""
-    why: str
-    """What to serve, or why nothing, in a sentence."""
     sizes: Mapping[str, int]
     """The bytes of the tensors of each choice."""
     verified: VerifyResult
-    """What `verify` says of all choices; the names of its candidates are paths."""
+    """What `verify` says of all choices, with this decision; the candidates' names are paths."""
     serve: str
     """The command that serves it in vLLM, or else in SGLang."""
     checked: tuple[WrittenCheck, ...]
@@ -79,7 +77,7 @@ class AutoResult(Result):
     @property
     def answer(self) -> str:
         """What to serve, or why nothing."""
-        return self.why
+        return self.verified.decision.headline
 
     @property
     def exit_code(self) -> int:
@@ -104,6 +102,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         from fp8calib.commands import _verify, model, suggest, written
         from fp8calib.data.sources import split_data
         from fp8calib.verification.judge.smallest import choose_smallest
+        from fp8calib.verification.page.page import write_page
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
         raise UsageError(f"--out {out}: exists", hint="name another, or --resume a stopped run")
@@ -152,18 +151,14 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
 
     served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
     served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged)
-    chosen, why = choose_smallest(report, {name: sizes[name] for name in served})
+    decision = choose_smallest(report, {name: sizes[name] for name in served})
+    chosen, gate = Path(decision.candidate).name, report.gates[0] if request.gate else None
+    report = report.model_copy(update={"decision": decision, "next": served.get(chosen, "")})
+    write_page(report, out / _PAGE, command=report.next, gate=gate)
     for name in checks.keys() - {chosen}:
         shutil.rmtree(out / name)
-    return AutoResult(
-        out=out,
-        chosen=chosen,
-        why=why,
-        sizes=sizes,
-        verified=report,
-        serve=served.get(chosen, ""),
-        checked=checks.get(chosen, ()),
-    )
+    more = {"sizes": sizes, "serve": report.next, "checked": checks.get(chosen, ())}
+    return AutoResult(out=out, chosen=chosen, verified=report, **more)
 
 
 def _quantize(request: AutoRequest, scheme: str, reporter: Reporter) -> QuantizeResult | None:

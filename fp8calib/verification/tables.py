@@ -102,11 +102,11 @@ def texts_table(report: VerifyReport) -> Table | None:
         [
             str(text.sequence),
             format_kld(text.kld),
-            text.before,
             text.worst,
             format_kld(text.worst_kld),
+            text.before,
         ]
         for text in report.worst_texts
     ]
-    columns = ["sequence", "KLD mean", "text before its worst token", "worst token", "its KLD"]
-    return Table(columns=columns, rows=rows, words=(2, 3)) if rows else None
+    columns = ["sequence", "KLD mean", "worst token", "its KLD", "text before it"]
+    return Table(columns=columns, rows=rows, words=(2, 4)) if rows else None

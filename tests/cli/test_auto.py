@@ -39,6 +39,9 @@ def test_the_smallest_that_passes_is_kept_and_verify_agrees(
     for key in ("kld_mean", "kld_se", "ppl_ratio", "verdict"):
         assert mine[key] == verified[key]
     assert report["serve"].startswith(f"vllm serve {out / report['chosen']}")
+    page = (out / "report.html").read_text()
+    assert report["verified"]["decision"]["headline"] in page
+    assert report["serve"] in page
     assert report["sizes"][report["chosen"]] < report["sizes"]["kv-overlay"]
     assert "vllm serve" in (out / report["chosen"] / "README.md").read_text()
 

@@ -42,15 +42,17 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen(
     layers = (make_layer("out/overlay", 0), make_layer(SCALE_ONE, 0))
     report = make_small(candidates=candidates, layers=layers, kv=kv)
     sizes = {name: size for name, size in SIZES.items() if name not in left_out}
-    name, why = choose_smallest(report, sizes)
-    assert name == chosen
+    found = choose_smallest(report, sizes)
+    assert found.details == report.decision.details
     if not chosen:
-        assert why == (
+        assert not found.candidate
+        assert found.headline == (
             "No choice passes the gate; the nearest, dynamic, gets cannot-tell: between 1.01 and "
             "1.05."
         )
     else:
+        assert found.candidate == spell(chosen)
         place = "the model itself" if chosen == SCALE_ONE else spell(chosen)
-        assert why == f"Serve {place}: KLD {KLDS[chosen]:.4f} ± 0.0010."
+        assert found.headline == f"Serve {place}: KLD {KLDS[chosen]:.4f} ± 0.0010."
     unusable = report.model_copy(update={"unusable": tuple(spell(each) for each in verdicts)})
-    assert not choose_smallest(unusable, sizes)[0]
+    assert not choose_smallest(unusable, sizes).candidate

@@ -120,7 +120,7 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
         badges=_BADGES,
         run=(
             f"{report.engine_version or report.engine}, emulated",
-            f"{report.tokens:,} tokens in {report.sequences:,} sequences of {data}",
+            f"{report.tokens:,} tokens in {report.sequences:,} sequences ({data})",
             f"computed in {report.dtype} on {report.device}",
             f"perplexity of the unquantized model {report.reference.ppl:.5g}",
         ),
