@@ -51,6 +51,8 @@ _FIRST_PRINTS_S = 10.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Threads of OpenMP that wait in a loop make a busy machine several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     handle_signals()
     _replace_closed_streams()
     try:

@@ -61,6 +61,21 @@ def test_help_does_not_pay_for_heavy_imports() -> None:
     assert err == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+def test_threads_that_wait_leave_the_processor_to_others(
+    given: dict[str, str], policy: str
+) -> None:
+    code = (
+        "import contextlib, os\nfrom fp8calib.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n    main(['--version'])\n"
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    out, err = start(sys.executable, "-c", code, **given).communicate(timeout=60)
+    assert out.splitlines()[1:] == [policy], err
+
+
 def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * 128}] * 2000)
     before = snapshot(tmp_path)
