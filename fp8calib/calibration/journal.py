@@ -195,13 +195,14 @@ class Journal:
 
     def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], Ranges]:
         """Read the statistics of an earlier run, and the sequences that they cover."""
+        again = f"to start again, remove {self.folder}"
         try:
             stats = load_stats(path, accepts_shard=True)
         except ModelError as error:
-            raise ModelError(error.message, hint="leave out --resume to start again") from error
+            raise ModelError(error.message, hint=again) from error
         own, here = stats.shard, self._empty.shard
         if own is None or here is None:
-            raise ModelError("a checkpoint holds complete statistics", hint="leave out --resume")
+            raise ModelError("a checkpoint holds complete statistics", hint=again)
         difference = explain_other_run(stats.header, self._empty.header)
         if not difference and (own.index, own.count) != (here.index, here.count):
             difference = f"{own.describe()}, and {here.describe()}"
@@ -212,7 +213,7 @@ class Journal:
         if difference:
             raise UsageError(
                 f"{self.folder}: the interrupted run was another calibration: {difference}",
-                hint="repeat its command line, or leave out --resume to start again",
+                hint=f"repeat its command line; {again}",
             )
         return stats.sites, own.sequences
 

@@ -77,7 +77,7 @@ def output_folder(
         shutil.rmtree(old, ignore_errors=True)
         staging.mkdir(exist_ok=True)
         if tag:
-            _prepare(staging, tag, resume, on_old)
+            _prepare(staging, tag, resume, force, on_old)
         else:
             remove_entries(staging)
         is_kept = False
@@ -90,8 +90,7 @@ def output_folder(
             is_kept = False
             remove_progress_file(path)
         except BaseException as error:
-            # all progress of a run is in safetensors files: shards, codes, or checkpoints
-            if tag and isinstance(error, kept_after) and any(staging.rglob("*.safetensors")):
+            if tag and isinstance(error, kept_after) and _has_progress(staging):
                 is_kept = True
             if is_kept and isinstance(error, KeyboardInterrupt):
                 error.add_note(RESUMABLE)
@@ -104,7 +103,9 @@ def output_folder(
                 shutil.rmtree(staging, ignore_errors=True)
 
 
-def _prepare(staging: Path, tag: str, resume: bool, on_old: Callable[[Path], object]) -> None:
+def _prepare(
+    staging: Path, tag: str, resume: bool, force: bool, on_old: Callable[[Path], object]
+) -> None:
     """Continue what an interrupted run left, or begin: refuse a folder that no run made."""
     progress = staging / PROGRESS_NAME
     if any(staging.iterdir()):
@@ -116,13 +117,24 @@ def _prepare(staging: Path, tag: str, resume: bool, on_old: Callable[[Path], obj
         if resume and _read_tag(progress) not in (None, tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
-                hint="omit --resume to start again, or use the options of that run",
+                hint="use the options of that run; to start again, remove the folder",
             )
-        on_old(staging)
-        if not resume:
+        if not resume and not force and _has_progress(staging):
+            raise UsageError(
+                f"{staging}: an interrupted run is kept here",
+                hint="add --resume to continue it; to start again, remove the folder",
+            )
+        if resume:
+            on_old(staging)
+        else:
             remove_entries(staging)
     if _read_tag(progress) is None:
         progress.write_text(json.dumps({"tag": tag}))
+
+
+def _has_progress(staging: Path) -> bool:
+    """Whether a folder holds what a run has finished: shards, codes, or checkpoints."""
+    return any(staging.rglob("*.safetensors"))
 
 
 def _read_tag(progress: Path) -> str | None:

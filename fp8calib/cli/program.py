@@ -38,6 +38,7 @@ _HINTS = {
 """The hints of errors that have none of their own."""
 _MEASURING = frozenset({"check", "kv-types", "plan", "server", "verify"})
 """Commands that end with a verification."""
+_NOT_KEPT = "nothing is kept; fewer --samples or a smaller --seq-len take less time"
 _REPEAT = "an option takes one value: write it again for another, as --tp 1 --tp 2"
 
 _PRINTED_BY_PARSER = frozenset({"-h", "--help", "--version", "--show-completion"})
@@ -121,9 +122,9 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 
 def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:
-    """Give the command line that resumes an interrupted one; empty where nothing is saved."""
+    """Give the command line that resumes an interrupted one, or say that nothing is saved."""
     if RESUMABLE not in getattr(interruption, "__notes__", ()):
-        return ""
+        return _NOT_KEPT if "verify" in arguments[:1] else ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
     if find_process_rank(os.environ).size > 1:
         return "resume with: the same command and --resume, in any number of processes"

@@ -29,9 +29,10 @@ from fp8calib.commands.result import (
     list_top_level,
 )
 from fp8calib.commands.show import NUM_QUARTERS, Saturation, describe_skipped
-from fp8calib.errors import ExportError, cut_list
+from fp8calib.errors import ExportError, cut_list, name_ranges
 from fp8calib.formats.registry import list_written
 from fp8calib.machine import ALONE, ProcessRank
+from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
 
 if TYPE_CHECKING:
@@ -240,17 +241,20 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
 
 
 def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Give the range of the amax of K, V and q in one line."""
-    ranges = []
+    """Give the range of the amax of K, V and q, and what clips at scale 1.0, a line each."""
+    ranges, clipping = [], []
     for role in ("k", "v", "q"):
         known = [row for row in rows if row["role"] == role and row["amax"]]
-        if known:
-            least, most = (pick(known, key=lambda row: row["amax"]) for pick in (min, max))
-            ranges.append(
-                f"{role} {least['amax']:.3g} to {most['amax']:.3g} in layer {most['layer']}"
-            )
+        if not known:
+            continue
+        least, most = (pick(known, key=lambda row: row["amax"]) for pick in (min, max))
+        ranges.append(f"{role} {least['amax']:,.3g} to {most['amax']:,.4g} (layer {most['layer']})")
+        if above := sorted({row["layer"] for row in known if row["amax"] > E4M3FN.max}):
+            clipping.append(f"{role} of {name_ranges(above)}")
     if ranges:
-        yield f"amax: {', '.join(ranges)}"
+        yield f"amax of layers: {', '.join(ranges)}"
+    if clipping:
+        yield f"above {E4M3FN.max:g}, which clips at scale 1.0: {', '.join(clipping)}"
 
 
 def _describe_experts(tokens: Mapping[str, Sequence[int]]) -> str:

@@ -330,17 +330,11 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
     old: list[Journal] = []
 
     def read_old(staging: Path) -> None:
-        """Read what an interrupted run left, or warn that it is lost."""
-        if job.resume:
-            old.append(open_journal(staging))
-            old[0].load()
-            if job.layer_job is not None:
-                job.layer_job.check_same(staging)
-        elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
-            job.reporter.warn(
-                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
-                "such a run, add --resume to its command line"
-            )
+        """Read what an interrupted run left."""
+        old.append(open_journal(staging))
+        old[0].load()
+        if job.layer_job is not None:
+            job.layer_job.check_same(staging)
 
     if not group.is_first:
         folder, sequences = group.broadcast(tuple)

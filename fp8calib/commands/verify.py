@@ -37,7 +37,7 @@ def _split_layers(names: str) -> tuple[int, ...]:
 
 def check_scales(path: str) -> None:
     """Refuse a path that does not exist."""
-    require_path(Path(path), option="--scales")
+    require_path(Path(path), option="--scales", hint="calibrate and quantize write such")
 
 
 @request_class

@@ -97,7 +97,7 @@ def build_plan(
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
     if used.rejected:
-        warnings.append(f"{encoding.describe_unusable()}; they were skipped")
+        warnings.append(f"skipped: {encoding.describe_unusable()}")
     if encoding.shortened:
         warnings.append(
             f"the chat template leaves something out of {len(encoding.shortened)} of "
@@ -116,7 +116,8 @@ def build_plan(
         warnings.append(f"{used.too_short} of {usable} rows were too short and were skipped")
     if parsed and len(sequences) < samples:
         warnings.append(
-            f"the text gives only {len(sequences)} of {samples} sequences (of {seq_len} tokens)"
+            f"all of the text is used: it fills {len(sequences)} of {samples} sequences (of "
+            f"{seq_len} tokens)"
         )
     warnings += warn_of_scales(sum(map(len, sequences)))
     warnings += _warn_of_media(sequences, media, placeholders or {})

@@ -293,7 +293,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(ModelError, match="checkpoint-0") as refused:
             keep_in(tmp_path / "kept", subject)
-    assert "leave out --resume" in refused.value.hint
+    assert "to start again, remove" in refused.value.hint
 
 
 def test_a_full_disk_is_reported_and_the_run_continues(

@@ -355,9 +355,19 @@ def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(
     rows = write_rows(tmp_path / "one.jsonl", [{"text": "w1 w2 w3"}])
     outcome = run("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out", "--json")
     assert outcome.code == 0
-    assert "warning: the text gives only 1 of " in outcome.err
+    assert "warning: all of the text is used: it fills 1 of " in outcome.err
     assert "warning: only 4 tokens, fewer than 4096" in outcome.err
-    assert len([text for text in outcome.json["warnings"] if "gives only" in text]) == 1
+    assert len([text for text in outcome.json["warnings"] if "it fills" in text]) == 1
+
+
+def test_layers_that_clip_at_scale_one_are_named(model: Path, data: Path, tmp_path: Path) -> None:
+    def raise_values(llama: Any) -> None:
+        llama.model.layers[1].self_attn.v_proj.weight.mul_(2.0**16)
+
+    loud = save_changed(model, tmp_path / "loud", raise_values)
+    command = ("calibrate", loud, "--data", data, *QUICK, "--out", tmp_path / "out")
+    lines = succeed(*command).out.splitlines()
+    assert lines[2] == "above 448, which clips at scale 1.0: v of layer 1"
 
 
 def test_the_end_is_ten_lines_and_the_commands_that_serve(
@@ -374,7 +384,7 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
         if re.fullmatch(r"kv-overlay, vLLM \S+: ok, 2 of 2 layers served:", line)
     )
     assert serve <= 7
-    assert lines[1].startswith("amax: k ")
+    assert lines[1].startswith("amax of layers: k ")
     assert any(line.startswith("not measured: lm_head (") for line in lines[:serve])
     out = tmp_path / "out"
     assert lines[serve + 1] == f"    vllm serve {out}/kv-overlay --kv-cache-dtype fp8"

@@ -88,7 +88,8 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    error = {"kind": "verification", "message": "interrupted", "hint": ""}
+    hint = "nothing is kept; fewer --samples or a smaller --seq-len take less time"
+    error = {"kind": "verification", "message": "interrupted", "hint": hint}
     assert json.loads(out) == {"schema_version": 1, "passed": False, "error": error}
     assert "error: interrupted" in err
     assert "Traceback" not in err

@@ -115,7 +115,7 @@ def test_the_fingerprint_tells_apart_what_differs_and_nothing_else(tmp_path: Pat
 def test_few_sequences_and_few_tokens_are_warned_of(tmp_path: Path) -> None:
     plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4]), samples=3)
     assert plan.warnings == (
-        "the text gives only 1 of 3 sequences (of 4 tokens)",
+        "all of the text is used: it fills 1 of 3 sequences (of 4 tokens)",
         "only 4 tokens, fewer than 4096: scales may miss large values",
     )
 

@@ -101,7 +101,7 @@ class Rounding:
         if not RoundedCodes(folder / _CODES).is_of(self._list_options()):
             raise UsageError(
                 f"{folder}: the interrupted run had another scheme or other options",
-                hint="omit --resume to start again, or use the options of that run",
+                hint="use the options of that run; to start again, remove the folder",
             )
 
     def _find_inputs(
