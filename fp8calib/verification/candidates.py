@@ -52,6 +52,7 @@ from fp8calib.verification.emulation.kv import (
 from fp8calib.verification.emulation.planned import emulate_planned
 from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
 from fp8calib.verification.renamed import rename_sites
+from fp8calib.verification.same_config import find_other_setting
 
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
@@ -102,6 +103,7 @@ def open_candidate(
             keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
         )
         require_format(path, checkpoint.load_config())
+        _check_config(checkpoint, target)
         _check_origin(name, checkpoint.origin, target)
         table = _read_scales(name, path, target) if has_kv_scales(path) else None
         _refuse_scheme(name, scheme)
@@ -197,12 +199,13 @@ def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
 
 
 def _check_weights(folder: Path, target: Target) -> None:
-    """Refuse an overlay whose weights are another model's."""
+    """Refuse an overlay whose weights or config are another model's."""
     try:
         opened = Checkpoint.open(folder)
     except ModelError:
         return  # no weights beside the scales: nothing to compare
     with opened as overlay:
+        _check_config(overlay, target)
         for name, entry in overlay.tensors.items():
             own = target.checkpoint.tensors.get(name)
             if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
@@ -215,6 +218,15 @@ def _check_weights(folder: Path, target: Target) -> None:
                     "another model",
                     hint="pass the model that the overlay was made from",
                 )
+
+
+def _check_config(checkpoint: Checkpoint, target: Target) -> None:
+    """Refuse a checkpoint that engines compute in another way than the model."""
+    if other := find_other_setting(checkpoint.load_config(), target.model.config):
+        raise ModelError(
+            f"{checkpoint.folder}: its config.json is not that of the model: {other}",
+            hint="engines follow it: copy the value from the model's config.json",
+        )
 
 
 def build_kv_candidate(

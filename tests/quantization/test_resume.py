@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.plan import make_plan
+from fp8calib.quantization.plan import CalibratedScales, make_plan
 from fp8calib.quantization.select import select
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import find_finished, write_checkpoint
@@ -113,7 +114,16 @@ def test_a_shard_without_its_end_is_written_again(tmp_path: Path, source: Path) 
 
 def test_an_interrupted_run_of_something_else_is_not_resumed(tmp_path: Path, source: Path) -> None:
     partial = interrupt(source, tmp_path / "out")
-    for change in ({"ignore": ("*.o_proj",)}, {"form": "modelopt", "scheme": "fp8-dynamic"}):
+    others: list[dict[str, Any]] = [
+        {"ignore": ("*.o_proj",)},
+        {"form": "modelopt", "scheme": "fp8-dynamic"},
+        {
+            "scales": CalibratedScales(
+                inputs={}, kv={f"{LAYER}.self_attn.k_scale": torch.tensor(2.0)}
+            )
+        },
+    ]
+    for change in others:
         arguments = {"scheme": "w8a16", **change}
         with pytest.raises(UsageError, match="another model or other options"):
             run(source, tmp_path / "out", resume=True, **arguments)
