@@ -1,4 +1,4 @@
-"""The process and its machine: the memory it may allocate, and its rank among those of a run.
+"""The process and its machine: memory and processors that it may use, its rank in a run.
 
 Every command reads the rank, so nothing heavy is imported.
 """
@@ -42,6 +42,25 @@ def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
     """Read the process's anonymous memory, swap included; None where the system has no count."""
     found = _read_sizes(root / "proc/self/status")
     return None if "RssAnon" not in found else found["RssAnon"] + found.get("VmSwap", 0)
+
+
+def count_processors(*, root: Path = _ROOT) -> int:
+    """Count the processors that the process may use, one at least.
+
+    A quota of a control group, which containers have, counts as so many whole processors.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    counts = [len(os.sched_getaffinity(0))]
+    for folder, is_v2 in _list_groups(root, "cpu"):
+        names = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        numbers = [
+            word for name in names for line in _read_lines(folder / name) for word in line.split()
+        ]
+        if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # not `max`, nor -1
+            counts.append(math.ceil(int(numbers[0]) / int(numbers[1])))
+    return max(min(counts), 1)
 
 
 def check_gib(memory: float) -> None:
@@ -106,18 +125,21 @@ def _limit_bytes(root: Path) -> Iterator[int]:
 
 def _group_bytes(root: Path) -> Iterator[int]:
     """Give what each control group of the process allows beyond the present use."""
+    for folder, is_v2 in _list_groups(root, "memory"):
+        names = _V2_NAMES if is_v2 else _V1_NAMES
+        limit, used = (_read_number(folder / name) for name in names[:2])
+        if limit is not None and used is not None and limit < _V1_UNLIMITED:
+            yield limit - used + _cached(folder, *names[2:])
+
+
+def _list_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """List the folders of the control groups of the process, and whether they are of cgroup v2."""
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount, names = root / "sys/fs/cgroup", _V2_NAMES
-        elif "memory" in controllers.split(","):
-            mount, names = root / "sys/fs/cgroup/memory", _V1_NAMES
-        else:
-            continue
-        for folder in _upwards(mount, PurePosixPath(path)):
-            limit, used = (_read_number(folder / name) for name in names[:2])
-            if limit is not None and used is not None and limit < _V1_UNLIMITED:
-                yield limit - used + _cached(folder, *names[2:])
+        if not controllers or controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+            for folder in _upwards(mount, PurePosixPath(path)):
+                yield folder, not controllers
 
 
 def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:

@@ -1,15 +1,16 @@
-"""The available memory, computed from kernel files written by hand."""
+"""Memory and processors that a process may use, computed from kernel files written by hand."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import resource
 import time
 from pathlib import Path
 
 import pytest
 
-from fp8calib.machine import PeakMemory, anonymous_bytes, available_bytes
+from fp8calib.machine import PeakMemory, anonymous_bytes, available_bytes, count_processors
 
 MIB = 2**20
 STATUS = "Name:\tpython\nVmSize:\t 900 kB\nVmData:\t 300 kB\nRssAnon:\t 200 kB\nVmSwap:\t 8 kB\n"
@@ -113,6 +114,43 @@ CASES = {
 def test_the_smallest_limit_counts(name: str, tmp_path: Path) -> None:
     files, expected = CASES[name]
     assert available_bytes(root=write(tmp_path, files)) == expected
+
+
+PROCESSORS = {
+    "nothing limits it": ({}, 64),
+    "a quota of v2": (
+        {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "350000 100000\n"},
+        4,
+    ),
+    "no quota of v2": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64),
+    "less than a processor": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "5000 100000"},
+        1,
+    ),
+    "a quota above all": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9900000 100000"},
+        64,
+    ),
+    "a quota of v1": (
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/job\n3:memory:/\n",
+            "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_the_smallest_number_of_processors_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, expected = PROCESSORS[name]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    assert count_processors(root=write(tmp_path, files)) == expected
 
 
 def test_without_proc_all_memory_is_available(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError, first_line
-from fp8calib.machine import ALONE, ProcessRank
+from fp8calib.machine import ALONE, ProcessRank, count_processors
 
 SILENT_S = 60.0
 """How long a process may take to start, or to answer the others."""
@@ -114,7 +114,7 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
         yield LONE
         return
     if not os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // process_rank.local_size, 1))
+        torch.set_num_threads(max(count_processors() // process_rank.local_size, 1))
     watch = _Watch(process_rank, _connect(process_rank))
     group = ProcessGroup(process_rank, watch)
     watch.start()

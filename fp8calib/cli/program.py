@@ -21,7 +21,7 @@ from fp8calib.cli.removed import explain_removed
 from fp8calib.cli.signals import handle_signals
 from fp8calib.commands.command_line import remember_arguments
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
-from fp8calib.machine import ProcessRank, find_process_rank
+from fp8calib.machine import ProcessRank, count_processors, find_process_rank
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -52,8 +52,11 @@ _FIRST_PRINTS_S = 10.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Threads of OpenMP that wait in a loop make a busy machine several times slower.
+    # Threads of OpenMP that wait in a loop, or that a container has no processors for, make a run
+    # several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (count := count_processors()) < len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(count))
     handle_signals()
     _replace_closed_streams()
     try:

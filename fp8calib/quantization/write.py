@@ -7,7 +7,6 @@ a tensor.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from fp8calib.checkpoint.output import (
     write_file_atomic,
 )
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
+from fp8calib.machine import count_processors
 from fp8calib.model.device import one_thread
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.quantization.plan import CheckpointPlan, QuantizePlan
@@ -153,7 +153,7 @@ def _is_shard(path: Path, shard: ShardLayout) -> bool:
 @contextmanager
 def _open_threads() -> Iterator[ThreadPoolExecutor]:
     """Open a pool with a thread per core, in which torch starts no threads of its own."""
-    count = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    count = min(count_processors(), _MAX_THREADS)
     with one_thread(), ThreadPoolExecutor(count) as pool:
         yield pool
 
