@@ -135,10 +135,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(_clean, row))
+    shown = [*([_clean(title, "bold")] if title else []), table]
+    if is_piped:
+        with console.capture() as captured:
+            console.print(*shown, sep="\n")
+        print_text("\n".join(map(str.rstrip, captured.get().splitlines())))
+        return
     with _to_stdout():
-        if title:
-            console.print(_clean(title, "bold"))
-        console.print(table)
+        console.print(*shown, sep="\n")
 
 
 def show_error(kind: str, message: str, hint: str, exit_code: int, *, as_json: bool) -> int:

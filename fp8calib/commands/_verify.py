@@ -29,7 +29,7 @@ from fp8calib.commands.result import Result, RunHashes, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
-from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
+from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line, format_count
 from fp8calib.machine import PeakMemory
 from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line
@@ -68,28 +68,25 @@ class VerifyResult(VerifyReport, Result):
     """None where only a server and an unquantized one or a dump are compared."""
 
     @property
-    def _fault(self) -> tuple[int, str, Sequence[str]]:
-        """The exit code of a gate, why, and the candidates that it is about; 0 if all pass.
+    def _fault(self) -> tuple[int, str]:
+        """The exit code of a gate, and why with the candidates that it is about; 0 if all pass.
 
         Without any candidate that was asked for, scale 1.0 is judged. A warning is a failure where
         the gate is strict; so is a verdict that cannot be given, with a code of its own.
         """
-        code = VerificationError.exit_code
-        if self.refused:
-            return code, "refused", [each.name for each in self.refused]
         asked = [each for each in self.candidates if each.name != SCALE_ONE] or self.candidates
-        if left := [each.name for each in asked if each.name in self.unusable]:
-            return code, "the engine cannot use it", left
-        codes = {Verdict.FAIL: code}
-        if self.is_strict:
-            codes[Verdict.WARN] = code
-        codes[Verdict.CANNOT_TELL] = CANNOT_TELL
-        for verdict, code_of_verdict in codes.items():
-            if names := [each.name for each in asked if each.verdict is verdict]:
-                is_unknown = code_of_verdict == CANNOT_TELL
-                why = "the gate cannot tell" if is_unknown else "the gate fails"
-                return code_of_verdict, why, names
-        return 0, "", []
+        failing = {Verdict.FAIL, Verdict.WARN} if self.is_strict else {Verdict.FAIL}
+        found = {
+            "refused": [each.name for each in self.refused],
+            "the engine cannot use it": [e.name for e in asked if e.name in self.unusable],
+            "the gate fails": [each.name for each in asked if each.verdict in failing],
+        }
+        if self.refused and not self.has_gate:
+            del found["the gate fails"]
+        if why := "; ".join(f"{why}: {', '.join(each)}" for why, each in found.items() if each):
+            return VerificationError.exit_code, why
+        unknown = [each.name for each in asked if each.verdict is Verdict.CANNOT_TELL]
+        return (CANNOT_TELL, f"the gate cannot tell: {', '.join(unknown)}") if unknown else (0, "")
 
     @property
     def answer(self) -> str:
@@ -109,8 +106,8 @@ class VerifyResult(VerifyReport, Result):
     @property
     def exit_why(self) -> str:
         """Why the exit code is not 0; empty where it is."""
-        code, why, names = self._fault
-        return f"exit code {code}: {why}: {', '.join(names)}" if self.exit_code else ""
+        code, why = self._fault
+        return f"exit code {code}: {why}" if self.exit_code else ""
 
 
 _SETTINGS = (
@@ -310,10 +307,12 @@ def describe(
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more
     for name in (candidate.name for candidate in result.candidates):
-        rows = result.list_rows(name)
-        if rows and (request.everything or find_unfit(name, result)):
+        unfit, rows, title = find_unfit(name, result), result.list_rows(name), "of lowest SQNR"
+        if not request.everything:
+            rows, title = [each for each in rows if each.site in unfit], "that lose most"
+        if rows:
             yield Line()
-            title = f"{name}: the {min(_SHOWN_ROWS, len(rows))} tensors of lowest SQNR"
+            title = f"{name}: the {format_count(min(_SHOWN_ROWS, len(rows)), 'tensor')} {title}"
             yield sites_table(rows[:_SHOWN_ROWS], title=title)
     if result.rules:
         yield Line()

@@ -419,11 +419,22 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
     assert found.headline == f"This model does not need KV scales{end}"
 
 
+@pytest.mark.parametrize(("has_gate", "word"), [(False, ""), (True, ", with a warning")])
+def test_a_warning_is_told_where_a_gate_is_asked_for(has_gate: bool, word: str) -> None:
+    mine = candidate("mine", 0.004, Verdict.WARN)
+    found = conclude(need(PairedAnswer.WORSE, CLIPS), mine, has_gate=has_gate)
+    assert found.headline == f"This model needs KV scales: use mine{word}."
+    layers = [row("mine", "weight"), row(SCALE_ONE)]
+    weights = settle(candidates=(mine,), layers=layers, fits={}, kv=None, has_gate=has_gate)
+    told = "gets a warning:" if has_gate else "costs"
+    assert weights.headline.startswith(f"mine {told} KLD 0.0040 ± 0.0001")
+
+
 @pytest.mark.parametrize(
     ("verdict", "refused", "remedy", "end"),
     [
         (Verdict.PASS, (), Remedy.USE, ": use mine."),
-        (Verdict.WARN, (), Remedy.USE, ": use mine, with a warning."),
+        (Verdict.WARN, (), Remedy.USE, ": use mine."),
         (Verdict.FAIL, (), Remedy.FIND_LAYERS, ", and with mine it still fails the kv gate."),
         (
             Verdict.CANNOT_TELL,

@@ -44,6 +44,7 @@ EXPERTS = (".w13_weight", ".w2_weight")
 """How the names of the weights of all experts of a layer end."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
 _ENVIRONMENT_HINT = "name a Python with vLLM: --python PATH"
+_IMPORT_HINT = "it cannot import vLLM: repair its packages, or name another with --python PATH"
 
 
 class LoaderAnswer(Frozen):
@@ -113,7 +114,7 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
         why = f"ended with {done.returncode}, without an answer: {tail}"
         return LoaderAnswer(stage=_LOST, error=why)
     if answer.stage == "import":
-        raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
+        raise UsageError(f"{python}: {answer.error}", hint=_IMPORT_HINT)
     return answer
 
 

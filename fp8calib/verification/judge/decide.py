@@ -276,7 +276,7 @@ def _choose_scaled(
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
     details = (where, f"{cost}: {removed} against scale 1.0.")
     others = _compare_with_best(best, passing, report)
-    warned = ", with a warning" * (best.verdict is Verdict.WARN)
+    warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
     headline = f"{_NEEDED}: use {name}{warned}."
     return _decide(headline, *details, *others, remedy=Remedy.USE, candidate=name)
 
@@ -317,13 +317,13 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
     only = found[0] if len(found) == 1 else None
     if passing := _list_passing(found, report):
         best = min(passing, key=get_kld)
-        warned = ", with a warning" * (best.verdict is Verdict.WARN)
-        headline = _judge(only) if only else f"Use {best.name}{warned}: {_cost(best)}."
+        warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
+        headline = _judge(only, report) if only else f"Use {best.name}{warned}: {_cost(best)}."
         others = _compare_with_best(best, passing, report)
         return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
     if failed:
         worst = min(failed, key=get_kld).name
-        headline = _judge(only) if only else "No candidate passes."
+        headline = _judge(only, report) if only else "No candidate passes."
         rows = list_unfit(report.list_rows(worst))
         wrong = [r for r in rows if r.role == "weight" and (r.sqnr_db or 0.0) < LEAST_DB]
         advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
@@ -335,19 +335,21 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
             )
             remedy = Remedy.CHECK
         return _decide(headline, advice, *unusable, remedy=remedy, candidate=worst)
-    return _decide(_judge(only) if only else "No candidate is known to pass.", *unusable)
+    return _decide(_judge(only, report) if only else "No candidate is known to pass.", *unusable)
 
 
 _VERDICTS = {
     Verdict.PASS: "passes",
-    Verdict.NO_DIFFERENCE: "makes no difference",
+    Verdict.NO_DIFFERENCE: "loses nothing that this text shows",
     Verdict.WARN: "gets a warning",
     Verdict.FAIL: "fails",
     Verdict.CANNOT_TELL: "cannot be judged by this text",
 }
 
 
-def _judge(one: CandidateResult) -> str:
+def _judge(one: CandidateResult, report: VerifyReport) -> str:
+    if one.verdict is Verdict.WARN and not report.has_gate:  # nobody asked for these limits
+        return f"{one.name} costs {_cost(one)}."
     return f"{one.name} {_VERDICTS[one.verdict]}: {_cost(one)}."
 
 

@@ -85,7 +85,7 @@ def load_gate(text: str) -> Gate:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
-            return Gate.model_validate({"name": path.stem, **found})
+            return Gate.model_validate({"name": path.name, **found})
         why = "not a gate: it holds no thresholds"
     except ValidationError as error:
         first = error.errors()[0]
