@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -38,6 +39,18 @@ UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 """Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
 _ARRAY_DTYPES: Mapping[str, Any] = {"F32": np.float32, "I64": np.int64}
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
+
+
+def calibrate_first(option: str, *, recipe: str = "") -> str:
+    """Say how to measure what is missing, and the option that takes it."""
+    chosen = f" --recipe {recipe}" if recipe else ""
+    return f"run `fp8calib calibrate MODEL{chosen} --out DIR`, then add {option} DIR/{STATS_NAME}"
+
+
+def spell_export(stats: Path, model: str = "MODEL") -> str:
+    """Spell the command that makes a checkpoint from statistics, for hints."""
+    options = f"--format kv-overlay --model {shlex.quote(model)} --out DIR"
+    return f"`fp8calib export {shlex.quote(str(stats))} {options}`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -158,7 +171,8 @@ def load_stats(
     except ModelError as error:
         raise ModelError(error.message, hint=_HINT) from error
     if METADATA_KEY not in metadata:
-        hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
+        command = f"fp8calib extract-kv-scales --quantized-model {shlex.quote(str(path))}"
+        hint = f"{_HINT}; `{command} --model MODEL --save-path DIR` converts scales"
         raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
     try:
         stats = _build(path, metadata[METADATA_KEY], metadata.get(SHARD_KEY, ""), as_arrays)
@@ -176,7 +190,8 @@ def load_stats(
     if stats.shard is not None and not accepts_shard:
         raise UsageError(
             f"{path} holds only {stats.shard.describe()} of the statistics",
-            hint="name all shards to `fp8calib export`, and pass the stats.safetensors it writes",
+            hint="join all shards by `fp8calib export SHARDS --out DIR`, and pass its "
+            f"{STATS_NAME}",
         )
     return stats
 

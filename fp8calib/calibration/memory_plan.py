@@ -268,12 +268,13 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
         advice = "use a machine with more memory"
         if limits.host_why == GIVEN:
             smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
-            advice = f"the smallest --memory that works is {smallest:.2f}"
+            advice = f"use --memory {smallest:.2f} or more"
+        is_text = needed - host.get("micro-batch", 0) <= limits.host_bytes
         decimals = count_decimals(needed, limits.host_bytes)
         raise UsageError(
             f"even layer by layer the model needs {_describe_peak(host, decimals)}, but "
             f"{format_gib(limits.host_bytes, decimals)} are {limits.host_why}",
-            hint=f"{advice}; a smaller --batch-size or --seq-len needs less",
+            hint=f"{advice}, or a smaller --batch-size or --seq-len" if is_text else advice,
         )
     free, needed = limits.device_bytes, sum(device.values())
     if free is not None and needed > free:

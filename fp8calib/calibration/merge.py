@@ -57,7 +57,7 @@ def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     if stats.shard is None:
         raise ModelError(
             f"{name} is not a shard: it holds the statistics of a whole run",
-            hint="leave it out; `fp8calib calibrate --shard I/N` writes shards",
+            hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes one",
         )
     if stats.shard.is_checkpoint:
         raise ModelError(

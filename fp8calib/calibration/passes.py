@@ -82,7 +82,7 @@ class BatchObserver:
         what = "the input of" if site.role is Role.INPUT else f"{site.role} of"
         raise CalibrationError(
             f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
-            hint="float16 overflows at 65504: try --dtype bfloat16"
+            hint="float16 overflows at 65504: use --dtype bfloat16"
             if self.decoder.dtype is torch.float16
             else "look at the weights before it, the embedding included, and at the sample",
         )

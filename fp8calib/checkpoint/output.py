@@ -312,7 +312,7 @@ def check_output_file(path: Path, *, force: bool = True) -> None:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
         if path.exists() and not force:
-            raise UsageError(f"{path}: exists; --force replaces it", hint="use --force, or move it")
+            raise UsageError(f"{path}: exists", hint="use --force to replace it, or move it")
         _refuse_unwritable(find_existing(path.resolve().parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error

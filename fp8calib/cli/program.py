@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
-from fp8calib.cli.removed import explain_removed
+from fp8calib.cli.removed import REMOVED, find_removed
 from fp8calib.cli.signals import handle_signals
 from fp8calib.commands.command_line import remember_arguments
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
@@ -31,7 +31,7 @@ _HINTS = {
     "model": "compare the folder with its source, or download it again",
     "data": "check the file, or pass other data",
     "calibration": "this model cannot be calibrated with this data",
-    "export": "choose another --format or --out",
+    "export": "use another --format or --out",
     "verification": "check the file that the message names",
     "server": "its log may name the cause",
 }
@@ -155,8 +155,8 @@ def _guarded(arguments: Sequence[str], process_rank: ProcessRank) -> int:
         _wait_for_first(process_rank)
         message = error.format_message().strip().replace(": Input should be", ": must be")
         hint = _HINTS["usage"]
-        if removed := explain_removed(arguments):
-            message = removed
+        if removed := find_removed(arguments):
+            message, hint = f"{removed} was removed", REMOVED[removed]
         else:
             hint = _REPEAT if "unexpected extra argument" in message else hint
         failed = ("usage", fit_line(message), hint, UsageError.exit_code)

@@ -35,7 +35,7 @@ REMOVED: dict[str, str] = {
     "quantize --no-shared-scales": "weights that engines load as one always share a scale",
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
     "quantize --dequantize": "`fp8calib dequantize` writes 16 bits, which `quantize` reads",
-    "quantize --data": "`fp8calib gptq` runs text",
+    "quantize --data": "`fp8calib gptq ...` runs text",
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "every written checkpoint has a README.md",
     "calibrate --towers": "towers stay in 16 bits",
@@ -67,13 +67,13 @@ REMOVED: dict[str, str] = {
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""
 
 
-def explain_removed(arguments: Sequence[str]) -> str:
-    """Say what replaces the first removed command or option; empty where none is given."""
+def find_removed(arguments: Sequence[str]) -> str:
+    """Find the first removed command or option, a key of `REMOVED`; empty where none is given."""
     command = next(iter(arguments), "")
     for argument in arguments:
         option = argument.partition("=")[0]
-        keys = (f"{command} {option}", option) if option.startswith("-") else ()
-        for key in (*keys, *([command] if argument is command else [])):
-            if key in REMOVED:
-                return f"{key} was removed: {REMOVED[key]}"
+        keys = [f"{command} {option}", option] if option.startswith("-") else []
+        keys += [command] if argument is command else []
+        if found := next((key for key in keys if key in REMOVED), None):
+            return found
     return ""

@@ -105,7 +105,8 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         from fp8calib.verification.page.page import write_page
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
-        raise UsageError(f"--out {out}: exists", hint="name another, or --resume a stopped run")
+        hint = "name another folder, or add --resume if that run was stopped"
+        raise UsageError(f"--out {out}: exists", hint=hint)
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:
         data = model.read_settings(request, specs)
@@ -114,7 +115,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         size = opened.checkpoint.total_size_bytes
     count = 0 if text.media else len(text.sequences)
     if count < _LEAST:
-        hint = "use 40 or more; calibrate and verify take images and sound too"
+        hint = "use --samples 40 or more; calibrate and verify take images and sound too"
         raise UsageError(f"{count} sequences of text alone are too few", hint=hint)
     cut = round(count * _CALIBRATED)
     schemes = find_emulated("vllm")[0].list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
@@ -150,7 +151,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
 
     served = {name: e.command for name in checks for e in reversed(checks[name]) if e.command}
-    served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged)
+    served[_SCALE_ONE] = suggest.spell_server(str(request.model), judged, revision=request.revision)
     decision = choose_smallest(report, {name: sizes[name] for name in served})
     chosen, gate = Path(decision.candidate).name, report.gates[0] if request.gate else None
     report = report.model_copy(update={"decision": decision, "next": served.get(chosen, "")})

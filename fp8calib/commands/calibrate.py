@@ -231,7 +231,7 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     if (shard := result.shard) is not None:
         yield (
             f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards "
-            "exist: fp8calib export SHARDS... --format kv-overlay --model MODEL --out DIR"
+            "exist: `fp8calib export SHARDS --format kv-overlay --model MODEL --out DIR`"
         )
     yield from describe_checks(result.checked)
     more = [f"fp8calib show {shlex.quote(str(result.out))}"]

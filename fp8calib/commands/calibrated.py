@@ -20,6 +20,7 @@ from fp8calib.calibration.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
     save_stats,
+    spell_export,
 )
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.calibration.processes import open_process_group
@@ -186,9 +187,8 @@ def _run(job: CalibrationJob, request: CalibrateRequest) -> CalibrateResult | Ru
             save_stats(stats, journal.folder / STATS_NAME)
     raise ExportError(
         failed.message,
-        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
-        f"{model.name} --format kv-overlay --out DIR` writes scales without another run. "
-        f"{failed.hint}".strip(),
+        hint=f"the statistics are saved: {spell_export(job.folder / STATS_NAME, model.name)} "
+        "writes scales without another run",
     ) from failed
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
-from fp8calib.calibration.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
+from fp8calib.calibration.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    is_stats_file,
+    spell_export,
+)
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -121,15 +127,18 @@ def _refuse_outer_folder(path: Path) -> None:
     if is_written and not (path / CONFIG_NAME).exists():
         raise UsageError(
             f"{path}: the output folder of calibrate, not a checkpoint",
-            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
+            hint=f"name what {spell_export(path / STATS_NAME)} writes",
         )
 
 
 def _refuse_other_file(path: Path) -> None:
     if is_result(path):
         raise refuse_result(path)
+    if is_stats_file(path):
+        hint = f"name what {spell_export(path)} writes"
+        raise ModelError(f"{path}: statistics, not scales", hint=hint)
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
-        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        hint = "name a checkpoint folder, or a file of scales"
         if path.suffix == ".gguf":
             hint = GGUF_HINT
         raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
@@ -142,7 +151,7 @@ def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
             raise UsageError(f"--model {request.model}: this is a file, not a model folder")
         return open_folder(folder)
     if not path.is_dir():
-        hint = "the file does not name the layers that have attention"
+        hint = "add --model MODEL: the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)
 

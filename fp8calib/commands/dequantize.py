@@ -117,7 +117,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
             plain = out.with_name(f"{out.name}.without-scales")
             owned = _list_owned(found, checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
-            notes.append("the KV scales of MODEL are left out; --keep-kv-scales keeps them")
+            notes.append("the KV scales of MODEL are left out; add --keep-kv-scales to keep them")
         written = find_finished(out, plan, owned) if request.resume else None
         if written is not None:
             reporter.say(f"{out} is finished already")

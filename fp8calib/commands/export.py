@@ -14,7 +14,7 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result, WrittenCheck, describe_checks, list_top_level
-from fp8calib.errors import UsageError, format_count
+from fp8calib.errors import UsageError, format_count, join_or
 from fp8calib.formats.registry import find_dialect, list_format_names
 from fp8calib.text import Block, Line
 
@@ -137,12 +137,13 @@ def _make_recipe(request: ExportRequest, *, is_joined: bool) -> Recipe:
     if request.with_weights and RFC.name not in recipe.formats:  # which names them
         recipe = recipe.model_copy(update={"formats": (*recipe.formats, RFC.name)})
     if not recipe.formats and not is_joined:
+        alone = [name for name in list_format_names() if not find_dialect(name).needs_model]
         raise UsageError(
             "export: --format is missing",
-            hint=f"known formats: {', '.join(list_format_names())}",
+            hint=f"add --format kv-overlay --model MODEL, or --format {join_or(alone)}",
         )
     if request.with_weights and request.model is None:
-        raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
+        raise UsageError("--with-weights needs --model", hint="add --model MODEL")
     return recipe
 
 
@@ -258,7 +259,7 @@ def _relate(
             raise UsageError(
                 f"--format {overlays[0]}: an overlay needs the unquantized model, and the weights "
                 f"of {source.folder} are int4",
-                hint="export the overlay separately, with the unquantized --model",
+                hint=f"leave out --format {overlays[0]}, and export it from the unquantized model",
             )
         return plain
     quantized = None if request.with_weights else find_quantized(source)

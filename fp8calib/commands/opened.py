@@ -60,7 +60,7 @@ def check_request(request: VerifyRequest) -> None:
             raise UsageError(
                 "--rules compares scales of the KV cache, and --scheme quantizes weights and "
                 "inputs",
-                hint="run the command twice, once with each option",
+                hint="leave out --rules or --scheme",
             )
         return
     engine, _ = find_emulated(request.engine)
@@ -164,8 +164,8 @@ def open_verification(
     if has_tiles and (where := numerics.kv_sparse_in_tiles):
         tiles = [
             f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
-            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types` with --engine "
-            "reference emulates it"
+            f"of {SCALE_ONE} and of files are not used there; `fp8calib kv-types ... --engine "
+            "reference` emulates it"
         ]
     leftovers = [f"{model.name}: not parameters of the model, so not loaded: {names}"] * bool(names)
     return Verification(
@@ -213,8 +213,8 @@ def _warn_of_candidates(
     for candidate in opened if has_scheme else ():
         if candidate.stats and any(site.role is Role.K for site in candidate.stats.sites):
             yield (
-                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
-                "inputs only; leave out --scheme to verify them"
+                f"{candidate.name}: its KV scales are ignored: a scheme quantizes weights and "
+                "inputs; leave out --scheme to verify them"
             )
 
 
@@ -227,9 +227,10 @@ def check_outputs(request: VerifyRequest) -> None:
     kinds = ((request.report, is_page), (request.dump, _is_dump))
     outputs = [(Path(path), is_ours) for path, is_ours in kinds if path is not None]
     for path, is_ours in outputs:
-        check_output_file(path, force=request.force)
+        check_output_file(path)
         if path.exists() and path.stat().st_size and not is_ours(path):
             raise UsageError(f"{path}: not written by verify", hint="name another file")
+        check_output_file(path, force=request.force)
     if len({path.resolve() for path, _ in outputs}) < len(outputs):
         raise UsageError(f"--report and --dump are both {outputs[0][0]}")
 

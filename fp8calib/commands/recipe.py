@@ -31,7 +31,7 @@ from fp8calib.commands.options import DATA, TextData, recipe_files
 from fp8calib.commands.request import Option, list_options
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sources import split_data
-from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
+from fp8calib.errors import RecipeError, UsageError, cut_list, join_or, shorten, suggest
 from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
@@ -392,7 +392,7 @@ def check_query(recipe: Recipe) -> None:
     if recipe.query_scale is True and recipe.formats and not is_stored:
         raise UsageError(
             f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
-            hint=f"add --format {' or '.join(list_query_format_names())}, or leave it out",
+            hint=f"add --format {join_or(list_query_format_names())}, or leave out --query-scale",
         )
 
 

@@ -286,7 +286,7 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
     if (shard := result.part) is not None:
         yield (
             f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
-            "statistics of all shards, which `fp8calib export` joins"
+            "statistics of all shards, which `fp8calib export SHARDS --out DIR` joins"
         )
     if result.saturation is not None:
         yield result.saturation.describe()

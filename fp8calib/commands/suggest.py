@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
@@ -62,6 +63,8 @@ def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate
     failed = next(each for each in report.candidates if each.name == report.decision.candidate)
     gate = gates[failed.gate]
     parts = "--scheme none" if has_kv_only(failed.name, report.layers) else ""
+    if request.scheme is not None and request.trust_remote_code:
+        return ""  # no engine is known to load the weights of a model with code of its own
     if request.scheme is not None:
         parts = f"--scheme {request.scheme} --kv-tokens 0"
     limit = f"--max-ratio {gate.pass_at:g}"
@@ -106,19 +109,22 @@ def _quantize(report: VerifyReport, request: VerifyRequest, scheme: str, stats: 
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
     if report.decision.remedy is Remedy.SERVE:
-        return spell_server(report.model, request)
+        return spell_server(report.model, request, revision=request.revision)
     found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     return "" if found is None else spell_server(str(found), request, has_kv="k" in roles)
 
 
-def spell_server(model: str, request: VerifyRequest, *, has_kv: bool = True) -> str:
+def spell_server(
+    model: str, request: VerifyRequest, *, has_kv: bool = True, revision: str | None = None
+) -> str:
     """Spell the command that serves a model in the engine of a run; empty where there is none.
 
     Args:
         model: a folder or a Hub id.
         request: the run.
         has_kv: whether the KV cache is in FP8.
+        revision: that of a model on the Hub.
     """
     launch = find_emulated(request.engine)[0].launch
     if launch is None:
@@ -127,5 +133,6 @@ def spell_server(model: str, request: VerifyRequest, *, has_kv: bool = True) -> 
         launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} fp8_e5m2")
     layers = request.kv_cache_dtype_skip_layers
     skipped = f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""
-    trust = " --trust-remote-code" * request.trust_remote_code
-    return launch.spell(model, has_kv=has_kv) + skipped + trust
+    trusts_code = request.trust_remote_code
+    spelled = launch.spell(model, has_kv=has_kv, revision=revision, trusts_code=trusts_code)
+    return spelled + skipped

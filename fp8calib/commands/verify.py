@@ -48,7 +48,7 @@ class VerifyRequest(TextOptions):
     """
 
     if_quantized: ClassVar[str] = (
-        "pass the model it was made from as MODEL, and this one as --scales {}"
+        "`fp8calib verify MODEL --scales {}` compares it with the model it was made from"
     )
     scales: shared.Stats | Iterable[shared.Stats] = option(
         "--scales PATH",

@@ -81,7 +81,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         listed = "; ".join(f"{engine}: {report.load_fault}" for engine, report in reports.items())
         raise ExportError(
             f"none of {names} can load {what}: {listed}",
-            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
+            hint=f"use another --scheme or --format; {_FORCE_HINT}",
         )
     is_last = len(able) == 1 < len(reports)
     return f"of {names}, only {able[0]} can load {what}" if is_last else ""

@@ -97,7 +97,7 @@ def refuse_video(origin: str) -> DataError:
     """Make the error for a row with a video."""
     return DataError(
         f"{origin}: videos are not read",
-        hint="give frames as images, or leave the column out with --text-column",
+        hint="give frames as images, or use --text-column to leave the column out",
     )
 
 

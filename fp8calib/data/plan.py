@@ -88,11 +88,11 @@ def build_plan(
     if not sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in {format_count(usable, 'row')}",
-            hint="use more text" if pack else "use longer rows, or omit --no-pack",
+            hint="use more text" if pack else "use longer rows, or leave out --no-pack",
         )
     warnings = [
         f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
-        "weights (PATH@0.5) or more --samples mix them"
+        "use weights (PATH@0.5), or more --samples, to mix them"
         for spec, source_rows in zip(parsed, read, strict=True)
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
@@ -260,7 +260,7 @@ class RowEncoder:
             if self.media is None:
                 raise DataError(
                     f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
-                    hint="use other data; --text-column leaves out columns of media",
+                    hint="use other data, or --text-column to leave out columns of media",
                 )
             return self.media().encode(row)
         if row.input_ids is not None:

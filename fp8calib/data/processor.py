@@ -117,7 +117,7 @@ class MediaEncoder:
             raise DataError(
                 f"{medium.origin}: {self._name} takes no {medium.kind}, only "
                 f"{' and '.join(kind for kind in MEDIA if kind in taken) or 'text'}",
-                hint="use other data; --text-column leaves out columns of media",
+                hint="use other data, or --text-column to leave out columns of media",
             )
         tensors = self.process(row)
         ids = tensors["input_ids"][0].to(torch.int64)

@@ -63,7 +63,7 @@ COLUMNS = frozenset(
 
 _ROW_HINT = (
     "a row needs `text`, `messages`, `input_ids`, or other columns that docs/calibrate.md lists; "
-    "--text-column names another column"
+    "use --text-column to name another column"
 )
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -158,7 +158,9 @@ def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
         like = get_close_matches(column, [str(key) for key in value if key != column], n=1)
         raise DataError(
             f"{origin}: the column {shorten(column)} {missing}; {_list_keys(value)}",
-            hint=f"did you mean --text-column {shorten(like[0])}?" if like else "name another one",
+            hint=f"did you mean --text-column {shorten(like[0])}?"
+            if like
+            else "use --text-column to name another column",
         )
     if not isinstance(content, list):
         return "text"

@@ -57,7 +57,7 @@ def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list
     if shard.count > len(whole):
         raise UsageError(
             f"--shard {shard.index}/{shard.count}: the data gives only {len(whole)} batches",
-            hint=f"use at most {len(whole)} shards, or more --samples",
+            hint=f"use --shard 1/{len(whole)} to {len(whole)}/{len(whole)}, or more --samples",
         )
     return list(shard.take(whole))
 

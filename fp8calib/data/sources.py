@@ -183,7 +183,7 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
     except ImportError as error:
         raise DataError(
             "builtin: this Python has no pydoc_data, which holds the text of help()",
-            hint="name a data file with --data",
+            hint="use --data with a data file",
         ) from error
     texts = {name: text.strip() + "\n" for name, text in sorted(topics.items()) if text.strip()}
     ends = list(accumulate(map(len, texts.values())))
@@ -285,7 +285,7 @@ def _iter_dataset(source: HubSource | Path, label: str) -> Iterator[object]:
         raise DataError(
             f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
             f"the hub cannot be reached or has no such dataset {why}",
-            hint="check name, configuration and split, or name a local file with --data",
+            hint="check name, configuration and split, or use --data with a local file",
         ) from error
 
 

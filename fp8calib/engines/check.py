@@ -42,7 +42,7 @@ from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quant
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.model.tensor_parallel import check_cuts, check_heads
 
-_SHARED_FIX = "give the layer the scales of layer {}, as `fp8calib extract-kv-scales` does"
+_SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
 _NO_OVERLAY_FIX = (
     "serve it with another engine, or without KV scales: {} uses none of {}, in any form"

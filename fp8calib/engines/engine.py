@@ -54,6 +54,8 @@ class Launch:
     """Turns the FP8 KV cache on."""
     ranks_flag: str
     """Sets the tensor-parallel degree; a number follows."""
+    trust_flag: str = "--trust-remote-code"
+    """Lets it run the Python code of a checkpoint."""
 
     def spell(
         self,
@@ -61,6 +63,8 @@ class Launch:
         *,
         has_kv: bool = True,
         tp: int = 1,
+        revision: str | None = None,
+        trusts_code: bool = False,
     ) -> str:
         """Give the whole command line, quoted for a shell.
 
@@ -68,10 +72,14 @@ class Launch:
             model: a checkpoint folder.
             has_kv: whether the KV cache is quantized.
             tp: the number of ranks.
+            revision: that of a model on the Hub.
+            trusts_code: whether the code of the checkpoint is run.
         """
         parts = [self.command, shlex.quote(model)]
+        parts += ["--revision", shlex.quote(revision)] if revision is not None else []
         parts += [self.kv_flag] if has_kv else []
         parts += [self.ranks_flag, str(tp)] if tp > 1 else []
+        parts += [self.trust_flag] * trusts_code
         return " ".join(parts)
 
 

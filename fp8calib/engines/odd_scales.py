@@ -68,9 +68,12 @@ _MOST_FROM_ESTIMATE = 20.0
 """How far from what weights and the other layers suggest a scale may be. In SmolLM2-135M right
 scales differ from it by at most 2.2 times."""
 _ALL_UNCALIBRATED = (
-    "every scale of K and V is 1.0, as in files that nobody calibrated; pass --stats to tell"
+    "every scale of K and V is 1.0, as in files that nobody calibrated; use --stats STATS to tell"
 )
-_FIX = "write the scales of these statistics (`fp8calib export`), or calibrate again"
+_FIX = (
+    "write the scales of these statistics: "
+    "`fp8calib export STATS --format kv-overlay --model MODEL --out DIR`, or calibrate again"
+)
 
 
 def measure_reaches(stats: CalibrationStats) -> dict[Slot, Reach]:

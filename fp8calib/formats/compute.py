@@ -182,7 +182,7 @@ def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> Sit
         )
     found = stats.sites[site]
     if found.count == 0 and site.role is not Role.WEIGHT and fallback is None:
-        raise ExportError(f"no token reached {site}", hint="choose its scale with --fallback")
+        raise ExportError(f"no token reached {site}", hint="use --fallback layer-max or one")
     return found
 
 

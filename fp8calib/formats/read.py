@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
-from fp8calib.calibration.calibration_stats import METADATA_KEY
+from fp8calib.calibration.calibration_stats import METADATA_KEY, spell_export
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
@@ -241,9 +241,9 @@ def _no_scales(files: ScaleFiles) -> ModelError:
         return refuse_result(files.place)
     opened = [read_header(path) for path in files.tensor_names if path.suffix == ".safetensors"]
     if any(METADATA_KEY in header.metadata for header in opened):
-        hint = "these are statistics: `fp8calib export` makes scales from them"
+        hint = f"these are statistics: {spell_export(files.place)} makes scales from them"
     elif any(header.tensors for header in opened):
-        hint = "there are only weights; `fp8calib calibrate` makes scales"
+        hint = "there are only weights; `fp8calib calibrate MODEL --out DIR` makes scales"
     else:
         hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"
     return refusal(files.place, "there are no KV scales", hint=hint)
@@ -259,13 +259,13 @@ def _agree_on_format(
 ) -> Fp8Format:
     if named is not None and given is not None and named is not given:
         fault = f"it states that its scales are for {named.name}, not {given.name}"
-        raise refusal(path, fault, hint="omit --source-dtype")
+        raise refusal(path, fault, hint="leave out --source-dtype")
     if named is not None or given is not None:
         return named or given or E4M3FN
     if needs_dtype and len(dialect.formats) > 1:
         raise UsageError(
             f"{path}: the FP8 format of these scales ({dialect.name}) is not stated",
-            hint="pass --source-dtype e4m3fn, or e4m3fnuz if they are for AMD's MI300",
+            hint="use --source-dtype e4m3fn, or e4m3fnuz (scales for AMD's MI300)",
         )
     if dialect.requires_dtype:
         raise refusal(path, "there is no kv_cache.dtype", hint="engines refuse the file for it")

@@ -114,8 +114,8 @@ def fill_missing(
         raise ExportError(
             f"no scale can be computed for {format_count(len(missing), 'tensor')} "
             f"({cut_list(missing, 5)}): their amax is zero",
-            hint="--fallback layer-max takes the largest scale of the same role in the layer, or "
-            "1.0 where there is none",
+            hint="use --fallback layer-max (the largest scale of the same role in the layer, or "
+            "1.0 where there is none)",
         )
     return {
         site: Scale(

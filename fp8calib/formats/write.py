@@ -30,8 +30,8 @@ from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import AMAX, Fallback, Rule
 
 _KV_ALONE = (
-    "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
-    "activations"
+    "only its kv_cache section is written: `fp8calib calibrate MODEL --format rfc --out DIR` "
+    "measures the scales of weights and activations"
 )
 
 
@@ -54,7 +54,7 @@ def check_export(
     for dialect in map(find_dialect, formats):
         if fmt not in dialect.formats:
             fault = f"--format {dialect.name}: it has no scales for {fmt.name}"
-            raise UsageError(fault, hint="leave --fp8-dtype out")
+            raise UsageError(fault, hint="leave out --fp8-dtype")
         if dialect.find_misfit is not None and (misfit := dialect.find_misfit(geometry)):
             raise UsageError(f"--format {dialect.name}: {misfit}", hint="choose another format")
     has_linears = any(find_dialect(name).has_linears for name in formats)
@@ -85,7 +85,7 @@ def check_overlay_source(
         return
     if source is None:
         name = dialects[0].name
-        hint = f"pass the model whose weights the {name} folder contains"
+        hint = f"add --model MODEL: the {name} folder contains its weights"
         raise UsageError(f"--format {name} needs --model", hint=hint)
     modules = {path for name in source.tensors for path in list_paths(name)}
     for layer, attention in geometry.attentions():

@@ -46,7 +46,7 @@ def choose_rank_device(
     if device_map is not None:
         raise UsageError(
             "--device-map spreads the model over all GPUs, but each process needs its own GPU",
-            hint="leave it out, or start one process",
+            hint="leave out --device-map, or start one process",
         )
     device = choose_device(device)
     if not device.startswith("cuda"):

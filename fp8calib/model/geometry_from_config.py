@@ -131,7 +131,7 @@ def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         fault = unknown if config else "there is no config.json"
         raise ModelError(
             f"{folder}: {fault}, so the model's layers are not known",
-            hint="update transformers, or name the model that the scales belong to with --model",
+            hint="update transformers, or use --model MODEL, the model that the scales belong to",
         )
     sections = [plain, *(value for value in plain.values() if isinstance(value, Mapping))]
     for key, value in ((key, value) for section in sections for key, value in section.items()):
@@ -163,7 +163,7 @@ def _unusable(
     why = shorten(" ".join(str(error).split()) or type(error).__name__)
     return kind(
         f"{folder}/config.json: transformers cannot use it: {why}",
-        hint="use the config.json that the model was published with, or pass --model",
+        hint="use the config.json that the model was published with, or --model MODEL",
     )
 
 

@@ -40,7 +40,7 @@ _TEKKEN = "tekken.json"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", _TEKKEN),
 )
-_TRUST = "pass --trust-remote-code if you trust that code"
+_TRUST = "add --trust-remote-code if you trust that code"
 
 _MODEL_CLASSES = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -340,7 +340,7 @@ def load_model(
         if device_map is not None and "offload_folder" in str(error):
             raise CalibrationError(
                 f"{source.folder}: the model fits neither the GPUs nor this machine's memory",
-                hint="omit --device-map: the model is then streamed layer by layer",
+                hint="leave out --device-map: the model is then streamed layer by layer",
             ) from error
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"

@@ -86,9 +86,9 @@ def parse_rule(text: str) -> Rule:
     name, colon, number = text.partition(":")
     if name == "auto":
         raise UsageError(
-            "rule auto was removed: `fp8calib plan` chooses the rule of each K and V by what the "
-            "model loses",
-            hint="the recipe that it writes has them",
+            "rule auto was removed",
+            hint="`fp8calib plan MODEL --max-ratio 1.01 --out DIR` writes a recipe with the rule "
+            "of each K and V by which the model loses least",
         )
     if name not in {str(kind) for kind in RuleKind}:
         like = suggest(name, [str(kind) for kind in RuleKind])

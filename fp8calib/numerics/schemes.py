@@ -173,8 +173,12 @@ def find_nearest(stored: Scaling) -> Scheme:
 
 
 def list_without_calibration() -> list[str]:
-    """List the schemes that need no calibration, by name, those of MXFP8 left out."""
-    return [name for name, each in SCHEMES.items() if not each.is_mx and not each.has_static_inputs]
+    """List the schemes that need no calibration, by name; those of blocks do not fit all models."""
+    return [
+        name
+        for name, each in SCHEMES.items()
+        if each.weights is not Granularity.BLOCK and not each.has_static_inputs
+    ]
 
 
 def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from fp8calib.calibration.calibration_origin import explain_difference
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.errors import ExportError, ModelError
+from fp8calib.errors import ExportError, ModelError, join_or
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.kv.kv_scales import make_scale_tensors
@@ -221,8 +221,8 @@ class InputScales:
         if site not in self._stats.sites:
             raise ExportError(
                 f"the stats have no data for {site}",
-                hint="`fp8calib calibrate --recipe w8a8-static` observes it; --ignore leaves it "
-                "unquantized",
+                hint=f"{calibrate_first('--stats', recipe='w8a8-static')}, or add "
+                f"{spell_options([linear.module])} to leave it unquantized",
             )
         measured = self._stats.sites[site]
         amax = measured.amax.max()
@@ -277,9 +277,8 @@ def _explain_missing(
     ]
     options = spell_options(dict.fromkeys([*outside, *map(span_layers, missing)]))
     return (
-        "calibrate with --recipe w8a8-static, and exclude what it does not measure in this model: "
-        f"{options}; or choose a --scheme that needs no calibration "
-        f"({', '.join(list_without_calibration())})"
+        f"add {options}, which calibrate does not measure in this model, or use --scheme "
+        f"{join_or(list_without_calibration())}"
     )
 
 

@@ -149,8 +149,7 @@ def _refuse_partial_mx_blocks(settings: PlanSettings, selection: Selection) -> N
         raise ExportError(
             f"{first.module} has {first.shape[1]} inputs, no multiple of {size}: MXFP8 has no "
             "smaller blocks",
-            hint=f"leave it unquantized with {spell_options(dict.fromkeys(names))}, or choose "
-            "another --scheme",
+            hint=f"add {spell_options(dict.fromkeys(names))}, or use another --scheme",
         )
 
 

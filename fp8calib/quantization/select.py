@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,7 @@ _OTHER_STACK = Reason("several matrices in a tensor, which are not the experts o
 _DRAFTER = Reason("a drafter (multi-token prediction), as other tools leave it")
 """ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
 copies it too (compressed-tensors 0.20.0, `utils/mtp.py`)."""
+_CACHE_HINT = "`fp8calib calibrate {} --out DIR` quantizes its KV cache alone"
 _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
@@ -281,11 +283,11 @@ def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> Mo
     shape = list(checkpoint.tensors[name].shape)
     pattern = span_layers(_EXPERTS.sub(r"\1", name))
     hint = "save the model with a tensor per expert, or leave those of all layers unquantized: "
-    hint += spell_options([pattern])
+    hint += f"add {spell_options([pattern])}"
     if stacks.unserved:
         hint = (
-            "quantize its KV cache alone: `fp8calib calibrate`. With its experts unquantized, vLLM "
-            "and SGLang cannot use the other linears in FP8"
+            f"{_CACHE_HINT.format(shlex.quote(str(checkpoint.folder)))}; with its experts "
+            "unquantized, vLLM and SGLang cannot use the other linears in FP8"
         )
     return ModelError(
         f"{checkpoint.folder}: {name} {shape} holds several matrices, {stacks.explain_unknown()}",
@@ -298,8 +300,9 @@ def _refuse_linears(
 ) -> ModelError | None:
     if not quantized:
         return ModelError(
-            f"{checkpoint.folder}: there is no linear to quantize",
-            hint="the 2-D *.weight tensors are all left out: by name, by dtype, or by --ignore",
+            f"{checkpoint.folder}: there is no linear to quantize: all 2-D *.weight tensors are "
+            "left out by name, by dtype, or by --ignore",
+            hint=_CACHE_HINT.format(shlex.quote(str(checkpoint.folder))),
         )
     for model_type in _find_values(config, "model_type"):
         if model_type in _CONV1D_TYPES:
@@ -307,7 +310,7 @@ def _refuse_linears(
             return ModelError(
                 f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
                 f"{example.tensor} {list(example.shape)}; engines cannot load these in FP8",
-                hint="its KV cache can be quantized: `fp8calib calibrate`",
+                hint=_CACHE_HINT.format(shlex.quote(str(checkpoint.folder))),
             )
     return None
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fp8calib.errors import UsageError
+from fp8calib.calibration.calibration_stats import calibrate_first
+from fp8calib.errors import UsageError, join_or
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.registry import find_written, list_written
@@ -118,7 +119,7 @@ def make_settings(
         others = (each.name for each in list_written() if each.has_groups)
         raise UsageError(
             f"{_OPTION}: --format {written.name} has one scheme for all linears",
-            hint=f"leave it out, or write {', '.join(others)}",
+            hint=f"leave out {_OPTION}, or use --format {join_or(list(others))}",
         )
     settings = PlanSettings(
         scheme=default,
@@ -128,14 +129,15 @@ def make_settings(
         drafters=drafters,
     )
     if settings.has_static_inputs and not measures_inputs:
-        named = (
-            f"{_OPTION} {p}={each.name}" for p, each in chosen.items() if each.has_static_inputs
-        )
-        option = f"--scheme {scheme}" if default.has_static_inputs else next(named)
+        option, instead = f"--scheme {scheme}", "use another --layer-scheme"
+        if default.has_static_inputs:
+            instead = f"use --scheme {join_or(list_without_calibration())}"
+        else:
+            pattern = next(p for p, each in chosen.items() if each.has_static_inputs)
+            option = f"{_OPTION} {pattern}={chosen[pattern].name}"
         raise UsageError(
             f"{option}: its input scales come from calibration",
-            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
-            f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
+            hint=f"{calibrate_first('--stats', recipe='w8a8-static')}, or {instead}",
         )
     return settings
 
@@ -156,7 +158,8 @@ def check_layer_schemes(settings: PlanSettings, selection: Selection) -> None:
             )
             raise UsageError(
                 f"{_OPTION} {pattern}: gives no linear its scheme, such as {module}: {why}",
-                hint="leave it out, or write the narrower pattern first: the first match counts",
+                hint=f"leave out {_OPTION} {pattern}, or write the narrower pattern first: the "
+                "first match counts",
             )
     for group, modules in join_linears(quantized).items():
         names = {settings.scheme_of(module).name: module for module in reversed(modules)}
@@ -168,7 +171,7 @@ def check_layer_schemes(settings: PlanSettings, selection: Selection) -> None:
             raise UsageError(
                 f"{_OPTION} {pattern}: engines load {group} as one weight, and it has several "
                 f"schemes ({found})",
-                hint="give all of it one scheme: "
+                hint="give all of it one scheme: use "
                 f"{_OPTION} {shlex.quote(f'{whole}={settings.by_pattern[pattern].name}')}",
             )
 

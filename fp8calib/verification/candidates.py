@@ -13,6 +13,7 @@ from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_d
 from fp8calib.calibration.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
+    calibrate_first,
     is_stats_file,
     load_stats,
 )
@@ -335,7 +336,7 @@ def build_scheme(
     if found.has_static_inputs and stats is None:
         raise UsageError(
             f"--scheme {scheme}: its input scales come from calibration",
-            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
+            hint=calibrate_first("--scales", recipe="w8a8-static"),
         )
     emulation = emulate_planned(
         make_settings(scheme, ignore=ignore),
@@ -405,7 +406,7 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     if not candidate.quantizers and not candidate.weights:
         raise ModelError(
             f"{candidate.name}: it quantizes nothing of this model",
-            hint="is there a KV cache? --scheme emulates FP8 weights",
+            hint="add --scheme fp8-dynamic if it has no KV cache: this emulates FP8 weights",
         )
 
 

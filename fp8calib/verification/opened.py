@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
@@ -116,7 +116,7 @@ def make_rules(
         if first is None or first.stats is None or first.table is None:
             raise UsageError(
                 "--rules needs statistics, and no --scales holds any",
-                hint="pass the stats.safetensors that calibrate wrote",
+                hint=calibrate_first("--scales"),
             )
         has_query = any(site.role is Role.Q for site in first.table.scales)
         table = compute_kv_scales(first.stats, target.fmt, rule=rule, query=has_query)

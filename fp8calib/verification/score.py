@@ -35,10 +35,10 @@ unquantized model again."""
 _HIDDEN_SHARE = 6
 """Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
 _REFERENCE = "the unquantized model"
-_OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
+_OVERFLOW = "float16 overflows at 65504: use --dtype bfloat16 or float32"
 _NO_OVERFLOW = {
     True: "the logits are NaN or inf before anything is quantized: are the model's files damaged?",
-    False: "quantization turned finite numbers into them: look at its scales (`fp8calib show`)",
+    False: "quantization turned finite numbers into them: `fp8calib show PATH` shows its scales",
 }
 
 

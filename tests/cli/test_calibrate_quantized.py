@@ -180,7 +180,7 @@ def test_what_check_says_of_a_missing_scale_repairs_it(data: Path, tmp_path: Pat
     said = run("check", overlay)
     assert said.code == 8
     for fix in re.findall("fix: (.*)", said.out):
-        assert "`fp8calib calibrate`, on FP8 weights --replace-scales" in fix
+        assert "`fp8calib calibrate MODEL --replace-scales --out DIR`" in fix
     command = ("calibrate", overlay, "--data", data, *OPTIONS)
     assert "add --replace-scales" in fail(7, *command, "--out", tmp_path / "again")
     succeed(*command, "--replace-scales", "--out", tmp_path / "again")

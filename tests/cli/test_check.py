@@ -243,7 +243,7 @@ def test_what_cannot_be_asked(
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", '{"a": 1}', "there are no KV scales"),
         ("a.safetensors", "model/model.safetensors", "only weights"),
-        ("a.safetensors", "calibrated/stats.safetensors", "these are statistics"),
+        ("a.safetensors", "calibrated/stats.safetensors", "statistics, not scales"),
     ],
 )
 def test_files_that_hold_no_scales(

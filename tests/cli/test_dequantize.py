@@ -274,7 +274,7 @@ def test_a_file_of_scales_alone_leaves_no_shard(tmp_path: Path, model: Path, dat
     export = ("export", tmp_path / "stats", "--format", "kv-overlay", "--model", child)
     succeed(*export, "--out", served)
     outcome = run("dequantize", served / "kv-overlay", "--out", tmp_path / "out")
-    assert "the KV scales of MODEL are left out; --keep-kv-scales keeps them" in outcome.err
+    assert "the KV scales of MODEL are left out; add --keep-kv-scales to keep them" in outcome.err
     shards = [path.name for path in sorted((tmp_path / "out").glob("*.safetensors"))]
     assert shards == ["model-00001-of-00002.safetensors"]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -190,7 +190,7 @@ def test_other_integers_are_refused_by_name(
     write_section(tmp_path / "int4", section)
     text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
     assert named in text
-    assert "reads symmetric int4 weights of compressed-tensors with one scale per tensor" in text
+    assert "symmetric ones of compressed-tensors with one scale per tensor" in text
 
 
 def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_scheme_quantizes_weights_and_the_report_tells_what_shares_a_scale(
 ) -> None:
     report = verify("--scales", files, "--scheme", scheme).json
     assert report["candidates"][0]["gate"] == "w8a8"
-    ignored = "its KV scales are ignored, as --scheme quantizes weights and inputs only"
+    ignored = "its KV scales are ignored: a scheme quantizes weights and inputs"
     assert any(ignored in text for text in report["warnings"])
     rows = [row for row in report["layers"] if row["candidate"] != "scale-1.0"]
     assert sum(row["role"] == "weight" for row in rows) == 2 * 7
@@ -401,7 +401,7 @@ def test_existing_files_are_replaced_only_by_force(
     command = ("verify", model, "--data", held_out, *QUICK, "--dump", dump, "--report", page)
     succeed(*command)
     before = snapshot(tmp_path)
-    assert "exists; --force replaces it" in fail(2, *command)
+    assert "use --force to replace it" in fail(2, *command)
     assert snapshot(tmp_path) == before
     succeed(*command, "--seq-len", 12, "--force")
     after = snapshot(tmp_path)

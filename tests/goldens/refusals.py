@@ -42,7 +42,7 @@ OPTIONS: dict[str, str] = {
     "check {m} --engine nonsense": "nonsense",
     "check {m} --engine vllm==0.1": "vllm==0.1",
     "check {m} --require-kv": "",
-    "check {d}": "--model",
+    "check {d}": "a file of scales",
     "check {m} --tp 3": "3",
     "quantize {m} --scheme nonsense --out {o}": "nonsense",
     "quantize {m} --scheme fp8-static --out {o}": "--stats",

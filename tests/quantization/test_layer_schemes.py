@@ -318,7 +318,7 @@ def test_long_lists_of_layers_are_cut() -> None:
         (
             {"*.gate": "w8a16"},
             "*.gate: gives no linear its scheme, such as model.layers.0.mlp.gate: a router",
-            "leave it out",
+            "leave out --layer-scheme",
         ),
         (
             {"*.self_attn": "w8a16", "*.o_proj": "fp8-block"},

@@ -29,7 +29,7 @@ def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
         raise NotUnderstoodError(
             f"{model.path}: model_type {model_type} is unknown to this tool: only code of its own "
             "knows it, which is not run",
-            hint="name a model of a known type with the same layers by --model",
+            hint="use --model MODEL, a model of a known type with the same layers",
         )
     return read_geometry(model.path, model.config)
 

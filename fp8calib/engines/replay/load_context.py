@@ -22,9 +22,9 @@ from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""
 
-MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate`, on FP8 weights --replace-scales"
+MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`"
 _NO_SCALE_HERE = f"{MEASURE_AGAIN}; a layer that reads another one's cache gets that layer's scale"
-_NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate` measures them"
+_NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate MODEL --out DIR` measures them"
 
 
 def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:

@@ -41,7 +41,9 @@ _WHY = (
     "reads them: FlashInfer attends to the quotients, FlashAttention, Triton and TRT-LLM fail"
 )
 _OVERLAY_FIX = "serve a kv-overlay instead"
-_FIX = "export --format vllm-json --tp {tp} for this model writes a file that is accepted"
+_FIX = (
+    "`fp8calib export STATS --format vllm-json --tp {tp} --out DIR` writes a file that is accepted"
+)
 
 
 class _KvCache(BaseModel):

@@ -97,7 +97,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
     )
 
 
-_OWN_CODE = "the model has code of its own, which is not run here: --trust-remote-code runs it"
+_OWN_CODE = "the model has code of its own, which check does not run"
 _FIX = "the reason is transformers' own error: write the checkpoint or its config again"
 _NUM_TOKENS = 8
 _KERNELS = "transformers.integrations."

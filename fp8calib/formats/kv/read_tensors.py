@@ -223,7 +223,8 @@ def _check_complete(
     without = [layer.index for layer, _ in attentions if layer.index not in have[Role.Q]]
     if have[Role.Q] and without:
         fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
-        hint = "engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all"
+        command = "fp8calib calibrate MODEL --query-scale yes --out DIR"
+        hint = f"engines use 1.0 there; `{command}` writes all"
         raise refusal(place, fault, hint=hint)
 
 

@@ -215,7 +215,7 @@ def _make_job(
     except ModelError as error:
         raise UsageError(
             f"GPTQ runs the model, which is not possible here: {error.message}",
-            hint="`fp8calib quantize` needs neither text nor a class of the model",
+            hint="`fp8calib quantize ...` needs neither text nor a class of the model",
         ) from error
     text = plan_text(
         *(source, recipe.data), rows=rows, part="calibrate", tokenizer=request.tokenizer
@@ -224,7 +224,9 @@ def _make_job(
         raise UsageError(
             f"GPTQ needs at least {HELD_EVERY} sequences, and the data gives {count}: "
             f"one of {HELD_EVERY} is held back to measure the error",
-            hint="use more text, more --samples, or a shorter --seq-len",
+            hint="use more --samples"
+            if count == recipe.data.samples
+            else "use more text, or a shorter --seq-len",
         )
     for warning in text.warnings:
         reporter.warn(warning)

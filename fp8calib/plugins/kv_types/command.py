@@ -125,7 +125,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
         for name in dict.fromkeys(request.kv_cache_dtype or engine.cache_types):
             if why := _explain_misfit(name, asked.geometry):
                 if request.kv_cache_dtype:
-                    raise ModelError(f"--kv-cache-dtype {name}: {why}", hint="leave it out")
+                    raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=f"leave out {name}")
                 warnings.append(f"the cache type {name} is left out: {why}")
                 reporter.warn(warnings[-1])
             elif name not in FP8_TYPES:
@@ -154,7 +154,7 @@ def run(request: KvTypesRequest, reporter: Reporter) -> KvTypesResult | RunPlan:
         comparisons=verified.comparisons,
         recommended="" if chosen is None else chosen.name,
         why=why,
-        next="" if chosen is None else _spell_next(chosen, verified.model, engine),
+        next="" if chosen is None else _spell_next(chosen, request, engine),
         warnings=(*warnings, *verified.warnings),
     )
 
@@ -205,17 +205,21 @@ def _find_facts(
     }
 
 
-def _spell_next(chosen: CacheResult, model: str, engine: Engine) -> str:
+def _spell_next(chosen: CacheResult, request: KvTypesRequest, engine: Engine) -> str:
     """Spell the command that serves the model; empty where scales are in no checkpoint."""
-    folders: list[str | Path] = [model]
+    revision = request.revision
+    folders: list[str | Path] = [str(request.model)]
     if chosen.name not in {SCALE_ONE, chosen.dtype}:  # it has the scales that are named in it
         scales = Path(chosen.name.removeprefix(f"{chosen.dtype} with "))
         places = (scales / "kv-overlay", scales)
         folders = [folder for folder in places if (folder / CONFIG_NAME).is_file()]
+        revision = None
     if engine.launch is None or not folders:
         return ""
     flag = f"{engine.launch.kv_flag.partition(' ')[0]} {chosen.dtype}"
-    return replace(engine.launch, kv_flag=flag).spell(str(folders[0]))
+    return replace(engine.launch, kv_flag=flag).spell(
+        str(folders[0]), revision=revision, trusts_code=request.trust_remote_code
+    )
 
 
 def recommend(

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.model.shapes import ModelGeometry
 
-_FIX = "write it with `export --format lightllm` or `lightllm-head --query-scale yes`"
-_NO_QUERY = "later commits need q_calibration beside scales per head: export with --query-scale yes"
+_FIX = "`fp8calib export STATS --format lightllm --out DIR` writes it"
+_NO_QUERY = (
+    "later commits need q_calibration beside scales per head: "
+    "`fp8calib export STATS --format lightllm-head --query-scale yes --out DIR` writes it"
+)
 _UNREAD = "which models LightLLM serves with an FP8 cache was not read"
 
 
@@ -119,9 +122,10 @@ ENGINE = Engine(
         command="python -m lightllm.server.api_server --model_dir",
         kv_flag="--llm_kv_type fp8kv_spt",
         ranks_flag="--tp",
+        trust_flag="--trust_remote_code",
     ),
     no_numerics="its arithmetic has not been read",
     replay_json=_replay_json,
     no_folder="it takes KV scales from a file alone: name the kv_cache_calib.json that "
-    "`export --format lightllm` writes",
+    "`fp8calib export STATS --format lightllm --out DIR` writes",
 )

@@ -122,7 +122,7 @@ class Choices:
         if not any(unit.sizes for unit in self.units):
             raise VerificationError(
                 f"nothing can be quantized: {'; '.join(self.describe_refused())}",
-                hint="name another --engine",
+                hint="use another --engine or --scheme",
             )
         return self
 

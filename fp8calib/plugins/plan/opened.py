@@ -97,7 +97,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     """
     names = [request.engine] if isinstance(request.engine, str) else list(request.engine)
     if not names:
-        raise UsageError("--engine: no name given", hint="leave it out to plan for vllm")
+        raise UsageError("--engine: no name given", hint="leave out --engine to plan for vllm")
     engines = tuple(map(find_replayed, dict.fromkeys(names)))
     gpu = None if request.gpu is None else find_gpu(request.gpu)
     for engine in engines:
@@ -110,7 +110,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     asked = [request.scheme] if isinstance(request.scheme, str) else request.scheme or SCHEMES
     schemes = tuple(name for name in dict.fromkeys(asked) if name != NO_SCHEME)
     if request.samples < 2:
-        hint = "some are held out from the search: use 2 or more"
+        hint = "use --samples 2 or more: some are held out from the search"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
     known = [name for name in names if name.partition("==")[0] in list_emulated()]
     emulated = find_emulated(known[0])[0] if known else REFERENCE
@@ -160,11 +160,13 @@ def make_budget(request: PlanRequest) -> Budget:
     given = {"kld": request.max_kld, "ratio": request.max_ratio, "bytes": request.max_bytes}
     named = {kind: value for kind, value in given.items() if value is not None}
     if len(named) != 1:
-        what = " and ".join(f"--max-{kind}" for kind in named) or "no budget"
-        raise UsageError(
-            f"{what}: give one of --max-kld, --max-ratio, --max-bytes",
-            hint="a loss, for which the least bytes are found, or bytes, for the least loss",
-        )
+        options = [f"--max-{kind}" for kind in named]
+        hint = "add --max-kld NATS or --max-ratio R for the least bytes, or --max-bytes SIZE for "
+        hint += "the least loss"
+        if options:
+            hint = f"leave out {' or '.join(options)}"
+        what = " and ".join(options) or "no budget"
+        raise UsageError(f"{what}: one budget is needed", hint=hint)
     ((kind, value),) = named.items()
     limit = read_size(value) if kind == "bytes" else float(value)
     least = 1 if kind == "ratio" else 0

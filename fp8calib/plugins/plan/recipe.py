@@ -94,7 +94,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     _, reports, unchecked = replay_settings(folder, settings, used, opened.engines)
     for engine, report in reports.items():
         if why := report.fault:
-            hint = "name one --scheme, or another --engine"
+            hint = "use one --scheme, or another --engine"
             raise VerificationError(f"{engine} does not load the plan: {why}", hint=hint)
     if unchecked:
         raise VerificationError(unchecked)
@@ -124,6 +124,8 @@ def spell_write(opened: OpenedPlan, planned: PlannedScheme) -> str:
     recipe = shlex.quote(str(opened.out / RECIPE_NAME))
     given = shlex.quote(str(opened.request.stats or opened.out / STATS_NAME))
     if planned.quantize is not None:
+        if opened.request.revision is not None:
+            model += f" --revision {shlex.quote(opened.request.revision)}"
         return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
     if not planned.has_kv:
         return ""
@@ -136,5 +138,6 @@ def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
     if engine.launch is None or (planned.quantize is None and not planned.has_kv):
         return ""
     folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/kv-overlay"
-    command = engine.launch.spell(folder, has_kv=planned.has_kv)
+    trusts_code = opened.request.trust_remote_code
+    command = engine.launch.spell(folder, has_kv=planned.has_kv, trusts_code=trusts_code)
     return f"{command} {opened.target.numerics.spell_skip(planned.plain_caches)}".rstrip()

@@ -65,7 +65,7 @@ def _continue(
         if not bool(weights.isfinite().all()):
             raise VerificationError(
                 "the unquantized model gives NaN or inf while it writes text",
-                hint="try --dtype bfloat16 or float32",
+                hint="use --dtype bfloat16 or float32",
             )
         drawn = torch.multinomial(weights, 1, generator=generator)
         ids, new = torch.cat([ids, drawn], 1), drawn.to(model.device)

@@ -6,6 +6,7 @@ its values; the RFC's export rounds int4 weights to FP8. Weights are decoded one
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator
 from functools import partial
 from math import prod
@@ -190,7 +191,7 @@ class DecodedCheckpoint(Checkpoint):
             raise ModelError(
                 f"{self.folder}: {shorten(name)} holds values beyond {_LARGEST_HALF}, the largest "
                 "of float16",
-                hint="--dtype bfloat16 has the range of float32",
+                hint="use --dtype bfloat16, which has the range of float32",
             )
         return values.to(dtype)
 
@@ -270,7 +271,8 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     return ModelError(
         f"{checkpoint.folder}: the model is already quantized: {what}",
-        hint="name the unquantized model it was made from, or what `fp8calib dequantize` writes; "
-        "`fp8calib export --format rfc --with-weights` reads symmetric int4 weights of "
-        "compressed-tensors with one scale per tensor",
+        hint="name the unquantized model it was made from, or what "
+        f"`fp8calib dequantize {shlex.quote(str(checkpoint.folder))} --out DIR` writes; "
+        "of int4 weights, export reads symmetric ones of compressed-tensors with one scale per "
+        "tensor",
     )

@@ -191,7 +191,7 @@ def changed_weights(
                 if values[parameter.name].is_meta:
                     raise VerificationError(
                         f"{parameter.name} is offloaded, so it cannot be replaced by FP8 values",
-                        hint="omit --device-map: the model is then streamed layer by layer",
+                        hint="leave out --device-map: the model is then streamed layer by layer",
                     )
             touched += change.parameters
             for parameter, sums, extremes in change.apply(values):

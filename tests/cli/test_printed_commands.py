@@ -1,0 +1,139 @@
+"""Every command that an answer, a card or a recipe prints is run as it is printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.calibration import journal
+from fp8calib.calibration.journal import Journal
+from tests.cli.conftest import QUICK
+from tests.cli.program import run, succeed
+from tests.cli.test_remote_code import carried
+from tests.kit.hints import COMMANDS
+from tests.test_hints import OTHERS
+
+__all__ = ["carried"]
+SERVERS = {
+    "vllm serve": {"--trust-remote-code", "--kv-cache-dtype-skip-layers", "--revision"},
+    "python -m sglang.launch_server": {"--trust-remote-code", "--revision"},
+}
+PRINTED = re.compile(rf"fp8calib (?:{'|'.join(map(re.escape, COMMANDS))}) [^;`\n]*")
+TRUST = "--trust-remote-code"
+STRICT = "pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n"
+
+
+CASES = [
+    ("", "calibrate --format kv-overlay --format rfc --out"),
+    ("", "calibrate --format kv-scales --shard 1/2 --batch-size 2 --out"),
+    ("", "calibrate --recipe w8a8-static --out"),
+    ("", "verify"),
+    ("", "verify --scheme w8a16"),
+    ("", "verify --gate strict.yaml"),
+    ("", "verify --gate strict.yaml --scheme w8a16"),
+    ("", "kv-types --engine sglang"),
+    ("", "plan --max-kld 1 --scheme w8a16 --out"),
+    ("", "plan --max-kld 1 --scheme none --out"),
+    ("", "gptq --scheme w8a16 --samples 8 --out"),
+    (TRUST, "calibrate --out"),
+    (TRUST, "verify"),
+    (TRUST, "verify --scheme w8a16"),
+    (TRUST, "verify --gate strict.yaml"),
+    (TRUST, "verify --gate strict.yaml --scheme w8a16"),
+    (TRUST, "kv-types --engine vllm"),
+    (TRUST, "plan --max-kld 1 --scheme none --out"),
+    (TRUST, "auto --samples 40 --out"),
+]
+"""Commands, with a model that has code of its own or without. The last option is a new folder."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder whose name a shell has to have quoted."""
+    folder = tmp_path / "it's a $folder"
+    folder.mkdir()
+    (folder / "strict.yaml").write_text(STRICT)
+    shutil.copy(data, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("trust", "command"), CASES)
+def test_what_is_printed_can_be_typed(
+    trust: str, command: str, place: Path, model: Path, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(carried.__name__) if trust else model
+    shutil.copytree(source, place / "a model")
+    name, *options = command.split()
+    given = ("--data", place / "calib.jsonl", *QUICK, *filter(None, [trust]), *options)
+    out = [place / "an out"] if options[-1:] == ["--out"] else []
+
+    done = run(name, place / "a model", *given, *out)
+
+    assert done.code in {0, 8}, done.err
+    printed = list_printed(done.out + done.err)
+    assert printed or (trust and "--scheme" in options and "--gate" in options)
+    for each in printed:
+        follow(each, trusts=bool(trust))
+    cards = [path for path in place.glob("an out*/**/README.md") if path.parent.name != "a model"]
+    for card in cards:
+        follow_card(card, place, trusts=bool(trust))
+
+
+def follow_card(card: Path, place: Path, *, trusts: bool) -> None:
+    """Run the commands of a card beside copies of what it names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(tempfile.mkdtemp(dir=place)))
+        for named in (place / "a model", place / "calib.jsonl", *place.glob("an out/*.*")):
+            Path(named.name).symlink_to(named)
+        Path(card.parent.name).symlink_to(card.parent)
+        for each in list_printed(card.read_text()):
+            is_same = each.endswith(shlex.join(["--out", card.parent.name]))
+            follow(f"{each}-2" if is_same else each, trusts=trusts)
+
+
+def list_printed(text: str) -> list[str]:
+    """List the commands of fp8calib and of servers in a text, once; not hints with SHARDS."""
+    found = [each.strip() for each in PRINTED.findall(text) if "SHARDS" not in each]
+    found += [each for server in SERVERS for each in re.findall(rf"{re.escape(server)} .*", text)]
+    return list(dict.fromkeys(found))
+
+
+def follow(printed: str, *, trusts: bool) -> None:
+    """Run a command of fp8calib as it is printed; look at the words of a server's."""
+    words = shlex.split(printed)
+    if words[0] == "fp8calib":
+        answer = run(*words[1:], "--json")
+        assert answer.code in {0, 8, 9}, f"{printed}: {answer.err}"
+        assert "error" not in answer.json, f"{printed}: {answer.err}"
+        return
+    server = next(each for each in SERVERS if printed.startswith(each))
+    assert {word for word in words if word.startswith("--")} <= OTHERS | SERVERS[server]
+    assert ("--trust-remote-code" in words) is trusts
+    (served,) = [word for word in words if Path(word).is_dir()]
+    assert Path(served, "config.json").is_file()
+
+
+def test_an_interrupted_run_prints_what_resumes_it(
+    place: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_if_due = Journal.save_if_due
+
+    def save_and_stop(self: Journal, *seen: Any) -> None:
+        save_if_due(self, *seen)
+        raise KeyboardInterrupt
+
+    given = ("--data", place / "calib.jsonl", *QUICK, "--batch-size", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "INTERVAL_S", 0.0)
+        patch.setattr(Journal, "save_if_due", save_and_stop)
+        stopped = run("calibrate", model, *given, "--out", place / "an out")
+    (printed,) = re.findall("resume with: (.*)", stopped.err)
+    resumed = succeed(*shlex.split(printed)[1:], "--json")
+    assert resumed.json["resumed_sequences"] > 0
