@@ -29,7 +29,9 @@ _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 _SUSPICIOUS_FIX = (
     "quantize or calibrate the unquantized model again; --allow-suspicious accepts them as they are"
 )
-_UNREAD = "--read-weights also looks for NaN, infinity and rows of zeros in the weights"
+_UNREAD = ("values of weights", "--read-weights")
+_UNMEASURED = ("KV scales beside what calibration measures", "--stats STATS")
+"""What a plain check does not judge, and the option that does."""
 
 
 def _check_engines(names: str) -> None:
@@ -235,8 +237,18 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         if engine.suspicious:
             yield Line(f"  fix: {_SUSPICIOUS_FIX}")
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
+    if left := list(_list_unjudged(result, request)):
+        what, options = zip(*left, strict=True)
+        yield Line(f"not judged: {' and '.join(what)}; add {' '.join(options)}")
+
+
+def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple[str, str]]:
+    """Name what other options would judge, and these options."""
     if not (result.has_read_weights or Path(request.path).is_file()):
-        yield Line(_UNREAD)
+        yield _UNREAD
+    verdicts = (each for engine in result.engines.values() for each in engine.verdicts)
+    if getattr(request, "stats", None) is None and any(e.status is Status.USED for e in verdicts):
+        yield _UNMEASURED
 
 
 def _rows(engine: EngineReport) -> list[list[str]]:

@@ -155,16 +155,32 @@ def test_people_read_that_the_answer_is_unknown(
     assert ": ok, " in outcome.out
 
 
-@pytest.mark.parametrize("name", ["kv-overlay", "rfc.tp1.json"])
-def test_people_read_that_weights_are_not(
-    calibrated: tuple[Path, Outcome], model: Path, name: str
+KV_UNJUDGED = "KV scales beside what calibration measures"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ("kv-overlay", f"values of weights and {KV_UNJUDGED}; add --read-weights --stats STATS"),
+        ("kv-overlay --read-weights", f"{KV_UNJUDGED}; add --stats STATS"),
+        ("kv-overlay --stats stats.safetensors", "values of weights; add --read-weights"),
+        ("kv-overlay --stats stats.safetensors --read-weights", ""),
+        ("rfc.tp1.json --model {model}", ""),  # no engine uses it
+        ("{model}", "values of weights; add --read-weights"),
+    ],
+)
+def test_the_last_line_says_what_was_not_judged(
+    calibrated: tuple[Path, Outcome],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    last: str,
 ) -> None:
-    path = calibrated[0] / name
-
-    outcome = run("check", path, *(() if path.is_dir() else ("--model", model)))
-
-    line = "--read-weights also looks for "
-    assert outcome.out.count(line) == path.is_dir()
+    monkeypatch.chdir(calibrated[0])
+    told = run("check", *arguments.format(model=model).split()).out.splitlines()
+    found = [line for line in told if line.startswith("not judged: ")]
+    assert found == ([f"not judged: {last}"] if last else [])
+    assert not found or told[-1] == found[0]
 
 
 def test_several_engines_may_be_named(calibrated: tuple[Path, Outcome]) -> None:
