@@ -29,7 +29,7 @@ from fp8calib.commands.result import Result, RunHashes, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
-from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line, format_count
+from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
 from fp8calib.machine import PeakMemory
 from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line
@@ -312,8 +312,7 @@ def describe(
             rows, title = [each for each in rows if each.site in unfit], "that lose most"
         if rows:
             yield Line()
-            title = f"{name}: the {format_count(min(_SHOWN_ROWS, len(rows)), 'tensor')} {title}"
-            yield sites_table(rows[:_SHOWN_ROWS], title=title)
+            yield sites_table(rows[:_SHOWN_ROWS], title=f"{name}: tensors {title}")
     if result.rules:
         yield Line()
         yield rules_table(result.rules)

@@ -105,8 +105,9 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         from fp8calib.verification.page.page import write_page
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
-        hint = "name another folder, or add --resume if that run was stopped"
-        raise UsageError(f"--out {out}: exists", hint=hint)
+        raise UsageError(
+            f"--out {out}: exists", hint="name another folder, or add --resume if it was stopped"
+        )
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:
         data = model.read_settings(request, specs)

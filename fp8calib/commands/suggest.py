@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
