@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import (
@@ -39,6 +40,7 @@ from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.numerics.schemes import find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"
+_SHAPE_FIX = f"{_CONFIG_FIX}, whose strategy (tensor, channel, block) fits the shape of its scales"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
 _MISSING_FIX = "complete the download or the export"
 _PLAIN_FIX = "exclude it in the config, or quantize it"
@@ -85,7 +87,12 @@ def amend_weights(
         others = dict.fromkeys(each.text for each in certain[1:])
         report = report.add_problems(*(f"weights, too: {text}" for text in others))
     elif doubts:
-        report = report.doubt(*(f"weights: {each.text}{engine.run_hint}" for each in doubts))
+        report = report.doubt(
+            *(
+                f"weights: {each.text}{engine.run_hint}{each.fix and f'; fix: {each.fix}'}"
+                for each in doubts
+            )
+        )
         report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
     notes = [each.text for each in by_status[Status.USED]]
     return _add_notes(report.model_copy(update={"linears": count}), stored, notes)
@@ -230,14 +237,19 @@ def _compare_group(
             yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
     elif isinstance(found, Unquantized):
         for linear in group.members:
-            yield from _list_strays(
-                linear, (WEIGHT,), f"is stored, but {found.why}, and the engine has no place for it"
-            )
             if linear.has_codes:
                 dtype = linear.tensors[WEIGHT].dtype
                 kind = "FP8" if dtype.startswith("F8_E") else dtype
-                why = f"is {kind}, but {found.why}: the engine uses its codes as the weight"
-                yield _misread(linear.module, why, _CONFIG_FIX)
+                why = (
+                    f"is {kind}, but {found.why}: the engine stops, or uses its codes as the weight"
+                )
+                # with a scale, which has no place, both are wrong
+                is_scaled = any("scale" in suffix for suffix in linear.tensors)
+                yield replace(_misread(linear.module, why, _CONFIG_FIX), is_silent=not is_scaled)
+                continue
+            yield from _list_strays(
+                linear, (WEIGHT,), f"is stored, but {found.why}, and the engine has no place for it"
+            )
     else:
         yield from _compare_quantized(reader, group, found, values)
 
@@ -319,7 +331,8 @@ def _compare_tensor(
         yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=cast)
     elif entry.shape not in expected.shapes:
         what = f"has shape {list(entry.shape)}, and the config means {list(expected.shapes[-1])}"
-        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=CUT)
+        fix = _CONFIG_FIX if suffix in WEIGHTS else _SHAPE_FIX
+        yield Finding.doubt(name, what, fix=fix, if_loaded=CUT)
     elif (bad := values.bad.get(name)) is not None:
         is_number = bad not in _NO_NUMBERS
         if (has_twin and linear.projection in _TWINS) or (expected.may_be_zero and is_number):

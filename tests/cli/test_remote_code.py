@@ -57,10 +57,6 @@ def test_carried_code_runs_when_trusted(carried: Path, data: Path, tmp_path: Pat
     assert (tmp_path / "ran").read_text() == "ran"
     assert report["architecture"] == "CarriedForCausalLM"
     assert report["coverage"]["observed"] == 34
-    command = ("verify", carried, "--data", data, *QUICK, "--trust-remote-code", "--json")
-    served = succeed(*command).json["next"]
-    assert served.startswith("vllm serve ")
-    assert served.endswith(" --trust-remote-code")
 
 
 def test_code_beside_a_known_architecture_is_not_run(

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
     ),
     "a linear in 16 bits": (store_plain, PAIRS, "misread", "it is cast without a scale"),
     "an excluded linear in 16 bits": (exclude_plain, PAIRS, "ok", ""),
-    "an excluded linear in FP8": (exclude, PAIRS, "unknown", "the config excludes"),
+    "an excluded linear in FP8": (exclude, PAIRS, "misread", "the config excludes"),
     "another name": (rename_scale, PAIRS, "unknown", f"{DOWN}.scale has no place"),
     "one more scale": (
         put(f"{DOWN}.output_scale", torch.ones(1)),
@@ -135,6 +135,18 @@ CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
     "a config that is refused": (set_weights(actorder="foo"), STATIC, "unknown", "form that is"),
     "no format": (drop_format, STATIC, "unknown", "format None"),
     "a class of the engine": (target("ColumnParallelLinear"), STATIC, "unknown", "the target"),
+    "a target that nothing has": (
+        target("Lineer"),
+        STATIC,
+        "unknown",
+        "fix: name Linear, or paths",
+    ),
+    "another strategy": (
+        set_weights(strategy="channel"),
+        STATIC,
+        "unknown",
+        "fix: use the config that the weights were quantized with, whose strategy",
+    ),
 }
 
 
@@ -181,7 +193,7 @@ def test_a_difference_is_unknown_unless_the_engine_is_silent(
         assert any(words in text for text in texts)
         hint = engine == "vllm" and wanted == "unknown"
         assert (
-            any(text.endswith("; `fp8calib vllm check` asks its loader") for text in report.unknown)
+            any("; `fp8calib vllm check` asks its loader" in text for text in report.unknown)
             is hint
         )
         assert report.ok is (wanted == "ok")

@@ -188,8 +188,8 @@ class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no erro
 class Unjudged(Refusal):
     """Only the engine's own loader can tell what it does: why."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why, fix="")
+    def __init__(self, why: str, *, fix: str = "") -> None:
+        super().__init__(why, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ _VISION = ("vision_tower", "vision_model", "vit_large_projector")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+_TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
 _MX_FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -307,7 +308,11 @@ class LinearReader(ABC):
         for target in self.targets:
             is_known = target == "Linear" or "." in target or target.endswith("Attention")
             if not is_known and not target.startswith("re:"):
-                raise Unjudged(f"which linears the target {target!a:.40} means is not known")
+                why = (
+                    f"which linears the target {target!a:.40} means is not known: it is no path, "
+                    "nor the class Linear"
+                )
+                raise Unjudged(why, fix=_TARGET_FIX)
         is_linear = not group.is_head
         return "Linear" if is_linear and "Linear" in self.targets else None
 
