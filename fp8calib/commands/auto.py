@@ -106,7 +106,8 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
         raise UsageError(
-            f"--out {out}: exists", hint="name another folder, or add --resume if it was stopped"
+            f"--out {out}: exists",
+            hint="name another folder, or add --resume if that run was stopped",
         )
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:

@@ -39,6 +39,8 @@ JUDGED = (8, 9)
 QUICK = "--data {data} --samples 4 --seq-len 16 --dtype float32"
 STATS = "stats.safetensors"
 FOREIGN = Path(__file__).parents[1] / "foreign"
+_SIZE = re.compile(r"(?<=--memory )[\d.]+")
+"""That of a process, which no two machines agree on."""
 
 
 class Places(Mapping[str, str]):
@@ -344,7 +346,9 @@ def test_a_hint_leads_to_an_answer(block: Block, places: Places, request: Any) -
     hint = places.fill(block.hint)
     if block.is_refused:
         outcome = run(*words, "--json")
-        assert outcome.json["error"]["hint"] == hint
+        printed = outcome.json["error"]["hint"]
+        assert _SIZE.sub("", printed) == _SIZE.sub("", hint)
+        hint = printed
     else:
         outcome = run(*words)
         assert hint in outcome.out + outcome.err
@@ -392,8 +396,6 @@ NOT_RUN = {
     "it is about the command of an earlier run": [
         "finish that run first: repeat its command with --resume",
         "the runs of all shards must differ only in --shard",
-        "{}: the checkpoints of an interrupted run were discarded; to continue such a run, add "
-        "--resume to its command line",
     ],
     "no small model or file gets there": [
         "it cannot be streamed: leave out --memory, or use a larger machine",
