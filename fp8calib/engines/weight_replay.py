@@ -243,10 +243,11 @@ def _compare_group(
                 why = (
                     f"is {kind}, but {found.why}: the engine stops, or uses its codes as the weight"
                 )
-                # with a scale, which has no place, both are wrong
-                is_scaled = any("scale" in suffix for suffix in linear.tensors)
-                yield replace(_misread(linear.module, why, _CONFIG_FIX), is_silent=not is_scaled)
-                continue
+                # whether it stops or not, a scale that the config leaves no place for is lost
+                is_lost = found.is_excluded and any("scale" in each for each in linear.tensors)
+                yield replace(_misread(linear.module, why, _CONFIG_FIX), is_silent=not is_lost)
+                if is_lost:
+                    continue
             yield from _list_strays(
                 linear, (WEIGHT,), f"is stored, but {found.why}, and the engine has no place for it"
             )

@@ -62,11 +62,13 @@ class Unquantized:
 
     why: str
     """What of the config says so."""
+    is_excluded: bool = False
+    """Whether the config lists it."""
 
     @classmethod
     def by(cls, entry: str) -> Unquantized:
         """Say that an entry of the config excludes a group."""
-        return cls(why=f"the config excludes {entry!a:.80}")
+        return cls(why=f"the config excludes {entry!a:.80}", is_excluded=True)
 
 
 Found = StoredScheme | OtherScheme | Unquantized
