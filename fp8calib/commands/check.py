@@ -243,11 +243,13 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
 
 
 def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple[str, str]]:
-    """Name what other options would judge, and these options."""
+    """Name what other options would judge, and these options; plug-ins have none of them."""
+    if not isinstance(request, CheckRequest):
+        return
     if not (result.has_read_weights or Path(request.path).is_file()):
         yield _UNREAD
     verdicts = (each for engine in result.engines.values() for each in engine.verdicts)
-    if getattr(request, "stats", None) is None and any(e.status is Status.USED for e in verdicts):
+    if request.stats is None and any(e.status is Status.USED for e in verdicts):
         yield _UNMEASURED
 
 

@@ -10,9 +10,11 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 
+from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -43,6 +45,9 @@ weights, which are on the meta device."""
 EXPERTS = (".w13_weight", ".w2_weight")
 """How the names of the weights of all experts of a layer end."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
+_PRINT_VERSION = (
+    "from importlib import metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
+)
 _ENVIRONMENT_HINT = "name a Python with vLLM: --python PATH"
 _IMPORT_HINT = "it cannot import vLLM: repair its packages, or name another with --python PATH"
 
@@ -84,6 +89,25 @@ class LoaderAnswer(Frozen):
         """Say where it stopped, and with which error."""
         rank = "" if self.tp == 1 else f" on rank {self.rank} of {self.tp}"
         return f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error}"
+
+
+def find_release(python: Path) -> str:
+    """Name the vLLM of an environment as `--engine` takes it, the newest if it is unknown.
+
+    Raises:
+        UsageError: there is no such interpreter.
+    """
+    command = [str(python), "-I", "-c", _PRINT_VERSION]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    except OSError as error:
+        raise UsageError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
+    found = re.match(r"\d+\.\d+[\w.]*", done.stdout)
+    name = f"vllm=={found[0]}" if found else "vllm"
+    with suppress(UsageError):  # a version whose rules are not known
+        find_replayed(name)
+        return name
+    return "vllm"
 
 
 def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnswer:

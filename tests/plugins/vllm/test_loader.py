@@ -13,6 +13,7 @@ import torch
 import fp8calib
 from fp8calib.errors import UsageError
 from fp8calib.plugins import vllm
+from fp8calib.plugins.vllm.loader import find_release
 from fp8calib.plugins.vllm.loader_script import _list_missing, _make_mode
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
@@ -204,6 +205,24 @@ def test_the_loader_tells_what_is_unknown(
     assert not found.unknown
     assert not any("defect" in each for each in found.problems)
     assert fp8calib.check(other, engine="vllm").engines["vllm"].status == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("0.32.0", "vllm==0.32.0"),
+        ("0.32.0+cpu", "vllm==0.32.0"),
+        ("0.2", "vllm"),
+        ("noise", "vllm"),
+    ],
+)
+def test_the_rules_are_those_of_the_vllm_that_loads(
+    printed: str, name: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {printed}\n")
+    python.chmod(0o755)
+    assert find_release(python) == name
 
 
 def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:

@@ -51,17 +51,16 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
     """
     with slow_imports():
         from fp8calib.commands.checked import check_path
-        from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader
+        from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader, find_release
     python = Path(request.python or sys.executable)
 
     def amend(report: CheckReport, path: Path, geometry: ModelGeometry) -> CheckReport:
-        (key,) = report.engines
-        replayed = report.engines[key]
+        (replayed,) = report.engines.values()
         answer = ask_loader(path, python, has_kv=replayed.asks_for_kv, tp=request.tp)
         amended = amend_by_loader(replayed, answer, geometry)
-        return report.model_copy(update={"engines": {key: amended}})
+        return report.model_copy(update={"engines": {"vllm": amended}})
 
-    asked = CheckRequest(request.path, engine="vllm", tp=request.tp)
+    asked = CheckRequest(request.path, engine=find_release(python), tp=request.tp)
     return check_path(asked, amend=amend)
 
 
