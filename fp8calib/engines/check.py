@@ -26,6 +26,7 @@ from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LoadVerdict,
     Refusal,
+    UnrunRefusal,
     report_alike,
     report_refusal,
     report_unknown,
@@ -101,6 +102,8 @@ def check_folder(
         try:
             seen = folder if engine.view is None else engine.view(folder)
             report = engine.replay_folder(seen, geometry, tp)
+        except UnrunRefusal as refusal:
+            return report_refusal(geometry, refusal)
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})

@@ -37,6 +37,7 @@ from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_ru
 from fp8calib.engines.weights.stored import ScaleValues, StoredWeights, find_wrong_values
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.kv.parse_names import parse_name
+from fp8calib.model.drafters import is_drafted
 from fp8calib.numerics.schemes import find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"
@@ -168,8 +169,7 @@ def _compare_with_config(
         unknown = sum(
             len(group.members)
             for group, scheme in created
-            if isinstance(scheme, Unjudged)
-            or (group.state in _UNKNOWN and not isinstance(scheme, Refusal))
+            if isinstance(scheme, Unjudged) or _is_unknown(group, scheme)
         )
         total = sum(len(group.members) for group in weights.groups)
         count = LinearCount(judged=total - unknown, unknown=unknown)
@@ -231,10 +231,8 @@ def _compare_group(
         return
     if isinstance(found, Refusal):
         yield Finding.of(found)
-    elif group.state in _UNKNOWN:
-        has_codes = any(each.has_codes for each in group.members)
-        if has_codes or not isinstance(found, Unquantized):
-            yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
+    elif _is_unknown(group, found):
+        yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
     elif isinstance(found, Unquantized):
         for linear in group.members:
             if linear.has_codes:
@@ -253,6 +251,16 @@ def _compare_group(
             )
     else:
         yield from _compare_quantized(reader, group, found, values)
+
+
+def _is_unknown(group: LinearGroup, found: Found | Refusal) -> bool:
+    """Tell whether it is not known how the engine creates a group that may be quantized."""
+    if group.state not in _UNKNOWN or isinstance(found, Refusal):
+        return False
+    if not isinstance(found, Unquantized) or any(each.has_codes for each in group.members):
+        return True
+    # Classes of drafters ask the config by the names that the checkpoint has.
+    return found.is_excluded and not group.state and not is_drafted(group.path, 0)
 
 
 def _compare_quantized(

@@ -64,6 +64,9 @@ CREATED = [
     ("FalconH1ForCausalLM", "model.layers.*.mamba.in_proj", "config", "in_proj"),
     ("Gemma2ForCausalLM", "lm_head", "refused", "lm_head"),
     ("JambaForCausalLM", "model.layers.*.mamba.x_proj", "plain", "x_proj"),
+    ("Qwen3NextForCausalLM", "mtp.fc", "config", "fc"),
+    ("DeepseekV3ForCausalLM", "model.layers.*.eh_proj", "plain", "eh_proj"),
+    ("Ernie4_5_MoeForCausalLM", "model.mtp_linear_proj.*", "plain", "mtp_linear_proj"),
 ]
 
 

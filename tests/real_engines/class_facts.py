@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fp8calib.plugins.vllm
-from fp8calib.engines.facts.classes import READS, UNBUILT, CreatedLinear, read_facts
+from fp8calib.engines.facts.classes import (
+    DRAFTER,
+    READS,
+    UNBUILT,
+    CreatedLinear,
+    read_facts,
+)
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from fp8calib.engines.status import Evidence
 from tests import zoo
@@ -51,7 +57,7 @@ _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding", "Embedding")
 _EXPERTS = ("RoutedExperts", "FusedMoE")
 _SUFFIX = ".weight"
-_NEEDED = {"topk_method": {"DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM"}}
+_NEEDED = dict.fromkeys(("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM"), ("topk_method",))
 """Fields without which a class is built, but not loaded: vLLM 0.32.0 stops at the router's
 `e_score_correction_bias` without `topk_method: noaux_tc` (run: KeyError)."""
 
@@ -63,7 +69,10 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     built: defaultdict[str, set[str]] = defaultdict(set)
     unfilled: defaultdict[str, dict[str, str]] = defaultdict(dict)
     lacking: dict[str, set[str]] = {}
-    for row in rows:
+    seen = list(rows)
+    for fact, name in chain.from_iterable(map(_list_drafted, seen)):
+        facts[fact][name] = None
+    for row in (each for each in seen if not each["job"].get("is_drafter")):
         architecture = row["job"]["architecture"]
         if "error" in row:
             reasons.setdefault(architecture, row["error"])
@@ -75,7 +84,8 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 built[architecture].update(linear.parts)
         built.setdefault(architecture, set())
         fields = set(row["lacking"]) - _list_defaults(row["job"]["type"])
-        lacking[architecture] = lacking.get(architecture, fields) & fields
+        known = fields | row["job"].get("changes", {}).keys()  # may be lacking, or are given
+        lacking[architecture] = (lacking.get(architecture, set()) | fields) & known
         unfilled[architecture] |= row["unfilled"] if row["names"] == "transformers" else {}
     for architecture, names in unfilled.items():
         for name, why in names.items():
@@ -84,14 +94,23 @@ def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 state = {"left out": "skipped", "another shape": "maybe"}.get(why, "refused")
                 linear = CreatedLinear(state=state, kind="other", path=part, parts=(part,))
                 facts[linear.fact][architecture] = None
-    for architecture, fields in lacking.items():
-        needed = (field for field, classes in _NEEDED.items() if architecture in classes)
-        for field in (*fields, *needed):
-            facts[f"{READS}{field}"][architecture] = None
+    lacking |= {name: {*lacking.get(name, ()), *fields} for name, fields in _NEEDED.items()}
+    for name, field in ((name, field) for name, fields in lacking.items() for field in fields):
+        facts[f"{READS}{field}"][name] = None
     for architecture, why in reasons.items():
         if architecture not in built:
             facts[f"{UNBUILT}{why}"][architecture] = None
     return {fact: sorted(facts[fact]) for fact in sorted(facts)}
+
+
+def _list_drafted(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """List what a drafter was seen to create, and of which model it is; nothing without one."""
+    if not row["job"].get("is_drafter") or "error" in row:
+        return
+    yield f"{DRAFTER}{row['architecture']}", row["job"]["architecture"]
+    for found in row["linears"]:
+        if found["names"]:
+            yield describe_run(found).fact, row["architecture"]
 
 
 def _list_defaults(model_type: str) -> set[str]:
@@ -218,8 +237,8 @@ def keep_unchanged(
     kept = {name for name in names if _is_same(first, second, name)}
     found = {fact: [each for each in values if each in kept] for fact, values in facts.items()}
     for fact, values in found.items():
-        if fact.startswith(READS):
-            field = fact.removeprefix(READS)
+        field = fact.removeprefix(READS)
+        if fact.startswith(READS) and (field,) not in _NEEDED.values():
             found[fact] = [each for each in values if second.reads_field(each, field)]
     return {fact: values for fact, values in found.items() if values}
 
@@ -228,7 +247,7 @@ def _is_same(first: VllmClasses, second: VllmClasses, name: str) -> bool:
     one, other = first.read(name), second.read(name)
     if isinstance(one, str) or isinstance(other, str):  # transformers' class
         return one == other
-    return bool(other) and set(one) <= set(other)
+    return bool(one) and set(one) <= set(other)
 
 
 def update_file(
@@ -258,6 +277,7 @@ def update_file(
     written = json.dumps([releases[each] for each in versions])
     text = ",\n".join(lines)
     path.write_text(f'{{"releases": {written}, "facts": [\n{text}\n]}}\n')
+    read_facts.cache_clear()
 
 
 def list_spans(is_true: Sequence[bool]) -> Iterator[tuple[int, int]]:

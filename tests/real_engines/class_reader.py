@@ -28,6 +28,10 @@ _FACTORIES = ("make_layers", "make_pp_layers", "make_layers_non_pp")
 _LIST_NODES = (ast.List, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.DictComp)
 _OTHER_METHODS = re.compile(r"!= '(modelopt_fp4|gguf|awq|bitsandbytes)'")
 """A test that is true for all methods with FP8 weights."""
+_NO_FP8_METHOD = re.compile(r"== '(modelslim|modelopt_fp4|gguf|awq|bitsandbytes)'")
+"""A test that is false for all of them."""
+_IGNORE = re.compile(r"\bquant_config\.ignore\b")
+"""A test of what the list of a config names."""
 _DEEPEST = 14
 
 
@@ -54,7 +58,7 @@ class Quantization:
     """The quantization config that an argument is."""
 
     state: str
-    """config, none, or maybe."""
+    """config, none, maybe, or listed: the config unless its list names a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Either:
 
 EXPERTS = object()
 """What `get_moe_impl_class` gives."""
-CONFIG, NONE, MAYBE = (Quantization(each) for each in ("config", "none", "maybe"))
+CONFIG, NONE, MAYBE, LISTED = map(Quantization, ("config", "none", "maybe", "listed"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +142,17 @@ class ClassReader:
     def open(self, name: str) -> Module:
         """Parse a module; one that is not followed is empty."""
         file = self._files.get(name)
+        is_package = file is not None and file.endswith("/__init__.py")
         tree = ast.parse(self._package.read_file(file)) if file is not None else ast.Module([], [])
         return Module(
             tree=tree,
             classes={each.name: each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)},
             functions={each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)},
-            imports=dict(_list_imports(name, tree)),
+            imports=dict(
+                sorted(
+                    _list_imports(name, tree, is_package=is_package), key=_is_for_amd, reverse=True
+                )
+            ),
         )
 
     def list_modules(self, folder: str) -> list[str]:
@@ -307,10 +316,14 @@ class ClassReader:
         before, own = dict(scope.names), dict(scope.attributes)
         self._run(node.body, scope)
         first, first_own = scope.names, scope.attributes
-        scope.names, scope.attributes = before, own
+        scope.names, scope.attributes = dict(before), own
         self._run(node.orelse, scope)
         scope.names = _join(first, scope.names)
         scope.attributes = _join(first_own, scope.attributes)
+        if _IGNORE.search(ast.unparse(node.test)):
+            for name, value in scope.names.items():
+                if before.get(name) in (CONFIG, LISTED) and value == MAYBE:
+                    scope.names[name] = LISTED
 
     def _assign(self, targets: Sequence[ast.expr], value: ast.expr, scope: Scope) -> None:
         target = targets[0]
@@ -343,6 +356,8 @@ class ClassReader:
             return self._attribute(node, scope)
         if isinstance(node, ast.IfExp) and _OTHER_METHODS.search(ast.unparse(node.test)):
             return self._value(node.body, scope, attribute)
+        if isinstance(node, ast.IfExp) and _NO_FP8_METHOD.search(ast.unparse(node.test)):
+            return self._value(node.orelse, scope, attribute)
         if isinstance(node, ast.IfExp):
             parts = [self._value(each, scope, attribute) for each in (node.body, node.orelse)]
             return _either(*parts)
@@ -706,13 +721,20 @@ def _join(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, o
     return joined
 
 
-def _list_imports(module: str, tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
+def _list_imports(
+    module: str, tree: ast.Module, *, is_package: bool
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """List the names that a module imports from others, with their source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
-                parent = module.split(".")[: -node.level]  # of a package's file one too many
-                source = ".".join([*parent, *source.split(".")]).rstrip(".")
+                parts = [*module.split("."), *([""] if is_package else [])]
+                source = ".".join([*parts[: -node.level], *source.split(".")]).rstrip(".")
             for each in node.names:
                 yield each.asname or each.name, (source, each.name)
+
+
+def _is_for_amd(found: tuple[str, tuple[str, str]]) -> bool:
+    """Tell whether a name is imported from what AMD GPUs run, instead of another of its name."""
+    return "amd" in found[1][0].split(".")

@@ -2,7 +2,7 @@
 
 The checkpoint's names are those that transformers' classes save: as the map of vLLM has them, or
 of a class that is built here. What of them fills a linear is told by the names that the class
-joins, and where it renames more, by its own `load_weights`, run on names alone.
+joins, and where it renames more, by the texts that its module replaces.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import filterfalse, product
 
 import torch
 import transformers
@@ -20,7 +21,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.facts.classes import UNBUILT, CreatedLinear, make_pattern
+from fp8calib.engines.facts.classes import OTHERS, UNBUILT, CreatedLinear, make_pattern
 from fp8calib.engines.facts.release import FOLDER
 from tests import zoo
 from tests.architectures import families
@@ -29,7 +30,9 @@ from tests.real_engines.package import Package
 
 _MODELS = "sglang/srt/models/"
 _FOLDERS = (_MODELS, "sglang/srt/layers/")
-_STATES = {"config": "config", "none": "plain", "maybe": "maybe"}
+_STATES = {"config": "config", "none": "plain", "maybe": "maybe", "listed": "config"}
+_JOINED_STATES = {**_STATES, "config": "joined", "listed": "maybe"}
+"""Of what is joined under a name that lists of configs do not know the parts of."""
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _KINDS = ("linear", "experts", "head", "other")
 _JOINED = {
@@ -64,7 +67,10 @@ class SglangClasses:
     def list_facts(self) -> dict[str, list[str]]:
         """List the facts, with the architectures of each."""
         facts: defaultdict[str, set[str]] = defaultdict(set)
-        stored = {**list_stored(), **read_stored()}
+        stored = read_stored()
+        for architecture, saved in list_stored().items():
+            embeddings = {name: kind for name, kind in saved.items() if kind == "embedding"}
+            stored[architecture] = stored.get(architecture, saved) | embeddings
         for architecture in sorted({*stored, *self.entries}):
             names = stored.get(architecture, {})
             if architecture in self.entries:
@@ -87,6 +93,7 @@ class SglangClasses:
                 grouped.setdefault(each.path, []).append(each)
         joined, packed = self._list_joined(architecture, module, grouped)
         names = set(stored)
+        renamed = self._rename(module, names)
         start = self._reader.resolve(module, architecture)
         assert start is not None
         # Lists of configs are renamed as the checkpoint's names are.
@@ -96,7 +103,7 @@ class SglangClasses:
         )
         for path, found in grouped.items():
             states = {each.state for each in found}
-            state = _STATES[states.pop()] if len(states) == 1 else "maybe"
+            read = states.pop() if len(states) == 1 else "maybe"
             prefixes = [path, *dict.fromkeys(each.prefix for each in found)]
             own = path.rpartition(".")[2]
             kind = found[0].kind
@@ -104,10 +111,13 @@ class SglangClasses:
                 continue
             every = {**_JOINED, **joined, **packed}
             parts = _find_parts([*prefixes, *_respell(prefixes)], own, kind, every, names)
+            if not parts and kind == "linear" and (read == "none" or not is_renamed):
+                alone = [each for each in renamed.get(path, ()) if each not in grouped]
+                parts = alone if len(alone) == 1 else []
             if not parts:
                 continue
-            if len(parts) > 1 and kind == "linear" and state == "config" and own not in packed:
-                state = "joined"
+            is_joined = len(parts) > 1 and kind == "linear" and own not in packed
+            state = (_JOINED_STATES if is_joined else _STATES)[read]
             listed = _find_listed([] if is_renamed else prefixes[1:], own, kind, parts)
             yield CreatedLinear(state=state, kind=kind, path=listed, parts=tuple(parts))
 
@@ -143,6 +153,28 @@ class SglangClasses:
                     if ast.unparse(target.value) == "self.packed_modules_mapping":
                         packed[ast.literal_eval(target.slice)] = ast.literal_eval(node.value)
         return joined, packed
+
+    def _rename(self, module: str, names: Iterable[str]) -> dict[str, list[str]]:
+        """Rename names of a checkpoint as a loader may, after the number of the layer.
+
+        It does so by pairs of texts in its module: those of tables, and arguments of `replace`.
+        """
+        pairs: dict[tuple[str, str], None] = {}
+        for node in ast.walk(self._reader.open(module).tree):
+            texts: Iterable[tuple[ast.expr | None, ast.expr]] = ()
+            if isinstance(node, ast.Dict):
+                texts = zip(node.keys, node.values, strict=True)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".replace"):
+                texts = zip(node.args[:1], node.args[1:2], strict=False)
+            for old, new in texts:
+                if isinstance(old, ast.Constant) and isinstance(new, ast.Constant):
+                    pairs[str(old.value), str(new.value)] = None
+        found: dict[str, list[str]] = {}
+        for name, (old, new) in product(sorted(names), pairs):
+            renamed = f"{name}.weight".replace(old, new).removesuffix(".weight")
+            if old and renamed != name and renamed.split("*")[0] == name.split("*")[0]:
+                found[renamed] = [*dict.fromkeys((*found.get(renamed, ()), name))]
+        return found
 
 
 def _respell(prefixes: Sequence[str]) -> Iterator[str]:
@@ -207,9 +239,9 @@ def read_stored() -> dict[str, dict[str, str]]:
     """Read the checkpoint's linears by architecture, with their kinds, from the map of vLLM."""
     found: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for entry in json.loads((FOLDER / "vllm_classes.json").read_text())["facts"]:
-        if not entry["fact"].startswith(UNBUILT):
+        if not entry["fact"].startswith(OTHERS):
             created = CreatedLinear.parse(entry["fact"])
-            for architecture in entry["values"]:
+            for architecture in filterfalse(_DRAFTERS.search, entry["values"]):
                 found[architecture] |= dict.fromkeys(created.parts, created.kind)
     return found
 

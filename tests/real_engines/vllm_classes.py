@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -52,6 +53,7 @@ _FIELDS: dict[str, Any] = {
     "mla_scale_q_lora": True,
     "mla_scaling_factor": 1.0,
     "original_rope": True,
+    "rotary_dim": "head_dim",
     "use_conv_bias": False,
     "use_qk_norm": True,
     "zero_expert_type": "identity",
@@ -63,6 +65,20 @@ _FIELDS: dict[str, Any] = {
 """What vLLM reads in configs, real ones have, and the classes' defaults lack: a number, or the name
 of a field with the same one."""
 _ALWAYS = {"mla_use_nope": True}
+_PROMISES = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+_DRAFTED = ("model.", "mtp.", "model.mtp.", "model.mtp_")
+"""How the names of a drafter begin in checkpoints, instead of `model.` in vLLM's classes."""
+_MTP = {"method": "mtp", "num_speculative_tokens": 1}
+_OWN_LAYER = re.compile(r"model\.layers\.(\d+)\.(mtp_\w+)")
+"""What Ernie's checkpoints have under `model`."""
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""What classes of drafters join; not all of them tell the config."""
+_BLOCK = ".mtp_block."
+"""What vLLM's classes of drafters have in names where their checkpoints have a dot."""
 _LACKS = re.compile(r"no attribute '(\w+)'|(\w+) not exist")
 _FOLDER_NAME = re.compile(r"/\S*/tmp\w+")
 _POSITIONS = "max_position_embeddings"
@@ -84,7 +100,8 @@ def main() -> None:
     done = [json.loads(line)["job"] for line in result.read_text().splitlines()]
     recorder = Recorder(loader)
     more = list_jobs() if sys.argv[4:] == ["all"] else ()
-    for job in [*json.loads(jobs.read_text()), *more]:
+    wanted = [*json.loads(jobs.read_text()), *more]
+    for job in [*wanted, *list_drafters(wanted)]:
         if job not in done:
             _record(recorder, job, result)
 
@@ -150,6 +167,17 @@ def list_jobs() -> Iterator[dict[str, Any]]:
             yield {**job, "changes": {"tie_word_embeddings": not tied}}
             if hasattr(text, "mlp_only_layers"):
                 yield {**job, "changes": {"mlp_only_layers": [0]}}
+
+
+def list_drafters(jobs: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """List the jobs whose models vLLM gives a drafter out of their own checkpoint."""
+    from vllm.config.speculative import SpeculativeConfig  # noqa: PLC0415
+
+    names = re.findall(r'"(\w+)"', inspect.getsource(SpeculativeConfig.hf_config_override))
+    for job in jobs:
+        is_first = "tie_word_embeddings" not in job.get("changes", {})
+        if is_first and not {job["type"], job["architecture"]}.isdisjoint(names):
+            yield {**job, "is_drafter": True}
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -242,10 +270,12 @@ class Recorder:
         for value in fields.values():
             for name in _NESTED_ONLY if isinstance(value, dict) else ():
                 value.pop(name, None)
-        for part in (fields, fields.get("text_config")):
+        parts = [each for each in (fields, fields.get("text_config")) if isinstance(each, dict)]
+        for each in parts:
+            each.update(_PROMISES if job.get("is_drafter") else {})
             # The tables of positions are computed on the CPU.
-            if isinstance(part, dict) and isinstance(part.get(_POSITIONS), int):
-                part[_POSITIONS] = min(part[_POSITIONS], _MOST_POSITIONS)
+            if isinstance(each.get(_POSITIONS), int):
+                each[_POSITIONS] = min(each[_POSITIONS], _MOST_POSITIONS)
         lacking: list[str] = []
         while True:
             try:
@@ -255,9 +285,8 @@ class Recorder:
                 name = (lacks[1] or lacks[2]) if lacks is not None else ""
                 if name in _FIELDS and name not in fields:
                     lacking.append(name)
-                    for part in (fields, fields.get("text_config")):
-                        if isinstance(part, dict):
-                            part[name] = part.get(_FIELDS[name], _FIELDS[name])
+                    for part in parts:
+                        part[name] = part.get(_FIELDS[name], _FIELDS[name])
                 else:
                     raise
 
@@ -280,7 +309,11 @@ class Recorder:
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 enable_prefix_caching=False,
+                speculative_config=dict(_MTP) if job.get("is_drafter") else None,
             ).create_engine_config()
+            chosen = config.model_config
+            if config.speculative_config is not None:
+                chosen = config.speculative_config.draft_model_config
             self._script._leave_out_kernels()
             torch.set_default_dtype(torch.bfloat16)
             try:
@@ -290,7 +323,10 @@ class Recorder:
                     self._script._make_mode([]),
                 ):
                     model = initialize_model(config, model_config=config.model_config)
-                    return self._describe(model, config, job)
+                    if chosen is not config.model_config:  # it has the config that the model had
+                        model = initialize_model(config, model_config=chosen)
+                    found = self._describe(model, config, job)
+                    return {**found, "architecture": chosen.hf_config.architectures[0]}
             finally:
                 torch.set_default_dtype(torch.float32)
                 if dist.is_initialized():
@@ -299,14 +335,18 @@ class Recorder:
 
     def _describe(self, model: Any, config: Any, job: dict[str, Any]) -> dict[str, Any]:
         modules = dict(model.named_modules())
+        is_drafter = job.get("is_drafter", False)
         try:
-            names, source = list_stored(job), "transformers"
+            if is_drafter:
+                names, source = list_drafted(model, config), "guessed: drafter"
+            else:
+                names, source = list_stored(job), "transformers"
         except Exception as error:  # noqa: BLE001 -- such as a class that only vLLM has
             names, source = guess_stored(model, config), f"guessed: {type(error).__name__}"
         filled: dict[str, list[tuple[str, str, str]]] = {}
         unfilled: dict[str, str] = {}
         chosen = choose_layers({**names, **dict(_spell_experts(names))}, modules)
-        for name, (parameters, why) in fill(model, chosen).items():
+        for name, (parameters, why) in fill(model, chosen, is_part=is_drafter).items():
             if why and name in names:
                 unfilled.setdefault(_NUMBER.sub("*", name), why)
             for parameter, shard in parameters:
@@ -405,9 +445,11 @@ def _spell_experts(stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
             yield f"{above}.0.down_proj.weight", (shape[2], shape[1])
 
 
-def guess_stored(model: Any, config: Any) -> dict[str, Shape]:
+def guess_stored(
+    model: Any, config: Any, joined: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> dict[str, Shape]:
     """Guess names of a checkpoint from the parameters: joined ones by the names of their parts."""
-    packed = getattr(config.quant_config, "packed_modules_mapping", None) or {}
+    packed = {**joined, **(getattr(config.quant_config, "packed_modules_mapping", None) or {})}
     found: dict[str, Shape] = {}
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -424,6 +466,16 @@ def guess_stored(model: Any, config: Any) -> dict[str, Shape]:
         sizes = _split(model.get_submodule(path), parts, shape)
         for part, rows in zip(parts, sizes, strict=False):
             found[f"{parent}.{part}.{leaf}".lstrip(".")] = (rows, *shape[1:])
+    return found
+
+
+def list_drafted(model: Any, config: Any) -> dict[str, Shape]:
+    """Guess names of a drafter in a checkpoint; those that it does not have, the loader leaves."""
+    found: dict[str, Shape] = {}
+    for name, shape in guess_stored(model, config, _JOINED).items():
+        spelled = name.replace(_BLOCK, ".").removeprefix("model.")
+        found |= {f"{start}{spelled}": shape for start in _DRAFTED}
+        found[_OWN_LAYER.sub(r"model.\2.0", name)] = shape
     return found
 
 
@@ -456,10 +508,13 @@ def choose_layers(names: Mapping[str, Shape], modules: Iterable[str]) -> dict[st
     return kept
 
 
-def fill(model: Any, names: Mapping[str, Shape]) -> dict[str, tuple[list[tuple[str, str]], str]]:
+def fill(
+    model: Any, names: Mapping[str, Shape], *, is_part: bool = False
+) -> dict[str, tuple[list[tuple[str, str]], str]]:
     """Give each matrix to the class's loader: the parameters and shards that it fills, or why none.
 
-    Of the experts of a layer the first stands for all.
+    Of the experts of a layer the first stands for all. Where `is_part`, the loader stops in the end
+    because the others are missing (vLLM 0.32.0 models/deepseek_mtp.py).
     """
     calls: list[tuple[str, str]] = []
     for name, parameter in model.named_parameters():
@@ -484,6 +539,8 @@ def fill(model: Any, names: Mapping[str, Shape]) -> dict[str, tuple[list[tuple[s
             continue
         except Exception as error:  # noqa: BLE001 -- whatever the loader says is the reason
             found[name] = ([], type(error).__name__)
+            if is_part and calls:
+                found[name] = (list(dict.fromkeys(calls)), "")
             continue
         filled = list(dict.fromkeys(calls)) or [(each, "") for each in sorted(loaded)]
         found[name] = (filled, "" if filled else "left out")

@@ -10,6 +10,10 @@ checkpoint's. `*` stands for a number.
     reads block_dim
 
 This field of config.json is read without a default, and transformers' config class sets none.
+
+    drafter Qwen3NextMTP
+
+This class runs the drafter in the model's checkpoint; its linears are facts of its own.
 `scripts/read-engines` writes the files.
 """
 
@@ -30,6 +34,10 @@ UNBUILT = "unbuilt: "
 """How facts begin about classes of which nothing is known, with the reason."""
 READS = "reads "
 """How facts begin about fields of config.json that have no default."""
+DRAFTER = "drafter "
+"""How facts begin about the classes of drafters."""
+OTHERS = (UNBUILT, READS, DRAFTER)
+"""How facts begin that are not about linears."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +105,21 @@ def fill_pattern(pattern: str, path: str) -> str:
 
 @cache
 def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
-    """Find what the class of an architecture creates; None where that is not known."""
+    """Find what the class of an architecture creates; None where that is not known.
+
+    What its layers have is said of the layers of its drafter too.
+    """
     found: dict[str, tuple[CreatedLinear, ...]] = {}
-    for fact in read_facts(engine).get(version, {}).get(architecture, ()):
-        if not fact.startswith((UNBUILT, READS)):
+    facts = read_facts(engine).get(version, {}).get(architecture, ())
+    for fact in facts:
+        if not fact.startswith(OTHERS):
             created = CreatedLinear.parse(fact)
             for part in created.parts:
                 found[part] = (*found.get(part, ()), created)
+    for fact in facts if found else ():
+        if fact.startswith(DRAFTER):
+            drafted = find_class_map(engine, version, fact.removeprefix(DRAFTER)) or {}
+            found = {**drafted, **found}
     return found or None
 
 

@@ -165,4 +165,4 @@ SGLANG_FACTS = FOLDER / "sglang.json"
 VLLM_RELEASES = make_releases(json.loads(VLLM_FACTS.read_text()))
 SGLANG_RELEASES = make_releases(json.loads(SGLANG_FACTS.read_text()))
 VLLM_RUN = next(each for each in reversed(VLLM_RELEASES) if each.evidence is Evidence.RUN)
-"""The release that was run on a CPU: what `model_types.py` says was found in it."""
+"""The release that was run on a CPU: what facts say was found by running it."""

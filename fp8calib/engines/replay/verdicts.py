@@ -185,6 +185,10 @@ class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no erro
         self.fix = fix
 
 
+class UnrunRefusal(Refusal):
+    """An engine does not run the model, whatever the files hold."""
+
+
 class Unjudged(Refusal):
     """Only the engine's own loader can tell what it does: why."""
 

@@ -23,6 +23,7 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    UnrunRefusal,
     is_scale,
     judge_number,
 )
@@ -133,8 +134,9 @@ def _refuse_unsupported(geometry: ModelGeometry, release: Release) -> None:
         return
     if first:
         why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-        raise Refusal(why, fix=f"use vLLM {first} or later")
-    raise Refusal(f"{release.title} does not run {geometry.model_type}", fix="use another engine")
+        raise UnrunRefusal(why, fix=f"use vLLM {first} or later")
+    why = f"{release.title} does not run {geometry.model_type}"
+    raise UnrunRefusal(why, fix="use another engine")
 
 
 def replay_vllm(

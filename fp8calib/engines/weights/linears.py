@@ -110,7 +110,8 @@ def list_groups(
     beside: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in tensors.items():
         module, _, suffix = name.rpartition(".")
-        beside[module][suffix] = entry
+        if suffix == WEIGHT or name not in geometry.parameters:  # such as `global_scale` of routers
+            beside[module][suffix] = entry
     stored = [
         module
         for module, held in beside.items()
