@@ -21,7 +21,7 @@ from fp8calib.checkpoint.hub import fetch_hub_id, find_folder
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_file, check_folder
@@ -95,6 +95,8 @@ def check_path(
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 
         report = read_weight_values(opened, progress or PythonReporter(None)).amend(report)
+        if stats is not None and is_folder and not lacks_weights(path):
+            report = _compare_weights(report, stats, path)
     report = doubt_configs(report, model, geometry)
     if amend is not None:
         report = amend(report, path, geometry)
@@ -104,6 +106,19 @@ def check_path(
         report = report.model_copy(update={"engines": compared})
     report = report.allow_suspicious() if request.allow_suspicious else report
     return CheckResult.of(report, has_read_weights=request.read_weights)
+
+
+def _compare_weights(report: CheckReport, stats: CalibrationStats, path: Path) -> CheckReport:
+    """Suspect weights that differ from those of the calibrated model by more than quantization."""
+    from fp8calib.quantization.related import compare_weights  # imports torch
+
+    with Checkpoint.open(path) as checkpoint:
+        found = compare_weights(stats.origin.unquantized, checkpoint)
+    if not found.difference:
+        return report
+    text = f"weights: not those that were calibrated, or with other scales: {found.difference}"
+    engines = {key: each.suspect(text) for key, each in report.engines.items()}
+    return report.model_copy(update={"engines": engines})
 
 
 def _choose_engines(request: CheckRequest) -> tuple[str, ...]:

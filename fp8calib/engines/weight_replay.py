@@ -169,7 +169,7 @@ def _compare_with_config(
         unknown = sum(
             len(group.members)
             for group, scheme in created
-            if isinstance(scheme, Unjudged) or _is_unknown(group, scheme)
+            if isinstance(scheme, Unjudged) or _is_unknown(group, scheme, has_fp8=True)
         )
         total = sum(len(group.members) for group in weights.groups)
         count = LinearCount(judged=total - unknown, unknown=unknown)
@@ -206,8 +206,13 @@ def _compare_linears(
                 fix="quantize all of them, or none",
             )
             break
+    has_fp8 = bool(schemes)
     yield from join_alike(
-        [each for group, found in created for each in _compare_group(reader, group, found, values)]
+        [
+            each
+            for group, found in created
+            for each in _compare_group(reader, group, found, values, has_fp8=has_fp8)
+        ]
     )
     if len(set(schemes.values())) > 1:
         yield from join_alike(list(_compare_schemes(created, schemes)))
@@ -225,13 +230,18 @@ def _compare_schemes(created: _Created, schemes: Mapping[str, StoredScheme]) -> 
 
 
 def _compare_group(
-    reader: LinearReader, group: LinearGroup, found: Found | Refusal, values: ScaleValues
+    reader: LinearReader,
+    group: LinearGroup,
+    found: Found | Refusal,
+    values: ScaleValues,
+    *,
+    has_fp8: bool,
 ) -> Iterator[Finding]:
     if group.state == "skipped":
         return
     if isinstance(found, Refusal):
         yield Finding.of(found)
-    elif _is_unknown(group, found):
+    elif _is_unknown(group, found, has_fp8=has_fp8):
         yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
     elif isinstance(found, Unquantized):
         for linear in group.members:
@@ -253,14 +263,18 @@ def _compare_group(
         yield from _compare_quantized(reader, group, found, values)
 
 
-def _is_unknown(group: LinearGroup, found: Found | Refusal) -> bool:
-    """Tell whether it is not known how the engine creates a group that may be quantized."""
+def _is_unknown(group: LinearGroup, found: Found | Refusal, *, has_fp8: bool) -> bool:
+    """Tell whether it is not known how the engine creates a group that may be quantized.
+
+    `has_fp8` is whether the config quantizes any linear of the folder: a KV overlay's does not.
+    """
     if group.state not in _UNKNOWN or isinstance(found, Refusal):
         return False
     if not isinstance(found, Unquantized) or any(each.has_codes for each in group.members):
         return True
     # Classes of drafters ask the config by the names that the checkpoint has.
-    return found.is_excluded and not group.state and not is_drafted(group.path, 0)
+    is_listed = has_fp8 and found.is_excluded
+    return is_listed and not group.state and not is_drafted(group.path, 0)
 
 
 def _compare_quantized(

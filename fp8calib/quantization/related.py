@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.calibration.unquantized_tensors import compare_with_base
+from fp8calib.calibration.unquantized_tensors import BaseComparison, compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.formats.dialect import Attachment
 from fp8calib.formats.metadata import describe_attention, explain_other_attention
-from fp8calib.formats.quantized_model import has_kv_cache
+from fp8calib.formats.quantized_model import find_quantized, has_kv_cache
 from fp8calib.model.shapes import ModelGeometry, find_difference
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
@@ -81,14 +81,7 @@ def relate_to_quantized(
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="name the statistics, a kv-overlay or kv_scales.safetensors, which record them",
         )
-    try:
-        decoded = DecodedCheckpoint(checkpoint)
-    except ModelError as error:
-        compared = compare_with_base(hashes, checkpoint)
-        compared = replace(compared, uncompared=compared.uncompared and error.message)
-    else:
-        with decoded:
-            compared = compare_with_base(hashes, decoded)
+    compared = compare_weights(hashes, checkpoint)
     if compared.difference and not other_weights:
         raise ModelError(
             f"{other}: {compared.difference}",
@@ -102,6 +95,23 @@ def relate_to_quantized(
         unchecked=compared.uncompared,
         compared=compared.compared,
     )
+
+
+def compare_weights(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
+    """Compare a checkpoint, decoded if it can be, with the record of the calibrated model.
+
+    Raises:
+        ModelError: a tensor cannot be read.
+    """
+    if find_quantized(checkpoint) is None:
+        return compare_with_base(recorded, checkpoint)
+    try:
+        decoded = DecodedCheckpoint(checkpoint)
+    except ModelError as error:
+        compared = compare_with_base(recorded, checkpoint)
+        return replace(compared, uncompared=compared.uncompared and error.message)
+    with decoded:
+        return compare_with_base(recorded, decoded)
 
 
 def describe_attachment(

@@ -196,7 +196,7 @@ def test_hidden_states_fill_the_remaining_memory_and_the_rest_is_on_disk(work: W
 def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload) -> None:
     with pytest.raises(UsageError, match="even layer by layer") as caught:
         stream(work, limits(50 * 2**20))
-    named = caught.value.hint.split("the smallest --memory that works is ")[1].split(";")[0]
+    named = caught.value.hint.split("use --memory ")[1].split(" ")[0]
     found = limits(int(float(named) * 2**30))
     assert stream(work, found).streaming is not None
     with pytest.raises(UsageError):

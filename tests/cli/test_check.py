@@ -17,6 +17,7 @@ from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 from tests.kit.checkpoints import change_config, change_quantization, change_tensors
 
 ENGINES = ("vllm", "sglang", "transformers")
+U8 = torch.uint8
 ALL = ("--engine", ",".join(ENGINES))
 DEFAULTS = ("vllm", "sglang")
 
@@ -117,6 +118,33 @@ def test_scales_are_compared_with_statistics(
         layers = report["engines"][engine]["layers"]
         assert {layer["k"]["status"] for layer in layers} == {"used"}
         assert {layer["v"]["status"] for layer in layers} == {"bad"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, ""),
+        (("layers.1.mlp.up_proj.weight_scale", lambda x: x.flip(0)), "up_proj.weight differs by "),
+        (("layers.0.self_attn.o_proj.weight", lambda x: x.view(U8).roll(1, 0)), "o_proj.weight "),
+        (("layers.1.input_layernorm.weight", lambda x: x * 1.5), "input_layernorm.weight differs"),
+    ],
+)
+def test_weights_are_compared_with_statistics(
+    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path, change: Any, words: str
+) -> None:
+    fp8 = tmp_path / "fp8"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", fp8)
+    if change is not None:
+        tensors = load_file(fp8 / "model.safetensors")
+        name = f"model.{change[0]}"
+        dtype = tensors[name].dtype
+        tensors[name] = change[1](tensors[name]).contiguous().view(dtype)
+        save_file(tensors, fp8 / "model.safetensors", metadata={"format": "pt"})
+    options = ("--read-weights", "--stats", calibrated[0])
+    report = check(8 if words else 0, fp8, *options)
+    for engine in ("vllm", "sglang"):
+        assert words in " ".join(report["engines"][engine]["suspicious"])
+    check(0, model, *options)
 
 
 def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> None:

@@ -91,7 +91,7 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
 
 def find_smallest_cap(text: str) -> str:
     """Find the cap that the refusal of a smaller one names."""
-    found = re.search(r"the smallest --memory that works is (\S+);", text)
+    found = re.search(r"use --memory (\S+) or more", text)
     assert found is not None
     return found.group(1)
 
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_spread_is_to_be_streamed(
     with mock.patch.object(placing, "get_max_memory", return_value={"cpu": room}):
         told = fail(code, *command, *arguments)
     assert why in told
-    assert "omit --device-map" in told
+    assert "leave out --device-map" in told
 
 
 # --- verify ------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
             )
         ),
         TEXT,
-        "pass --trust-remote-code",
+        "add --trust-remote-code",
     ),
     "tokenizer.json alone": (own(then=remove("tokenizer_config.json")), TEXT, "ab"),
     "its config alone": (own(then=remove("tokenizer.json")), TEXT, "holds no tokenizer"),

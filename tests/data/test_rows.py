@@ -159,7 +159,11 @@ def test_a_named_column_is_read_by_what_it_holds(content: object, expected: Row)
             "the column body is missing; the keys are: bodies, id",
             "bodies",
         ),
-        ({"body": None}, "the column body is null; the keys are: body", "name another one"),
+        (
+            {"body": None},
+            "the column body is null; the keys are: body",
+            "use --text-column to name another column",
+        ),
         ({"body": 5}, "body must be a string, found int 5", "--text-column"),
         ({"body": []}, "input_ids must be a list of at least one token id", "--text-column"),
     ],

@@ -643,4 +643,4 @@ def test_weights_whose_scales_are_wrong_are_checked_not_planned(db: float, remed
     )
     found = conclude_report(report).decision
     assert found.remedy is remedy
-    assert ("The scales of 1 weight are wrong" in found.details) == (remedy is Remedy.CHECK)
+    assert ("self_attn.weight are wrong" in found.details) == (remedy is Remedy.CHECK)

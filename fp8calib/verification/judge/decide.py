@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fp8calib.errors import format_count, format_ranges
+from fp8calib.errors import cut_list, format_ranges
 from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import LEAST_DB, get_loss, list_losing, list_unfit
 from fp8calib.verification.report import (
@@ -329,8 +329,9 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
         remedy = Remedy.FIND_LAYERS
         if wrong:  # no scheme loses as much
+            names = cut_list([each.site for each in wrong], 3)
             advice = (
-                f"The scales of {format_count(len(wrong), 'weight')} are wrong, or the weights are "
+                f"The scales of {names} are wrong, or the weights are "
                 "another model's: quantize it again."
             )
             remedy = Remedy.CHECK

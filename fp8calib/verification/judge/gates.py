@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
-from fp8calib.verification.figures import format_error, format_mean_kld
+from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.paired import t_quantile
 from fp8calib.verification.report import Verdict
 from fp8calib.verification.summary import Summary
@@ -127,7 +127,7 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
         limits = (math.log(gate.pass_at), math.log(gate.fail_above))
         if any(abs(summary.log_ratio - limit) < width for limit in limits):
             verdict, why = Verdict.CANNOT_TELL, _ask_for_more(summary)
-    return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
+    return verdict, f"ratio {format_ratio(summary.ppl_ratio, summary.ppl_ratio_se)} {why}"
 
 
 def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | None:

@@ -395,7 +395,7 @@ def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None
     text = fail(2, *command(tmp_path / "model", tmp_path))
     assert "GPTQ runs the model" in text
     assert "llama-next" in text
-    assert "`fp8calib quantize` needs neither text nor a class of the model" in text
+    assert "`fp8calib quantize ...` needs neither text nor a class of the model" in text
     succeed("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
 
 

@@ -174,13 +174,14 @@ def test_next_serves_the_overlay_whose_scales_are_recommended(
     rows = {row.name: row for row in result.types}
     engine = find_emulated("vllm")[0]
     served = "vllm serve measured/kv-overlay --kv-cache-dtype"
-    assert _spell_next(rows["nvfp4 with measured"], "model", engine) == f"{served} nvfp4"
-    assert _spell_next(rows["measured"], "model", engine) == f"{served} fp8"
-    assert _spell_next(rows["nvfp4"], "model", engine) == "vllm serve model --kv-cache-dtype nvfp4"
+    asked = KvTypesRequest("model")
+    assert _spell_next(rows["nvfp4 with measured"], asked, engine) == f"{served} nvfp4"
+    assert _spell_next(rows["measured"], asked, engine) == f"{served} fp8"
+    assert _spell_next(rows["nvfp4"], asked, engine) == "vllm serve model --kv-cache-dtype nvfp4"
     in_memory = load_stats(Path("measured/stats.safetensors"))
     result = kv_types(model, in_memory, kv_cache_dtype=["nvfp4"], **ASKED)
     (found,) = (row for row in result.types if row.name == "nvfp4 with statistics")
-    assert _spell_next(found, "model", engine) == ""
+    assert _spell_next(found, asked, engine) == ""
 
 
 def test_scales_with_the_name_of_a_type_are_refused(
