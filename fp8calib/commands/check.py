@@ -24,7 +24,7 @@ from fp8calib.errors import (
 )
 from fp8calib.text import Block, Line, Table
 
-_NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
+_NUMBER = re.compile(r"\d[\d.,e+-]*")
 """The number of a layer in the name of its tensor, or of a file."""
 _SUSPICIOUS_FIX = (
     "quantize or calibrate the unquantized model again; --allow-suspicious accepts them as they are"
@@ -267,11 +267,11 @@ def _rows(engine: EngineReport) -> list[list[str]]:
 
 
 def _group(engine: EngineReport, role: str) -> Mapping[tuple[str, str], list[LayerVerdict]]:
-    """Group layers by what happens to their scale; reasons that differ stay apart."""
+    """Group layers by what happens to their scale; reasons may differ in numbers."""
     groups: dict[tuple[str, str], list[LayerVerdict]] = {}
     for layer in engine.layers:
         verdict: LoadVerdict = getattr(layer, role)
-        why = "" if verdict.status is Status.USED else _NUMBER_IN_NAME.sub("#", verdict.why)
+        why = "" if verdict.status is Status.USED else _NUMBER.sub("#", verdict.why)
         groups.setdefault((verdict.status, why), []).append(layer)
     return groups
 
