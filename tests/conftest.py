@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.doors import ask_once
+
+settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+settings.load_profile("untimed")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
