@@ -205,13 +205,13 @@ def run(
     return calibrated.run(request, reporter, process_rank, make_engine)
 
 
-def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001
+def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:
     """Describe what was measured, and the files."""
     if not result.was_finished:
-        yield from map(Answer, _describe(result))
+        yield from map(Answer, _describe(result, request))
 
 
-def _describe(result: CalibrateResult) -> Iterator[str]:
+def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[str]:
     header, sizes = result.stats.header, result.kv_bytes_per_token
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
@@ -237,6 +237,10 @@ def _describe(result: CalibrateResult) -> Iterator[str]:
     more = [f"fp8calib show {shlex.quote(str(result.out))}"]
     if result.overlay is not None:
         more.append(f"fp8calib check {shlex.quote(str(result.overlay))}")
+        words = ["verify", str(request.model), "--scales", str(result.out)]
+        words += ["--revision", request.revision] if request.revision is not None else []
+        words += ["--trust-remote-code"] * request.trust_remote_code
+        more.append(f"fp8calib {shlex.join(words)}")
     yield f"more: {'; '.join(more)}"
 
 

@@ -388,7 +388,10 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
     assert any(line.startswith("not measured: lm_head (") for line in lines[:serve])
     out = tmp_path / "out"
     assert lines[serve + 1] == f"    vllm serve {out}/kv-overlay --kv-cache-dtype fp8"
-    more = f"more: fp8calib show {out}; fp8calib check {out}/kv-overlay"
+    more = (
+        f"more: fp8calib show {out}; fp8calib check {out}/kv-overlay; "
+        f"fp8calib verify {model} --scales {out}"
+    )
     assert lines[serve + 4 :] == [more]
     assert "MI300" not in done.out
     assert "gfx94x" not in done.out
