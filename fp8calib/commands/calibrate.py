@@ -237,10 +237,8 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     more = [f"fp8calib show {shlex.quote(str(result.out))}"]
     if result.overlay is not None:
         more.append(f"fp8calib check {shlex.quote(str(result.overlay))}")
-        words = ["verify", str(request.model), "--scales", str(result.out)]
-        words += ["--revision", request.revision] if request.revision is not None else []
-        words += ["--trust-remote-code"] * request.trust_remote_code
-        more.append(f"fp8calib {shlex.join(words)}")
+        model, scales = request.spell_model(result.model), shlex.quote(str(result.out))
+        more.append(f"fp8calib verify {model} --scales {scales}")
     yield f"more: {'; '.join(more)}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY
 from pathlib import Path
@@ -315,6 +316,14 @@ class RunOptions:
     revision: str | None = option(REVISION, default=None)
     trust_remote_code: bool = option(TRUST, default=False)
     progress: ProgressCallback | None = option(PROGRESS, default=None)
+
+    def spell_model(self, name: str) -> str:
+        """Spell the model, and the options without which it is another one, or cannot be opened.
+
+        `name` is that of the model, for one in memory the folder that it is from.
+        """
+        words = [name, *(["--revision", self.revision] if self.revision is not None else [])]
+        return shlex.join(words + ["--trust-remote-code"] * self.trust_remote_code)
 
 
 @request_class

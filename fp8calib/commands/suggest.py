@@ -20,7 +20,7 @@ from fp8calib.verification.report import Remedy, VerifyReport
 
 def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate]) -> str:
     """Spell the command that helps most; empty where none does. `gates` are by name."""
-    model, candidate = _spell_model(report, request), Path(report.decision.candidate)
+    model, candidate = request.spell_model(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
     stats = _find_stats(candidate)
     if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
@@ -69,16 +69,8 @@ def _plan(report: VerifyReport, request: VerifyRequest, gates: Mapping[str, Gate
     limit = f"--max-ratio {gate.pass_at:g}"
     if gate.kld_fail_above:
         limit = f"--max-kld {gate.kld_fail_above:g}"
-    words = ("fp8calib plan", _spell_model(report, request), parts, limit, _spell_text(request))
+    words = ("fp8calib plan", request.spell_model(report.model), parts, limit, _spell_text(request))
     return " ".join(filter(None, words))
-
-
-def _spell_model(report: VerifyReport, request: VerifyRequest) -> str:
-    """Spell the model, and the options without which it is another one, or cannot be opened."""
-    words = [report.model]
-    if request.revision is not None:
-        words += ["--revision", request.revision]
-    return shlex.join(words + ["--trust-remote-code"] * request.trust_remote_code)
 
 
 def _spell_text(request: VerifyRequest) -> str:

@@ -206,12 +206,11 @@ def _compare_linears(
                 fix="quantize all of them, or none",
             )
             break
-    has_fp8 = bool(schemes)
     yield from join_alike(
         [
             each
             for group, found in created
-            for each in _compare_group(reader, group, found, values, has_fp8=has_fp8)
+            for each in _compare_group(reader, group, found, values, has_fp8=bool(schemes))
         ]
     )
     if len(set(schemes.values())) > 1:
