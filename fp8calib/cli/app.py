@@ -82,10 +82,10 @@ class _Command(TyperCommand):
             if found:
                 formatter.write(f"{title}:\n")
                 for term, text in found:
-                    formatter.write(_format_row(term, text, formatter.width))
+                    formatter.write(_format_row(term, text, formatter.width + 2))
 
 
-_TERM_WIDTH = 30
+_TERM_WIDTH = 24
 _LONGEST_TERM = 72
 """After a longer one, which has many choices, the text begins on the next line."""
 

@@ -52,7 +52,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     _: KW_ONLY
     recipe: str | Path = option(
         "--recipe NAME|FILE",
-        "What to observe and write: a file or a name. "
+        "What to observe and write: file or name. "
         + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
         reads=str,
         default="kv",
@@ -69,12 +69,12 @@ class CalibrateRequest(RunOptions, RecipeOptions):
     resume: bool = option("--resume", "Continue an interrupted or killed run.", default=False)
     shard: str | None = option(
         "--shard I/N",
-        "Run only part I of N (from 1); `fp8calib export` joins all.",
+        "Run only part I of N (from 1); `export` joins all.",
         default=None,
     )
     show_text: int | None = option(
         "--show-text N",
-        "Print the first N sequences as the model sees them.",
+        "Print N sequences as the model sees them.",
         default=None,
         least=1,
     )

@@ -18,7 +18,6 @@ from fp8calib.errors import UsageError, suggest
 from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
-    list_query_format_names,
 )
 from fp8calib.machine import check_gib
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
@@ -73,12 +72,12 @@ DATA = Option(
 )
 TEXT_COLUMN = Option(
     "--text-column NAME",
-    "Column to read; default: the first of text, messages, ... in the data.",
+    "Column to read; default: text, messages, ...",
     key="data.text_column",
 )
 STRICT_ROWS = Option(
     "--strict-rows",
-    "Fail at the first row that cannot be used, instead of skipping it.",
+    "Fail at the first unusable row instead of skipping it.",
     key="data.strict_rows",
     key_default=False,
 )
@@ -91,19 +90,19 @@ SAMPLES = Option(
 )
 SEQ_LEN = Option(
     "--seq-len L",
-    f"Tokens per sequence; default {DEFAULT_SEQ_LEN}, or the model's maximum.",
+    f"Tokens each; default {DEFAULT_SEQ_LEN}, or the model's limit.",
     least=2,
     key="data.seq_len",
 )
 BATCH_SIZE = Option(
     "--batch-size B",
-    "Sequences per batch; default 1, calibrating on a GPU 8,192 tokens.",
+    "Batch; default 1 sequence, on GPUs 8,192 tokens.",
     least=1,
     key="data.batch_size",
 )
 PACK = Option(
     "--no-pack",
-    "One text per sequence, truncated or padded (padding is masked).",
+    "One text per sequence, cut or padded (masked).",
     negates=True,
     key="data.pack",
     key_default=True,
@@ -111,16 +110,15 @@ PACK = Option(
 SEED = Option("--seed S", "Seed for mixing weighted data specs.", key="data.seed", key_default=0)
 RULE = Option(
     "--rule amax|percentile:P|mse|headroom:H|1.0",
-    "Rule for the scales of K, V and inputs; default amax. mse: the least squared error; "
-    "headroom:H: H times amax.",
+    "Rule for scales; default amax. mse: least squared error; headroom:H: H times amax.",
     check=_check_rule,
     key="scales.rule",
     key_default=AMAX,
 )
 FALLBACK = Option(
     "--fallback",
-    "Scale of a tensor of zeros or without data: layer-max, the largest of its role and "
-    "layer, else 1.0 (default for zeros); one (1.0); or refuse.",
+    "For a tensor of zeros or without data. layer-max (default for zeros): the layer's "
+    "largest, else 1.0.",
     choices=tuple(Fallback),
     key="scales.fallback",
 )
@@ -132,9 +130,8 @@ FP8_DTYPE = Option(
     key_default=E4M3FN.name,
 )
 FORMATS = Option(
-    "--format",
-    "What to write; several names, or repeat for more.",
-    metavar="|".join(list_format_names()),
+    "--format NAME",
+    f"To write; repeat for more: {', '.join(list_format_names())}.",
     reads=list[str],
     collect=split_names,
     check=find_dialect,
@@ -143,14 +140,14 @@ FORMATS = Option(
 )
 TP = Option(
     "--tp N",
-    "Tensor-parallel degree of the JSON formats; repeat for more.",
+    "Tensor-parallel degree of JSON formats; repeat for more.",
     reads=list[int],
     key="tp",
     key_default=(1,),
 )
 QUERY_SCALE = Option(
     "--query-scale auto|yes|no",
-    f"Write q_scale ({', '.join(list_query_format_names())}); default auto: if a layer needs it.",
+    "Write q_scale; default auto: if a layer needs it.",
     key="query_scale",
     key_default="auto",
 )
@@ -237,7 +234,7 @@ def require_input(hint: str) -> Callable[[Path], None]:
 
 check_stats = require_input("calibrate writes stats.safetensors")
 DRY_RUN = Option("--dry-run", "Print the plan; run and write nothing.")
-FORCE = Option("--force", "Overwrite earlier output, but no folder with other files.")
+FORCE = Option("--force", "Overwrite earlier output; no folder with other files.")
 CHECK = Option("--no-check", "Do not say what engines will do with what is written.", negates=True)
 UNQUANTIZED = Option(
     "MODEL", "The unquantized model: folder or Hub id.", reads=str, check=find_local_model
@@ -248,7 +245,7 @@ TRUST = Option("--trust-remote-code", "Run the Python code that comes with the c
 
 STATS = Option(
     "--stats STATS",
-    "Statistics of a calibration, for the scales of inputs, K and V.",
+    "Statistics of a calibration, for static scales.",
     reads=Path,
     check=check_stats,
 )
@@ -266,10 +263,10 @@ ENGINE = Option(
 TOKENIZER = Option("", "For texts, and written beside a model in memory; None: that of the model.")
 PROGRESS = Option("", "Called with stage, steps done and all steps (or None).")
 DEVICE = Option("--device auto|cpu|cuda[:i]", "Device to compute on.")
-DTYPE = Option("--dtype TYPE", "auto, float32, bfloat16 or float16 to compute in.")
+DTYPE = Option("--dtype TYPE", "auto, float32, bfloat16 or float16.")
 DEVICE_MAP = Option(
     "--device-map",
-    "Spread the model over all GPUs, whatever --device and --memory say.",
+    "Spread the model over all GPUs; --memory does not count.",
     choices=("auto",),
 )
 _UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
@@ -288,7 +285,7 @@ def read_gib(text: str, option: str = "--memory") -> float:
 
 MEMORY = Option(
     "--memory GIB",
-    "Limit (24, 500M); larger models are streamed. Default: what is free.",
+    "Stream models above (24, 500M); default: what is free.",
     reads=str,
     check=check_gib,
     collect=read_gib,
@@ -303,8 +300,8 @@ class RunOptions:
     """What to do instead with a quantized model that cannot be decoded."""
     model: Model = option(
         "MODEL",
-        "The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, INT4 or INT8 "
-        "is dequantized while it is read.",
+        "The unquantized model: folder or Hub id. FP8, NVFP4, MXFP4, INT4 and INT8 are "
+        "dequantized.",
         reads=str,
         check=find_local_model,
     )
@@ -335,7 +332,7 @@ class TextOptions(RunOptions):
     strict_rows: bool = option(STRICT_ROWS, default=False)
     samples: int = option(SAMPLES, default=_DEFAULT_SAMPLES)
     seq_len: int | None = option(SEQ_LEN, default=None)
-    batch_size: int = option(BATCH_SIZE, default=1)
+    batch_size: int = option("--batch-size B", "Sequences per batch.", least=1, default=1)
     pack: bool = option(PACK, default=True)
 
 

@@ -74,8 +74,7 @@ class QuantizeRequest:
     scheme: str = option(
         "--scheme",
         "".join(f"{each.name}: {each.description}. " for each in SCHEMES.values())
-        + "Static inputs need --stats. Or a recipe, such as plan writes: a file with a section "
-        "quantize.",
+        + "Or a recipe: a file with a section quantize.",
         metavar="|".join([*SCHEMES, "RECIPE"]),
     )
     out: str | Path = option("--out DIR", "Output folder of the FP8 checkpoint.", reads=Path)
@@ -83,14 +82,13 @@ class QuantizeRequest:
     stats: shared.Stats | None = option(shared.STATS, default=None)
     dialect: str = option(
         "--format",
-        f"{', '.join(_list_dialects())}.",
+        f"{', '.join(_list_dialects())}; default: the first.",
         metavar="|".join(dialect.name for dialect in list_written()),
         default=COMPRESSED_TENSORS.name,
     )
     layer_schemes: Mapping[str, str] | None = option(
         "--layer-scheme PATTERN=SCHEME",
-        "Another scheme for matching linears, by patterns as of --ignore; repeat for "
-        "more: the first match counts.",
+        "Another scheme by patterns as of --ignore; repeat: the first match counts.",
         reads=list[str],
         collect=_read_layer_schemes,
         check=_check_layer_schemes,
@@ -98,9 +96,8 @@ class QuantizeRequest:
     )
     ignore: Sequence[str] | None = option(
         "--ignore PATTERN",
-        "Leave a module and what it holds in 16 bits: a path, a glob, or re:REGEX of the "
-        "whole path; repeat for more. Heads, embeddings, norms, routers, towers and projectors "
-        "always stay so.",
+        "Leave modules in 16 bits: a path, a glob, or re:REGEX of the whole path; repeat for more. "
+        "Heads, embeddings, norms, routers, towers and projectors always stay so.",
         reads=list[str],
         default=None,
     )
@@ -109,15 +106,15 @@ class QuantizeRequest:
     )
     allow_unservable: bool = option(
         "--allow-unservable",
-        "Write the checkpoint even if vLLM and SGLang cannot load it.",
+        "Write it even if vLLM and SGLang cannot load it.",
         default=False,
     )
     device: str = option(
-        "--device auto|cpu|cuda[:i]", "Device to compute on; auto is the CPU.", default="auto"
+        "--device auto|cpu|cuda[:i]",
+        "Device to compute on; default: auto, the CPU.",
+        default="auto",
     )
-    resume: bool = option(
-        "--resume", "Continue an interrupted run after its last finished shard.", default=False
-    )
+    resume: bool = option("--resume", "Continue after the last finished shard.", default=False)
     revision: str | None = option(shared.REVISION, default=None)
     check: bool = option(shared.CHECK, default=True)
     force: bool = option(shared.FORCE, default=False)

@@ -52,7 +52,7 @@ class VerifyRequest(TextOptions):
     )
     scales: shared.Stats | Iterable[shared.Stats] = option(
         "--scales PATH",
-        "Statistics, scales or an FP8 checkpoint; repeat to compare several.",
+        "Statistics, scales or FP8 checkpoint; repeat for more.",
         reads=list[str],
         check=check_scales,
         default=(),
@@ -69,7 +69,7 @@ class VerifyRequest(TextOptions):
     )
     rules: Sequence[str] | None = option(
         "--rules NAME,...",
-        "Rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+        "Rules to compare: amax,percentile:99.99,mse,headroom:2.",
         reads=str,
         collect=_split,
         check=_check_rule,
@@ -90,7 +90,7 @@ class VerifyRequest(TextOptions):
     )
     gate: str | None = option(
         "--gate kv|w8a8|FILE",
-        "Thresholds (FILE is YAML); exit code 8 if a candidate fails.",
+        "Thresholds (YAML); exit code 8 if a candidate fails.",
         check=shared.check_gate,
         default=None,
     )

@@ -145,10 +145,10 @@ def test_an_empty_argument_is_not_the_working_directory(arguments: list[str], na
 def test_the_help_of_a_command_fits_on_a_screen(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     lines = succeed(*command.split(), "--help").out.splitlines()
     assert len(lines) <= 60
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_groups_options_by_what_they_are_about() -> None:

@@ -120,4 +120,4 @@ def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
     assert "    formats: str | Sequence[str] | None = None,\n" in export
     assert "    force: bool = False,\n" in export
     assert ") -> ExportResult\n" in export
-    assert "* `force`: Overwrite earlier output," in export
+    assert "* `force`: Overwrite earlier output;" in export

@@ -21,10 +21,10 @@ from fp8calib.commands.request import option, request_class
 class GptqRequest(QuantizeRequest):
     """Write an FP8 checkpoint whose weights are rounded by GPTQ, which runs text layer by layer.
 
-    Later columns of a weight make up for the errors of earlier ones: the files lose less than those
-    of `quantize`. Scales of static inputs are measured on the same text, unless --stats gives them.
+    The files lose less than those of `quantize`. Static inputs are measured on the same text,
+    unless --stats gives their scales.
 
-    Example: fp8calib gptq MODEL --scheme fp8-static --data calib.jsonl --out model-fp8
+    Example: fp8calib gptq MODEL --scheme fp8-static --out MODEL-fp8
     """
 
     _: KW_ONLY

@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8calib.commands import options as shared
 from fp8calib.commands.options import DATA, TextOptions
 from fp8calib.commands.request import option, request_class
-from fp8calib.engines.facts.gpus import GPUS, find_gpu
+from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.errors import UsageError, suggest
 from fp8calib.numerics.rules import parse_rule
@@ -69,29 +69,27 @@ class PlanRequest(TextOptions):
     )
     max_bytes: str | float | None = option(
         "--max-bytes SIZE",
-        "Largest weights and KV cache: GiB (6G), or a share (70% or 0.7).",
+        "Largest weights and KV cache: GiB (6G), or share (70%).",
         reads=str,
         check=read_size,
         default=None,
     )
     engine: str | Sequence[str] = option(
         "--engine NAME[==VERSION]",
-        f"Engine that has to load the files: {', '.join(list_replayed())}; repeat for "
-        "more. The first with known arithmetic is emulated.",
+        f"Engine that has to load the files: {', '.join(list_replayed())}; repeat for more.",
         reads=list[str],
         check=find_replayed,
         default=("vllm",),
     )
     gpu: str | None = option(
         "--gpu NAME",
-        f"Choose only what engines serve on it: {', '.join(GPUS)}.",
+        "Choose only what engines serve on it, such as l40s, h100, b200, mi300x.",
         check=find_gpu,
         default=None,
     )
     scheme: str | Sequence[str] | None = option(
         "--scheme",
-        "A scheme to choose from; repeat for more. Default: all that engines load. "
-        f"{NO_SCHEME}: only the KV cache is planned.",
+        f"To choose from; repeat for more. Default: all that engines load. {NO_SCHEME}: only KV.",
         metavar="|".join([*SCHEMES, NO_SCHEME]),
         reads=list[str],
         check=_check_scheme,
@@ -99,7 +97,7 @@ class PlanRequest(TextOptions):
     )
     rules: Sequence[str] | None = option(
         "--rules NAME,...",
-        f"Rules to choose from for each K and V. Default: {','.join(RULES)}.",
+        f"For K and V. Default: {','.join(RULES)}.",
         reads=str,
         collect=lambda names: [name.strip() for name in names.split(",")],
         check=parse_rule,
@@ -110,7 +108,7 @@ class PlanRequest(TextOptions):
     )
     passes: int = option(
         "--passes N",
-        "Most forward passes of the search; with fewer, more layers are decided together.",
+        "Most forward passes of the search.",
         least=2,
         default=128,
     )
@@ -122,6 +120,6 @@ class PlanRequest(TextOptions):
         "--out DIR", "Output folder; default ./<model>-plan.", reads=Path, default=None
     )
     resume: bool = option(
-        "--resume", "Take what an earlier run into the same folder measured.", default=False
+        "--resume", "Take what an earlier run into this folder measured.", default=False
     )
     force: bool = option(shared.FORCE, default=False)

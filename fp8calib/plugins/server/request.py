@@ -18,7 +18,7 @@ class _Url:
 
 @request_class
 class ServerRequest(VerifyRequest, _Url):
-    """Name the emulated candidate that explains the answers of a running vLLM or SGLang server.
+    """Name the candidate that explains the answers of a vLLM or SGLang server.
 
     Its API key is the variable FP8CALIB_SERVER_KEY.
 
@@ -34,7 +34,7 @@ class ServerRequest(VerifyRequest, _Url):
     )
     server_logprobs: int = option(
         "--server-logprobs K",
-        "Likely tokens to ask for; more bound KLD better.",
+        "Likely tokens to ask for.",
         least=0,
         default=1,
     )
@@ -43,33 +43,33 @@ class ServerRequest(VerifyRequest, _Url):
     )
     server_timeout: float = option(
         "--server-timeout SECONDS",
-        "Longest wait for a sequence (asked twice).",
+        "Longest wait.",
         least=1.0,
         default=600.0,
     )
     decode: bool = option(
         "--decode",
-        "Also score half of each sequence token by token, as it is served.",
+        "Also score half of each sequence token by token.",
         default=False,
     )
     sampled: bool = option(
         "--sampled",
-        "Score text that the unquantized model writes; estimates the KLD.",
+        "Score text of the unquantized model: estimates KLD.",
         default=False,
     )
     reference_server: str | None = option(
         "--reference-server URL",
-        "An unquantized one (key: FP8CALIB_REFERENCE_SERVER_KEY).",
+        "Unquantized (key: FP8CALIB_REFERENCE_SERVER_KEY).",
         default=None,
     )
     reference_server_model: str | None = option(
         "--reference-server-model NAME",
-        "Name of the model, if the server has several.",
+        "Its model, if it has several.",
         default=None,
     )
     reference_dump: str | Path | None = option(
         "--reference-dump FILE",
-        "What --dump wrote on another machine; nothing is computed here.",
+        "What --dump wrote elsewhere; computes nothing.",
         reads=Path,
         default=None,
     )
