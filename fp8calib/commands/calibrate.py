@@ -215,19 +215,18 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     header, sizes = result.stats.header, result.kv_bytes_per_token
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
-    yield (
+    measured = (
         f"{header.describe_tokens()} in {result.sequences} sequences, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} tensors measured"
     )
-    yield from _describe_amax(result.stats.amax_table())
-    yield from describe_skipped(header)
-    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
-        yield result.saturation.describe()
-    if result.expert_tokens:
-        yield _describe_experts(result.expert_tokens)
-    yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
-    yield f"written to {result.out}: {list_top_level(result.files)}"
+    yield "; ".join([measured, *describe_skipped(header)])
+    if notable := "; ".join(_describe_notable(result)):
+        yield notable
+    yield (
+        f"written to {result.out}: {list_top_level(result.files)}; KV cache: {sizes.before:,} "
+        f"bytes per token now, {sizes.after:,} with FP8"
+    )
     if (shard := result.shard) is not None:
         yield (
             f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards "
@@ -242,8 +241,17 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     yield f"more: {'; '.join(more)}"
 
 
+def _describe_notable(result: CalibrateResult) -> Iterator[str]:
+    """Give the amax, whether more text would raise it, and experts that no token reached."""
+    yield from _describe_amax(result.stats.amax_table())
+    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
+        yield result.saturation.describe()
+    if result.expert_tokens:
+        yield _describe_experts(result.expert_tokens)
+
+
 def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Give the range of the amax of K, V and q, and what clips at scale 1.0, a line each."""
+    """Give the range of the amax of K, V and q, and what clips at scale 1.0."""
     ranges, clipping = [], []
     for role in ("k", "v", "q"):
         known = [row for row in rows if row["role"] == role and row["amax"]]
@@ -269,9 +277,7 @@ def _describe_experts(tokens: Mapping[str, Sequence[int]]) -> str:
     if not unreached:
         return text
     names = cut_list(unreached)
-    return (
-        f"{text}; {len(unreached)} were never reached, and --fallback gives their scales: {names}"
-    )
+    return f"{text}, {len(unreached)} never reached (--fallback gives their scales): {names}"
 
 
 calibrate = as_function("calibrate", CalibrateRequest, run)

@@ -18,7 +18,7 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Record, Result
 from fp8calib.errors import cut_list, format_ranges, shorten
-from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import KV_ROLES, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
 from fp8calib.text import Block, Line, Table
@@ -48,6 +48,7 @@ class ShowRequest:
     everything: bool = option("--all", "Print linears, or all scales, too.", default=False)
 
 
+_KV_SITES = tuple(f".{role}" for role in KV_ROLES)
 Row = dict[str, Any]
 """A row of a table, by the titles of its columns."""
 
@@ -62,7 +63,8 @@ class Positions(Record):
 class Saturation(Record):
     """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
 
-    They show whether more data would still change the scales.
+    They show whether more data would still change the scales: those of K and V, or of inputs where
+    neither was observed.
     """
 
     median_share: tuple[float, ...]
@@ -76,8 +78,9 @@ class Saturation(Record):
         """Describe the shares at half of the data in one line."""
         median, least = (int(100 * share[1]) for share in (self.median_share, self.least_share))
         half = f"at least {median}% of their final amax" if median < 100 else "their final amax"
-        slowest = f"; the slowest had {least}% ({self.slowest_site})" if least < 100 else ""
-        return f"after half of the text, half of the tensors had reached {half}{slowest}"
+        slowest = f", and the slowest {least}% ({self.slowest_site})" if least < 100 else ""
+        counted = "tensors of K and V" if self.slowest_site.endswith(_KV_SITES) else "inputs"
+        return f"after half of the text, half of the {counted} had reached {half}{slowest}"
 
 
 class HeaderShown(StatsHeader):
@@ -212,7 +215,7 @@ def _compute_scale(amax: float | None) -> float | None:
 
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
-    """Compare each site's running amax with its final one; None for a shard."""
+    """Compare the running amax of K and V, or of inputs, with the final one; None for a shard."""
     import numpy as np
 
     shares: dict[Site, list[float]] = {}
@@ -227,6 +230,7 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
             shares[site] = (running[:-1] / running[-1]).tolist()
     if not shares:
         return None
+    shares = {site: each for site, each in shares.items() if site.role in KV_ROLES} or shares
     points = list(zip(*shares.values(), strict=True))
     return Saturation(
         median_share=tuple(map(median, points)),

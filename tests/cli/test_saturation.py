@@ -24,7 +24,7 @@ def stats_of(progress: dict[Site, list[float] | None]) -> CalibrationStats:
     return make_stats(make_geometry([]), sites)
 
 
-def test_shares_are_running_maxima_over_the_final_one() -> None:
+def test_shares_of_k_and_v_are_running_maxima_over_the_final_one() -> None:
     saturation = compute_saturation(
         stats_of(
             {
@@ -35,13 +35,22 @@ def test_shares_are_running_maxima_over_the_final_one() -> None:
         )
     )
     assert saturation is not None
-    # a: 1/8 2/8 4/8; b: 1 1 1; c: 1/4 3/4 3/4
-    assert saturation.median_share == (0.25, 0.75, 0.75)
+    # a: 1/8 2/8 4/8; c: 1/4 3/4 3/4
+    assert saturation.median_share == (0.1875, 0.5, 0.625)
     assert saturation.least_share == (0.125, 0.25, 0.5)
     assert saturation.slowest_site == "a.k"
     assert saturation.describe() == (
-        "after half of the text, half of the tensors had reached at least 75% of their final "
-        "amax; the slowest had 25% (a.k)"
+        "after half of the text, half of the tensors of K and V had reached at least 50% of their "
+        "final amax, and the slowest 25% (a.k)"
+    )
+
+
+def test_shares_of_inputs_count_where_no_cache_was_observed() -> None:
+    saturation = compute_saturation(stats_of({Site("b", Role.INPUT): [1.0, 3.0, 2.0, 4.0]}))
+    assert saturation is not None
+    assert saturation.describe() == (
+        "after half of the text, half of the inputs had reached at least 75% of their final amax, "
+        "and the slowest 75% (b.input)"
     )
 
 
