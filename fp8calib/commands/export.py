@@ -59,6 +59,7 @@ class ExportRequest:
         check=find_local_model,
         default=None,
     )
+    revision: str | None = option(shared.REVISION, default=None)
     other_weights: bool = option(shared.OTHER_WEIGHTS, default=False)
     replace_scales: bool = option(shared.REPLACE_SCALES, default=False)
     rule: str | None = option(RULE, default=None)
@@ -116,7 +117,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         source = None
         if request.model is not None:
             saved = saved_model(request.model, Path(request.out), request.tokenizer)
-            folder = find_folder(stack.enter_context(saved))
+            folder = find_folder(stack.enter_context(saved), request.revision)
             source = stack.enter_context(Checkpoint.open(folder))
         result = _write(request, recipe, stats, source, inputs, shards)
     missing = warn_of_tokenizer(request.model, request.tokenizer, result.files)
@@ -207,6 +208,7 @@ def _write(
         is_same = quantized is not None and not request.other_weights
         checked = finish_formats(
             *(recipe.formats, folder, out, request.model or ""),
+            revision=request.revision,
             check=request.check,
             stats=stats if is_same else None,
         )

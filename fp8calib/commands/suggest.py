@@ -31,8 +31,9 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case Remedy.CALIBRATE:
             command = f"fp8calib calibrate {model}"
         case Remedy.SCALE_QUERY if is_stats_file(stats):
-            options = f"--format kv-overlay --query-scale yes --model {model}"
-            command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
+            target = f"--model {_spell_stored(report, request)} --out {named}-query"
+            options = f"--format kv-overlay --query-scale yes {target}"
+            command = f"fp8calib export {shlex.quote(str(stats))} {options}"
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
         case Remedy.CHECK if candidate.is_dir():
@@ -92,9 +93,13 @@ def _spell_text(request: VerifyRequest) -> str:
 def _quantize(report: VerifyReport, request: VerifyRequest, scheme: str, stats: Path) -> str:
     options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
     out = shlex.quote(f"{Path(report.model).name}-{scheme}")
-    revision = "" if request.revision is None else f" --revision {shlex.quote(request.revision)}"
-    model = shlex.quote(report.model) + revision
+    model = _spell_stored(report, request)
     return f"fp8calib quantize {model} --scheme {scheme}{options} --out {out}"
+
+
+def _spell_stored(report: VerifyReport, request: VerifyRequest) -> str:
+    """Spell the model for a command that runs no code of it."""
+    return replace(request, trust_remote_code=False).spell_model(report.model)
 
 
 def _serve(report: VerifyReport, request: VerifyRequest) -> str:
