@@ -251,7 +251,8 @@ def _compare_group(
                     f"is {kind}, but {found.why}: the engine stops, or uses its codes as the weight"
                 )
                 # whether it stops or not, a scale that the config leaves no place for is lost
-                is_lost = found.is_excluded and any("scale" in each for each in linear.tensors)
+                is_certain = found.is_excluded or not reader.method
+                is_lost = is_certain and any("scale" in each for each in linear.tensors)
                 yield replace(_misread(linear.module, why, _CONFIG_FIX), is_silent=not is_lost)
                 if is_lost:
                     continue
