@@ -68,7 +68,7 @@ def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             "HF_HUB_CACHE": str(tmp_path / "cache"),
             "HF_HUB_OFFLINE": False,
             "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_DOWNLOAD_TIMEOUT": 1,
+            "HF_HUB_DOWNLOAD_TIMEOUT": 0.4,
         }
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
@@ -174,7 +174,7 @@ def give_status(status: int) -> Callable[[Answer], None]:
 
 
 def stall(answer: Answer) -> None:
-    answer.pause_s = 1.5
+    answer.pause_s = 0.8
 
 
 @pytest.mark.parametrize(

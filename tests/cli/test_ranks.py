@@ -21,7 +21,7 @@ from fp8calib.cli import program
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
-from tests.cli.test_process import PROGRAM, start
+from tests.cli.test_process import start
 from tests.kit.forks import start_fork
 from tests.kit.minutes import in_minutes
 
@@ -30,8 +30,9 @@ SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dty
 
 @pytest.fixture(autouse=True)
 def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let forks not wait for the first process to print."""
+    """Let forks not wait for the first process to print, and look at each other more often."""
     monkeypatch.setattr(processes, "_PRINT_S", 0.0)
+    monkeypatch.setattr(processes, "_BEAT_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def test_an_interruption_of_one_process_ends_all(interrupted: int) -> None:
 def test_a_process_without_peers_says_so(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, peer: str
 ) -> None:
-    monkeypatch.setattr(processes, "SILENT_S", 1.0)  # of the fork too
+    monkeypatch.setattr(processes, "SILENT_S", 0.4)  # of the fork too
     monkeypatch.setattr(program, "_FIRST_PRINTS_S", 0.1)
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
@@ -216,9 +217,7 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
     alone = start_fork("fp8calib", *command, "--out", tmp_path / "alone")
     shared = share(2)
     command = (*command, "--out", tmp_path / "out")
-    first = start_fork("fp8calib", *command, **shared, RANK=0)
-    # a process of its own: the environment silences torch only before it is imported
-    second = start(*PROGRAM, *command, **shared, RANK=1)
+    first, second = (start_fork("fp8calib", *command, **shared, RANK=rank) for rank in (0, 1))
     code, out, err = finish(alone)
     assert code == 6, err
     message = json.loads(out)["error"]["message"]
@@ -227,8 +226,7 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
     assert code == 6, err
     error = json.loads(out)["error"]
     assert (error["kind"], error["message"]) == ("calibration", f"rank 1 of 2: {message}")
-    second.kill()  # it waits for the first one to print
-    assert finish(second)[1:] == ("", "")
+    assert finish(second)[1] == ""
     assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
 
 

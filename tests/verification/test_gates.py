@@ -81,18 +81,17 @@ def test_the_verdict_of(ratio: float, error: float, kv: Verdict, w8a8: Verdict) 
 @pytest.mark.parametrize(
     ("ratio", "error", "reason"),
     [
-        (1.004, 0.005, "ratio 1.0040 ± 0.0050 is within one standard error of 1"),
-        (1.004, 0.001, "ratio 1.0040 ± 0.0010 is at most 1.01"),
-        (1.015, 0.006, "ratio 1.0150 ± 0.0060 is within one standard error of 1.01"),
-        (1.030, 0.001, "ratio 1.0300 ± 0.0010 is between 1.01 and 1.05"),
-        (1.055, 0.006, "ratio 1.0550 ± 0.0060 is within one standard error of 1.05"),
-        (1.065, 0.001, "ratio 1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
+        (1.004, 0.005, "1.0040 ± 0.0050 is within one standard error of 1"),
+        (1.004, 0.001, "1.0040 ± 0.0010 is at most 1.01"),
+        (1.015, 0.006, "1.0150 ± 0.0060 is within one standard error of 1.01"),
+        (1.030, 0.001, "1.0300 ± 0.0010 is between 1.01 and 1.05"),
+        (1.065, 0.001, "1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
     ],
 )
 def test_the_reason_names_the_ratio_its_error_and_the_threshold(
     ratio: float, error: float, reason: str
 ) -> None:
-    assert judge(make_summary(ratio, error), GATES["kv"])[1] == reason
+    assert judge(make_summary(ratio, error), GATES["kv"])[1] == f"ratio {reason}"
 
 
 def test_the_thresholds_are_those_of_the_contract() -> None:
@@ -101,6 +100,7 @@ def test_the_thresholds_are_those_of_the_contract() -> None:
         ("w8a8", 1.02, 1.06),
     }
     assert all(gate.kld_fail_above is None for gate in GATES.values())
+    assert {name: load_gate(name) for name in GATES} == GATES
 
 
 def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
@@ -236,15 +236,13 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
     assert bool(found) is is_broken
 
 
-@pytest.mark.parametrize("verdict", Verdict)
-def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict) -> None:
-    summary = make_summary(1.0, 0.0, kld=0.0)
-    found = correct_if_misleading(
-        verdict, "why", damage="layer 7 is destroyed", summary=summary, gate=GATES["kv"]
-    )
-    assert found[0] is FAIL
-    expected = "why" if verdict is FAIL else "why, but layer 7 is destroyed"
-    assert found[1] == expected
+@pytest.mark.parametrize(
+    ("verdict", "why"), [(PASS, "why, but layer 7 is destroyed"), (FAIL, "why")]
+)
+def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict, why: str) -> None:
+    damage, summary = "layer 7 is destroyed", make_summary(1.0, 0.0, kld=0.0)
+    found = correct_if_misleading(verdict, "why", damage=damage, summary=summary, gate=GATES["kv"])
+    assert found == (FAIL, why)
 
 
 def test_the_worst_site_is_described() -> None:
@@ -279,72 +277,47 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
 # --- files -------------------------------------------------------------------------------------
 
 
-def test_the_names_of_gates_are_gates() -> None:
-    assert load_gate("kv") is GATES["kv"]
-    assert load_gate("w8a8") is GATES["w8a8"]
-
-
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "own"),
     [
-        ("mine.yaml", "pass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3\n"),
-        ("mine.json", '{"pass_at": 1.005, "fail_above": 1.2, "kld_fail_above": 0.3}'),
-        ("mine.yml", "name: mine\npass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3"),
+        ("a.yaml", "pass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3\n", "a.yaml"),
+        ("a.json", '{"pass_at": 1.005, "fail_above": 1.2, "kld_fail_above": 0.3}', "a.json"),
+        ("a.yml", "name: b\npass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3", "b"),
     ],
 )
-def test_a_file_holds_the_thresholds(name: str, text: str, tmp_path: Path) -> None:
+def test_a_file_holds_the_thresholds(name: str, text: str, own: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    own = "mine" if "name" in text else name
     expected = Gate(name=own, pass_at=1.005, fail_above=1.2, kld_fail_above=0.3)
     assert load_gate(str(tmp_path / name)) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
-        ("", "not a gate"),
-        ("- 1\n- 2", "not a gate"),
-        ("1.01", "not a gate"),
-        ("{", "not a gate"),
-        ("a: b: c", "not a gate"),
-        ("1: 2\npass_at: 1.0\nfail_above: 1.1", "1: Keys should be strings"),
-        ("pass_at: 1.01", "fail_above: Field required"),
-        ("pass_at: 1.01\nfail_above: 1.05\npas_at: 1", "pas_at: Extra inputs"),
-        ("pass_at: 1.06\nfail_above: 1.05", "needs 1 <= pass_at <= fail_above"),
-        ("pass_at: 0.99\nfail_above: 1.05", "needs 1 <= pass_at <= fail_above"),
-        ("pass_at: -1\nfail_above: 1.05", "needs 1 <= pass_at <= fail_above"),
-        ("pass_at: .nan\nfail_above: 1.05", "pass_at: Input should be a finite number"),
-        ("pass_at: 1.01\nfail_above: .inf", "fail_above: Input should be a finite number"),
-        ("pass_at: low\nfail_above: 1.05", "pass_at: Input should be a valid number"),
-        ("pass_at: [1]\nfail_above: 1.05", "pass_at: Input should be a valid number"),
-        (
-            "pass_at: 1.01\nfail_above: 1.05\nkld_fail_above: -1",
-            "kld_fail_above: Input should be greater",
-        ),
+        (b"- 1\n- 2", "not a gate"),
+        (b"a: b: c", "not a gate"),
+        (b"\xff\xfe\x00pass_at", "not a gate"),
+        (b"1: 2\npass_at: 1.0\nfail_above: 1.1", "1: Keys should be strings"),
+        (b"pass_at: 1.01", "fail_above: Field required"),
+        (b"pass_at: 1.01\nfail_above: 1.05\npas_at: 1", "pas_at: Extra inputs"),
+        (b"pass_at: 1.06\nfail_above: 1.05", "needs 1 <= pass_at <= fail_above"),
+        (b"pass_at: 0.99\nfail_above: 1.05", "needs 1 <= pass_at <= fail_above"),
+        (b"pass_at: 1.01\nfail_above: .inf", "fail_above: Input should be a finite number"),
+        (b"pass_at: 1\nfail_above: 1\nkld_fail_above: -1", "kld_fail_above: Input should be gr"),
     ],
 )
-def test_a_bad_file_is_a_usage_error_that_names_it(text: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_a_usage_error_that_names_it(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
         load_gate(str(path))
     assert f"--gate {path}" in str(caught.value)
     assert message in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_a_usage_error(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_bytes(b"\xff\xfe\x00pass_at")
-    with pytest.raises(UsageError, match="not a gate"):
-        load_gate(str(path))
-
-
-@pytest.mark.parametrize("name", ["kw", "", "a/b.yaml", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize("name", ["kw", "", "/", "x" * 5000, "a\0b"])
 def test_what_is_neither_a_gate_nor_a_file_is_a_usage_error(name: str) -> None:
     with pytest.raises(UsageError, match="neither a gate"):
         load_gate(name)
-
-
-def test_a_folder_is_no_gate(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a gate"):
-        load_gate(str(tmp_path))
