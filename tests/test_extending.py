@@ -16,11 +16,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.engines.registry import ENGINES, register_engine
-from fp8calib.errors import ModelError
 from fp8calib.formats import registry
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
@@ -117,7 +116,7 @@ def test_a_scheme_is_quantized_read_back_and_verified(model: Path, tmp_path: Pat
     [
         ("A scheme", "quantize", "w8a16-block"),
         ("A scheme", "verify", "w8a16-block"),
-        ("A dialect of FP8 weights", "quantize", "slate(fp8-dynamic)."),
+        ("A dialect of FP8 weights", "quantize", "slate(fp8-dynamic);"),
     ],
 )
 def test_a_scheme_and_an_fp8_dialect_are_in_the_help(
@@ -217,7 +216,7 @@ def test_a_plug_in_outside_the_tree_brings_a_dialect_and_an_engine(
         (*extract, "--save-path", tmp_path / "back", "--format", "kv-overlay", "--json"),
         ("check", tmp_path / "back", "--engine", "quill", "--json"),
     )
-    assert "|lightllm-head|acme" in "".join(export.split())
+    assert "lightllm,lightllm-head,acme." in "".join(export.split())
     assert "transformers,lightllm,quill;defaultvllm,sglang." in "".join(check.split())
     assert json.loads(extracted)["dialect"] == "acme"
     checked = json.loads(judged)
@@ -286,17 +285,6 @@ def test_a_registered_dialect_is_written_read_shown_and_converted(tmp_path: Path
     assert {site: scale.values.tolist() for site, scale in again.scales.items()} == {
         site: scale.values.tolist() for site, scale in table.scales.items()
     }
-
-
-@pytest.mark.usefixtures("acme")
-def test_a_registered_dialect_refuses_what_is_no_scale(tmp_path: Path) -> None:
-    save_file({"0.key_step": torch.tensor(0.0)}, tmp_path / "acme.safetensors")
-    with pytest.raises(ModelError, match=r"there is no tensor '0\.value_step'"):
-        read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
-    zeros = {f"{i}.{name}_step": torch.tensor(0.0) for i in range(2) for name in ("key", "value")}
-    save_file(zeros, tmp_path / "acme.safetensors")
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.k: 0.0 is not a scale"):
-        read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
 
 
 @pytest.mark.usefixtures("acme")

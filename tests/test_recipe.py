@@ -64,35 +64,20 @@ query_scale: true
     [
         ("name: x\nnonsense: 1", "nonsense: unknown key"),
         ("name: x\nsamples: 4", "samples: unknown key: did you mean data.samples?"),
-        ("name: x\nseqlen: 4", "seqlen: unknown key: did you mean data.seq_len?"),
         ("name: x\ndata: {formats: [rfc]}", "formats: unknown key: did you mean formats?"),
         ("name: x\ndata: {rule: mse}", "data.rule: unknown key: did you mean scales.rule?"),
-        ("name: x\nobserv: {kv: true}", "observ: unknown key: did you mean observe?"),
-        ("name: x\nobserve: {kvs: true}", "observe.kvs: unknown key: did you mean observe.kv?"),
-        (
-            "name: x\nquantize: {sheme: w8a16}",
-            "quantize.sheme: unknown key: did you mean quantize.scheme?",
-        ),
         ("name: x\ntp: [1]\ntp: [2]", "line 3, column 1: the key 'tp' occurs twice"),
         ("name: x\ndata: {samples: 1, samples: 2}", "the key 'samples' occurs twice"),
         ("name: x\nformats: kv-overlay", "formats: must be a list, not 'kv-overlay'"),
         ("name: x\nquery_scale: maybe", "query_scale: must be auto, yes or no"),
         ("description: no name", "name: this key is missing"),
         ("name: x\ndata: {samples: true}", "data.samples: must be a valid integer, not True"),
-        ("name: x\ndata: {seq_len: '4'}", "data.seq_len: must be a valid integer, not '4'"),
-        ("name: x\ndata: {pack: 0}", "data.pack: must be a valid boolean, not 0"),
-        ("name: x\nobserve: {kv: 1}", "observe.kv: must be a valid boolean, not 1"),
-        ("name: x\ntp: [0]", "tp.0: must be greater than or equal to 1, not 0"),
-        ("name: x\nformats: [nope]", "formats.0: unknown format nope: known formats: kv-overlay"),
-        ("name: x\ntp: []", "tp: must have one degree or more"),
         ('name: "\\ud800"', "cannot be written as UTF-8"),
-        ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),
-        ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),
         (
-            "name: x\nscales: {rule: percentile:0}",
-            "scales.rule: rule 'percentile:0': its number is",
+            "name: x\nquantize: {scheme: w8a16, layer_schemes: {a: w8a17}}",
+            "quantize.layer_schemes.a: must be one of",
         ),
-        ("name: x\nscales: {rule: 5}", "scales.rule: unknown rule '5'"),
+        ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),
         ("name: x\nscales: {fallback: guess}", "scales.fallback: must be 'layer-max', 'one' or"),
         (
             "name: x\nobserve: {kv: false, query: false, inputs: false, weights: false}",
@@ -110,24 +95,11 @@ def test_what_is_wrong_is_told_with_its_key(text: str, told: str) -> None:
     assert told in caught.value.message
 
 
-def test_several_errors_are_told_together() -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe("name: x\na: 1\nb: 2\ntp: [x]", where="mine.yaml")
-    assert caught.value.message.count("unknown key") == 2
-    assert "tp.0: must be a valid integer, not 'x'" in caught.value.message
-
-
 def test_shipped_recipes_are_named_like_their_files_and_described_in_their_first_line() -> None:
     for name, description in describe_recipes():
         recipe = load_recipe(name)
         assert (recipe.name, recipe.description) == (name, description)
         assert description
-
-
-def test_a_recipe_is_loaded_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: other\n")
-    assert load_recipe(str(path)).name == "other"
 
 
 @pytest.mark.parametrize(
@@ -174,14 +146,6 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
 def test_a_broken_regular_expression_is_an_error() -> None:
     with pytest.raises(RecipeError, match="not a regular expression"):
         match_modules(("re:[",), MODULES)
-
-
-def test_no_pattern_matches_no_module() -> None:
-    assert match_modules((), MODULES) == frozenset()
-
-
-def test_the_promised_recipes_are_there() -> None:
-    assert recipe_files().keys() >= PROMISED
 
 
 def test_a_recipe_is_named_like_its_file_at_the_top_of_the_clone() -> None:

@@ -109,22 +109,6 @@ def test_a_field_is_data(made_up: str) -> None:
     assert (lambs.negates, herd.only_in_python) == (True, True)
 
 
-def test_shards_are_joined_by_a_function(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"input_ids": [i + 1] * 16}) + "\n" for i in range(4)))
-    for shard in ("1/2", "2/2"):
-        out = ("--out", tmp_path / shard[0], "--shard", shard)
-        size = ("--samples", 4, "--seq-len", 16)
-        succeed("calibrate", tmp_path / "model", "--data", text, *size, *out)
-    shards = [tmp_path / "1", str(tmp_path / "2")]
-    written = ("--format", "kv-scales", "--out")
-    printed = succeed("export", *shards, *written, tmp_path / "a", "--json").json
-    result = fp8calib.export(shards, tmp_path / "b", formats="kv-scales")
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
-    assert list(result.files) == printed["files"] == ["kv_scales.safetensors", "stats.safetensors"]
-
-
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])
 def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")

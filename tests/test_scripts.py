@@ -7,11 +7,8 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from tests.conftest import pytest_terminal_summary
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
@@ -49,31 +46,12 @@ def test_every_module_that_a_script_runs_exists() -> None:
     assert [path for path in paths if not path.exists()] == []
 
 
-def test_the_seconds_of_test_files_are_written_slowest_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `scripts/test --durations` does."""
-
-    def report(test: str, seconds: float) -> pytest.TestReport:
-        return pytest.TestReport(test, (test, 0, ""), {}, "passed", None, "call", duration=seconds)
-
-    told = tmp_path / "durations.tsv"
-    monkeypatch.setenv("FP8CALIB_DURATIONS", str(told))
-    passed = [report("a.py::x", 1.0), report("b.py::y", 2.0), report("a.py::z[1]", 2.5)]
-    pytest_terminal_summary(SimpleNamespace(stats={"passed": passed, "": [passed[0], "text"]}))
-    assert told.read_text() == "4.5\ta.py\n2.0\tb.py\n"
-
-
 def test_every_path_that_the_documentation_names_exists() -> None:
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
     pages += sorted((ROOT / "docs").glob("*.md"))
     named = {name for page in pages for name in REPOSITORY_PATH.findall(page.read_text())}
     assert "fp8calib/engines/registry.py" in named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-def test_the_ci_runs_what_a_user_runs() -> None:
-    assert (ROOT / ".ci" / "run").read_text().endswith("\nexec scripts/test\n")
 
 
 def test_every_dependency_named_is_pinned() -> None:
@@ -84,11 +62,6 @@ def test_every_dependency_named_is_pinned() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[\d.]+", pin)] == []
     assert named - {_name(pin) for pin in pins} == set()
-
-
-def test_no_package_is_pinned_twice() -> None:
-    pins = re.findall(r"^[^#\s=]+(?===)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert sorted(set(pins)) == sorted(pins)
 
 
 def test_no_tracked_file_names_a_path_of_one_machine() -> None:

@@ -104,13 +104,6 @@ def test_equal_tensors_are_stored_once(path: Path) -> None:
     assert len(stored) == 8 - 1
 
 
-def test_nothing_of_the_run_is_in_the_file(path: Path) -> None:
-    raw = path.read_bytes()
-    assert str(path.parent).encode() not in raw
-    assert b"duration" not in raw
-    assert b"batch_size" not in raw
-
-
 def test_a_stats_file_is_told_from_others(path: Path, tmp_path: Path) -> None:
     assert is_stats_file(path)
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
@@ -141,20 +134,15 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda t, _: t.update({PROGRESS: t[PROGRESS].double()}), "not magnitudes"),
         (lambda t, _: t.update({PROGRESS: torch.ones(4, dtype=torch.int64)}), "not magnitudes"),
         (
             lambda t, _: t[HISTOGRAM].__setitem__(0, -1),
             "histogram holds values that are not counts",
         ),
-        (lambda t, _: t.update({HISTOGRAM: torch.ones(3)}), "not counts"),
         (lambda t, _: t.update({f"{K}/positions": torch.ones(5)}), "positions .* too few or many"),
         (lambda _, h: h["header"]["modality_tokens"].update(smell=1), "header.modality_tokens"),
-        (lambda _, h: h["header"]["modality_tokens"].update(image=-1), "header.modality_tokens"),
         (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),
         (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),
-        (lambda t, _: t.update({"x.k/amax": torch.ones(1)}), "'x.k' is missing"),
-        (lambda _, h: h["header"].update(kind="other"), "header.kind"),
         (lambda _, h: h["header"].update(schema_version=3), "header.schema_version"),
         (lambda _, h: h["header"].pop("geometry"), "header.geometry"),
         (lambda _, h: h["header"].update(surprise=1), "header.surprise"),
@@ -169,12 +157,6 @@ def test_a_damaged_file_is_refused(path: Path, change: Callable[..., object], to
         load_stats(path)
     assert caught.value.message.startswith(f"{path} is damaged")
     assert "calibrate" in caught.value.hint
-
-
-def test_a_header_that_is_no_json_is_refused(path: Path) -> None:
-    save_file({"x": torch.ones(1)}, path, metadata={"fp8calib": "{ torn"})
-    with pytest.raises(ModelError, match="is damaged"):
-        load_stats(path)
 
 
 def test_other_files_and_none_are_refused(path: Path, tmp_path: Path) -> None:

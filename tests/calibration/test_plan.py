@@ -25,7 +25,6 @@ from fp8calib.calibration.memory_plan import (
 )
 from fp8calib.calibration.passes import BatchObserver
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.processor import MediaRow
 from fp8calib.data.sequences import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.model.load import build_skeleton, open_source
@@ -149,13 +148,6 @@ def test_a_streamed_model_needs_two_layers(work: Workload) -> None:
     assert plan.scratch_bytes == 0
 
 
-def test_an_embedding_waits_for_each_token_of_rows_with_media(work: Workload) -> None:
-    row = mock.create_autospec(MediaRow, instance=True)
-    seen = replace(work, batches=(*BATCHES[:2], replace(BATCHES[2], media=row)))
-    plain, found = (stream(each, limits(2**30)).peak["hidden states"] for each in (work, seen))
-    assert found == plain + 20 * 32 * 4
-
-
 @pytest.mark.parametrize(
     ("family", "elements"),
     [
@@ -233,13 +225,6 @@ def test_the_smaller_of_the_given_and_the_available_memory_counts() -> None:
     assert small.host_why == GIVEN
     assert large.host_why == "available"
     assert abs(large.host_bytes - machine.host_bytes) < 2**30
-
-
-def test_processes_of_one_machine_share_its_available_memory() -> None:
-    alone, four = find_limits("cpu", None), find_limits("cpu", None, sharers=4)
-    left = alone.host_bytes - alone.process_bytes
-    assert abs(4 * (four.host_bytes - four.process_bytes) - left) < 2**30
-    assert find_limits("cpu", 0.5, sharers=4).host_bytes == 2**29
 
 
 @pytest.mark.parametrize(

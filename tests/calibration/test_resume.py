@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fp8calib.calibration import journal as journal_module
-from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
@@ -111,22 +110,6 @@ def test_a_run_killed_repeatedly_ends_with_the_same_bytes(family: str, tmp_path:
         found = end_and_go_on(subject, tmp_path / "kept", [Stopping(n, kill) for n in steps])
     assert found == whole
     assert model is not None
-
-
-def test_a_killed_run_does_nothing_twice(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        weights = 2 * 7
-        end_and_go_on(subject, tmp_path / "kept", [Stopping(weights + 4, kill)])
-    # Of seven batches three were kept when the fourth was told of, four were left.
-    parts = {
-        path.name: load_stats(path, accepts_shard=True).shard
-        for path in (tmp_path / "kept").glob("checkpoint-0*")
-    }
-    assert {name: part.sequences for name, part in parts.items() if part} == {
-        "checkpoint-00000000.safetensors": ((0, 6),),
-        "checkpoint-00000006.safetensors": ((6, 13),),
-    }
 
 
 @pytest.mark.parametrize("steps", [16, 18, 21])

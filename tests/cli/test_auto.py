@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.engines.facts.gpus import find_gpu
-from fp8calib.engines.registry import find_emulated
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
 
@@ -84,35 +82,3 @@ def test_a_dry_run_names_the_steps_and_writes_nothing(
     plan = succeed(*command, "--dry-run", "--json").json["plan"]
     assert plan["steps"][:2] == ["calibrate on 32 of 40 sequences", "write w8a16"]
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--samples", 4), "4 sequences of text alone are too few"),
-        (("--gpu", "abacus"), "this GPU is not known"),
-        (("--gate", "none"), "neither a gate"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    model: Path, rows: Path, tmp_path: Path, options: tuple[object, ...], words: str
-) -> None:
-    out = ("--out", tmp_path / "out")
-    assert words in fail(2, "auto", model, "--data", rows, *OPTIONS, *options, *out)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_existing_folder_is_refused(model: Path, tmp_path: Path) -> None:
-    assert f"--out {tmp_path}: exists" in fail(2, "auto", model, "--out", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "names"),
-    [
-        ("A100", []),
-        ("H100", ["fp8-static", "fp8-dynamic", "fp8-block"]),
-        ("B200", ["fp8-static", "fp8-dynamic", "fp8-block", "mxfp8"]),
-    ],
-)
-def test_the_gpu_decides_which_schemes_are_tried(gpu: str, names: list[str]) -> None:
-    assert find_emulated("vllm")[0].list_multiplied(find_gpu(gpu)) == names

@@ -16,8 +16,8 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
 from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
-from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
-from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.cli.conftest import QUICK, save_changed, save_tokenizer
+from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.kit.checked import list_commands
 
 K0 = "model.layers.0.self_attn.k_scale"
@@ -97,24 +97,6 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
     assert {each["path"] for each in report["checked"]} == {"kv-overlay", "kv-overlay-head"}
 
 
-def test_the_default_output_is_named_after_the_model(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    outcome = succeed("calibrate", model, "--data", data, *QUICK, "--json")
-    assert outcome.json["out"] == "tiny-llama-fp8calib"
-    assert (tmp_path / "tiny-llama-fp8calib" / "kv-overlay" / "config.json").is_file()
-
-
-def test_halves_of_the_data_are_compared_where_there_are_four_sequences(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    told = succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "four").out
-    assert "after half of the text, half of the tensors of K and V had reached" in told
-    one = ("calibrate", model, "--data", data, *QUICK, "--samples", 3, "--out", tmp_path / "three")
-    assert "half of the text" not in succeed(*one).out
-
-
 # --- the output folder -------------------------------------------------------------------------
 
 
@@ -140,17 +122,6 @@ def test_a_folder_that_is_not_empty_is_refused_and_force_replaces_it(
     assert snapshot(out) == before
 
 
-def test_an_output_is_refused_before_hours_are_spent(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("fp8calib.calibration.run_model.load_model", refuse)
-    (tmp_path / "thesis.tex").write_text("mine")
-    fail(2, "calibrate", model, "--data", data, *QUICK, "--out", tmp_path)
-
-
 # --- options -----------------------------------------------------------------------------------
 
 
@@ -168,28 +139,6 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     assert plan["writes"] == ["report.json", "rfc.tp2.json", "stats.safetensors"]
     assert "nothing was run or written" in succeed(*arguments, "--dry-run").out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_seed_orders_the_mixing_of_weighted_specs(model: Path, tmp_path: Path) -> None:
-    specs: list[str] = []
-    for name in "ab":
-        rows = [{"input_ids": [10 * i + ord(name) - 90] * 2} for i in range(8)]
-        specs += ["--data", f"{write_rows(tmp_path / f'{name}.jsonl', rows)}@1"]
-
-    def fingerprint(*seed: object) -> str:
-        out = tmp_path / "out"
-        command = ("calibrate", model, *specs, *QUICK, "--samples", 2, "--seq-len", 8)
-        succeed(*command, "--format", "kv-scales", *seed, "--out", out, "--force")
-        return stats_of(out).header.data_fingerprint
-
-    assert fingerprint() == fingerprint("--seed", 0)
-    assert len({fingerprint("--seed", seed) for seed in range(4)}) > 1
-
-
-def test_the_builtin_text_is_used_and_named_when_no_data_is_given(model: Path) -> None:
-    outcome = succeed("calibrate", model, *QUICK, "--dry-run", "--json")
-    assert outcome.json["plan"]["data"] == ["builtin"]
-    assert "no --data given" in outcome.err
 
 
 def test_a_recipe_file_decides_what_the_command_line_does_not(
@@ -337,27 +286,7 @@ def test_a_sharded_source_gives_the_same_statistics_and_scales(
     assert K0 in overlay["weight_map"]
 
 
-def test_batches_of_another_size_agree(calibrated: tuple[Path, Outcome], calibrate: Any) -> None:
-    out, _ = calibrate("--batch-size", 3, "--format", "kv-scales")
-    first, second = stats_of(calibrated[0]).sites, stats_of(out).sites
-    assert first.keys() == second.keys()
-    for site, seen in first.items():
-        torch.testing.assert_close(second[site].amax, seen.amax, rtol=1e-5, atol=0)
-        assert second[site].count == seen.count
-
-
 # --- data that is thin -------------------------------------------------------------------------
-
-
-def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(
-    model: Path, tmp_path: Path
-) -> None:
-    rows = write_rows(tmp_path / "one.jsonl", [{"text": "w1 w2 w3"}])
-    outcome = run("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out", "--json")
-    assert outcome.code == 0
-    assert "warning: all of the text is used: it fills 1 of " in outcome.err
-    assert "warning: only 4 tokens, fewer than 4096" in outcome.err
-    assert len([text for text in outcome.json["warnings"] if "it fills" in text]) == 1
 
 
 def test_layers_that_clip_at_scale_one_are_named(model: Path, data: Path, tmp_path: Path) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fp8calib.calibration.calibration_stats import load_stats
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.quantization.sources.decoded import open_model
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, run, succeed
+from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
     BASE,
     change_norm,
@@ -161,27 +160,3 @@ def test_integers_that_do_not_fit_are_named(
     change_tensors(child, change)
     out = ("--out", tmp_path / "out")
     assert says in fail(4, "calibrate", child, "--data", data, *OPTIONS, *out)
-
-
-def test_what_check_says_of_a_missing_scale_repairs_it(data: Path, tmp_path: Path) -> None:
-    child = save_child("compressed-tensors", tmp_path / "child")
-    command = ("calibrate", child, "--data", data, *OPTIONS)
-    succeed(*command, "--out", tmp_path / "out")
-    overlay = tmp_path / "out/kv-overlay"
-    for file in overlay.glob("*.safetensors"):
-        tensors = load_file(file)
-        if tensors.pop("model.layers.1.self_attn.k_scale", None) is not None:
-            file.unlink()
-            save_file(tensors, file, metadata={"format": "pt"})
-    index = overlay / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())
-    del listed["weight_map"]["model.layers.1.self_attn.k_scale"]
-    index.write_text(json.dumps(listed))
-    said = run("check", overlay)
-    assert said.code == 8
-    for fix in re.findall("fix: (.*)", said.out):
-        assert "`fp8calib calibrate MODEL --replace-scales --out DIR`" in fix
-    command = ("calibrate", overlay, "--data", data, *OPTIONS)
-    assert "add --replace-scales" in fail(7, *command, "--out", tmp_path / "again")
-    succeed(*command, "--replace-scales", "--out", tmp_path / "again")
-    succeed("check", tmp_path / "again/kv-overlay")

@@ -211,34 +211,6 @@ def test_the_last_line_says_what_was_not_judged(
     assert not found or told[-1] == found[0]
 
 
-def test_several_engines_may_be_named(calibrated: tuple[Path, Outcome]) -> None:
-    path = calibrated[0] / "kv-overlay"
-
-    report = check(0, path, "--engine", "vllm", "--engine", "sglang")
-    assert list(report["engines"]) == ["vllm", "sglang"]
-    assert list(check(0, path, "--engine", "sglang,vllm")["engines"]) == ["sglang", "vllm"]
-
-
-def test_the_unquantized_model_itself_is_served_with_ones(model: Path) -> None:
-    report = check(0, model)
-
-    assert statuses(report, "vllm") == statuses(report, "sglang") == {"defaulted"}
-    assert not check(8, model, "--require-kv")["ok"]
-
-
-def test_weights_without_kv_scales_are_ok_unless_scales_are_required(
-    model: Path, tmp_path: Path
-) -> None:
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "q")
-
-    text = succeed("check", tmp_path / "q").out
-
-    assert text.startswith(f"{tmp_path / 'q'}: ok\n")
-    assert text.count("ok, loads; the KV cache is not quantized") == len(DEFAULTS)
-    assert "fix: " not in text
-    check(8, tmp_path / "q", "--require-kv")
-
-
 def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
     overlay: Path, model: Path
 ) -> None:
@@ -340,15 +312,6 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (snapshot / path.name).symlink_to(f"../../blobs/hash-of-{path.name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return snapshot
-
-
-def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome], hub: Path) -> None:
-    """Also if only its configs are in the cache."""
-    command = (calibrated[0] / "kv_cache_scales.tp1.json", "--model", "org/tiny")
-
-    assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
-    (hub / "model.safetensors").unlink()
-    assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
 
 
 def _make_foreign(overlay: Path, **changes: object) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
@@ -39,22 +38,6 @@ def test_a_saved_split_calibrates_like_the_same_rows_in_a_file(model: Path, tmp_
     assert all(torch.equal(a.sites[site].amax, b.sites[site].amax) for site in a.sites)
 
 
-def test_the_rows_used_are_counted_by_a_run_and_by_a_dry_run(model: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
-    command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK)
-    lines = [
-        "rows: 2 used of the first 2, 1 cut at the end; then all sequences were full",
-        "chat template: not applied, as no row is a conversation",
-    ]
-    plan = succeed(*command, "--dry-run")
-    assert all(line in plan.out for line in lines)
-    run_once = succeed(*command, "--out", tmp_path / "out", "--json")
-    assert all(line in run_once.err for line in lines)
-    rows = json.loads(run_once.out)["rows"]
-    assert rows == json.loads(succeed(*command, "--dry-run", "--json").out)["plan"]["rows"]
-    assert (rows["read"], rows["used"], rows["cut"], rows["chat_template"]) == (2, 2, 1, None)
-
-
 def test_text_is_shown_as_the_model_sees_it(model: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
     command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK, "--dry-run")
@@ -63,23 +46,6 @@ def test_text_is_shown_as_the_model_sees_it(model: Path, tmp_path: Path) -> None
         f"sequence 1, 16 tokens: <s> {' '.join(['w0'] * 15)}",
         f"sequence 2, 16 tokens: {' '.join(['w0'] * 16)}",
     ]
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["calibrate", "verify", "gptq"],
-)
-def test_every_command_with_text_reads_the_column_that_is_named(
-    model: Path, tmp_path: Path, command: str
-) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": "w1", "bodies": "w2"}])
-    options = ["--scheme", "fp8-dynamic"] if command == "gptq" else []
-    if command != "verify":
-        options += ["--out", str(tmp_path / "out")]
-    outcome = run(command, model, *options, "--data", data, "--text-column", "body", *QUICK)
-    assert outcome.code == 5
-    assert "rows.jsonl:1: the column body is missing; the keys are: text, bodies" in outcome.err
-    assert "did you mean --text-column bodies?" in outcome.err
 
 
 def test_rows_that_cannot_be_used_are_skipped_counted_and_named(

@@ -191,9 +191,3 @@ def test_other_integers_are_refused_by_name(
     text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
     assert named in text
     assert "symmetric ones of compressed-tensors with one scale per tensor" in text
-
-
-def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:
-    quantize(llama / "model", tmp_path / "int4")
-    text = refuse(2, llama, tmp_path / "int4", tmp_path / "rfc", "--format", "tgi")
-    assert "--format tgi: an overlay needs the unquantized model" in text

@@ -10,11 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import zoo
-from tests.cli.program import fail, succeed
+from tests.cli.program import succeed
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "kv")
 Weights = dict[str, np.ndarray]
@@ -133,23 +132,3 @@ def test_fnuz_codes_are_those_of_its_own_format(tmp_path: Path) -> None:
     found = stored["model.layers.0.mlp.up_proj.weight"]
     assert found.dtype is torch.float8_e4m3fnuz
     assert np.array_equal(found.view(torch.uint8).numpy(), expected.view(np.uint8))
-
-
-def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
-    model, stats, _ = calibrated("llama", tmp_path)
-    out = ("--out", tmp_path / "rfc")
-    assert "needs --model" in fail(2, "export", stats, "--format", "rfc", "--with-weights", *out)
-    assert not (tmp_path / "rfc").exists()
-    succeed("export", stats, "--with-weights", "--model", model, *out)
-    assert {"rfc.tp1.json", "rfc.tp1.rank0.safetensors"} == {p.name for p in out[1].iterdir()}
-
-
-def test_every_rank_names_the_model_and_the_text(tmp_path: Path) -> None:
-    model, stats, _ = calibrated("llama", tmp_path)
-    files = export(tmp_path / "rfc", model, stats, "--tp", 2)
-    document = json.loads((tmp_path / "rfc" / "rfc.tp2.json").read_text())
-    ranks = [name for name in files if name.endswith(".safetensors")]
-    assert len(ranks) == 2
-    for name in ranks:
-        with safe_open(tmp_path / "rfc" / name, framework="pt") as file:
-            assert json.loads(file.metadata()["fp8calib.measured_on"]) == document["_fp8calib"]

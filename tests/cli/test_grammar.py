@@ -21,12 +21,6 @@ def test_the_help_of_a_command_has_an_example(command: str) -> None:
     assert f"Example: fp8calib {command}" in " ".join(succeed(command, "--help").out.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_names_a_default_once(command: str) -> None:
-    shown = " ".join(succeed(command, "--help").out.split())
-    assert not re.search(r"[Dd]efault \S+\. \[default", shown)
-
-
 def test_help_names_every_command() -> None:
     out = succeed("--help").out
     assert all(f"\n  {command} " in out for command in COMMANDS)
@@ -50,10 +44,6 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> Non
         (["calibrate"], "MODEL"),
         (["calibrate", "m", "--no-such-option"], "--no-such-option"),
         (["calibrate", "m", "--samples", "many"], "--samples"),
-        (["calibrate", "m", "--samples", "0"], "--samples"),
-        (["calibrate", "m", "--seq-len", "1"], "--seq-len"),
-        (["calibrate", "m", "--batch-size", "0"], "--batch-size"),
-        (["calibrate", "m", "--seed", "x"], "--seed"),
         (["calibrate", "m", "--tp", "two"], "--tp"),
         (["calibrate", "m", "n"], "n"),
         (["export", "s", "--format", "rfc"], "--out"),
@@ -112,18 +102,11 @@ def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
     ("arguments", "suggestion"),
     [
         (("calibrate", "m", "--smaples", "3"), "--samples"),
-        (("show", "x", "--jsn"), "--json"),
         (("calibrat", "m"), "calibrate"),
     ],
 )
 def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str) -> None:
     assert suggestion in fail(2, *arguments)
-
-
-def test_several_values_of_an_option_are_its_repetition() -> None:
-    message = fail(2, *["verify", "m", "--data", "a", "b"])
-    assert "unexpected extra argument" in message
-    assert "an option takes one value: write it again for another" in message
 
 
 @pytest.mark.parametrize(
@@ -132,8 +115,6 @@ def test_several_values_of_an_option_are_its_repetition() -> None:
         (["show", ""], "show"),
         (["check", "folder", "--model", ""], "--model"),
         (["calibrate", "model", "--out", ""], "--out"),
-        (["calibrate", "model", "--out=", "--force"], "--out"),
-        (["export", "stats.safetensors", "--out", ""], "--out"),
         (["extract-kv-scales", "--quantized-model", ""], "--quantized-model"),
     ],
 )

@@ -271,13 +271,6 @@ def test_a_repository_that_cannot_be_listed(hub: FakeHub, status: int) -> None:
     assert "check the name" in message
 
 
-def test_a_repository_without_safetensors_is_downloaded_as_before(hub: FakeHub) -> None:
-    files = hub.repos[ID]
-    hub.repos["org/pickled"] = {"config.json": files["config.json"], "pytorch_model.bin": b"no"}
-    run("check", "org/pickled")
-    assert not [each for each in hub.asked if each.endswith(".bin")]
-
-
 def test_export_reads_the_revision_that_is_named(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     data, stats, out = (tmp_path / name for name in ("ids.jsonl", "measured", "exported"))
     data.write_text(json.dumps({"input_ids": list(range(1, 17))}) + "\n")

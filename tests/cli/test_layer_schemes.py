@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import fp8calib
 from tests import zoo
 from tests.cli.conftest import QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
-from tests.kit.checkpoints import change_tensors
 from tests.plugins.gptq.test_checkpoints import command
 
 CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
@@ -123,64 +121,6 @@ def test_a_wrong_pattern_or_scheme_is_an_error_that_names_it(
     made = ("quantize", model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
     assert says in fail(2, *made)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("form", "scheme"), [("autofp8", "fp8-block"), ("modelopt", "fp8-dynamic")]
-)
-def test_other_formats_have_one_scheme(model: Path, tmp_path: Path, form: str, scheme: str) -> None:
-    made = ("quantize", model, "--scheme", scheme, "--format", form, "--out", tmp_path / "out")
-    text = fail(2, *made, "--layer-scheme", "*.o_proj=w8a16")
-    assert f"--layer-scheme: --format {form} has one scheme for all linears" in text
-    assert "compressed-tensors" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"layer_schemes": {"*.o_proj": "w8a17"}}, "layer_schemes.*.o_proj: must be one of"),
-        ({"layer_scheme": {"*.o_proj": "w8a16"}}, "did you mean quantize.layer_schemes?"),
-        ({"layer_schemes": {"*.o_proj": "fp8-static"}}, "fp8-static needs observe.inputs"),
-    ],
-)
-def test_a_recipe_with_a_wrong_scheme_is_refused(
-    changes: dict[str, Any], says: str, model: Path, tmp_path: Path
-) -> None:
-    recipe = {
-        "name": "mine",
-        "observe": {"kv": False, "query": False, "inputs": False},
-        "quantize": {"scheme": "w8a16", **changes},
-    }
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    assert says in fail(3, "calibrate", model, "--recipe", path, "--out", tmp_path / "out")
-
-
-def test_a_pattern_of_a_recipe_is_checked_before_the_run(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    recipe = {"name": "mine", "quantize": {"scheme": "w8a16", "layer_schemes": {"*.x": "w8a16"}}}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    made = ("calibrate", model, "--data", data, *QUICK, "--recipe", tmp_path / "mine.yaml")
-    text = fail(2, *made, "--out", tmp_path / "out", "--dry-run")
-    assert "--layer-scheme *.x: matches no module" in text
-
-
-def test_only_the_static_linears_need_an_input_that_was_measured(
-    model: Path, tmp_path: Path
-) -> None:
-    """A model with a linear outside its layers, which calibration does not see."""
-    source = shutil.copytree(model, tmp_path / "source")
-    change_tensors(source, {"model.side.proj.weight": torch.randn(32, 32)})
-    stats = tmp_path / "stats"
-    succeed("calibrate", source, *QUICK, "--recipe", "w8a8-static", "--out", stats)
-    made = ("quantize", source, "--scheme", "fp8-static", "--allow-unservable")
-    made = (*made, "--stats", stats / "stats.safetensors", "--out", tmp_path / "out")
-    assert "model.side" in fail(7, *made)
-    succeed(*made, "--layer-scheme", "model.side=fp8-dynamic")
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert "model.side.proj.input_scale" not in stored
-    assert "model.layers.0.mlp.up_proj.input_scale" in stored
 
 
 # --- GPTQ -----------------------------------------------------------------------------------------

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.cli.conftest import write_rows
@@ -114,34 +112,23 @@ GOOD = base64.b64encode(b"not an image").decode()
 ROWS: list[tuple[str, dict[str, Any], str]] = [
     (SEES, image("none.png"), "none.png cannot be read (No such file or directory)"),
     (SEES, image("pipe.png"), "pipe.png cannot be read (not a file)"),
-    (SEES, image("loop.png"), "loop.png cannot be read ("),
-    (SEES, image("a\0b.png"), "a\\x00b.png cannot be read ("),
     (SEES, image("cut.png"), "the image cannot be decoded (OSError"),
     (SEES, image("bomb.png"), "(DecompressionBombError: Image size (2500000000 pixels)"),
-    (SEES, image(5), "int is no image"),
-    (SEES, image(None), "0 images beside 1 places for them"),
     (SEES, image("https://example.com/a.png"), "is a URL, and nothing is fetched"),
-    (SEES, image("data:image/png,abc"), "data:image/png,abc is no data URI in base64"),
     (SEES, image("data:image/png;base64,a!b"), "not base64"),
-    (SEES, ask(images=[None]), "images[0] is empty"),
     (SEES, ask(image="good.png", images=["good.png"]), "both images and image hold media"),
     (SEES, {"text": "<image> and?", "images": ["good.png"] * 2}, "2 images beside 1 places"),
     (SEES, {"input_ids": [5, 6, 7], "image": "good.png"}, "input_ids stand beside images"),
     (SEES, audio("good.wav"), "gemma3 takes no audio, only image"),
     (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
-    (SEES, ask({"type": "video", "video": ["good.png"]}), "videos are not read"),
     (HEARS, audio("silent.wav"), "the sound has no samples"),
     (
         HEARS,
         audio("short.wav"),
         "(short.wav): the processor and chat template of qwen2_audio leave",
     ),
-    (HEARS, audio("slow.wav"), "the sound has 960000000 samples, more than"),
-    (HEARS, audio("cut.wav"), "the audio cannot be decoded ("),
     (HEARS, audio("nan.wav"), "the sound holds NaN or inf"),
     (HEARS, audio({"array": [0.5] * 9, "sampling_rate": 0}), "a rate of 0.0 Hz"),
-    (HEARS, audio({"array": [1, 2], "sampling_rate": 16000}), "floating-point or int16, found int"),
-    (HEARS, audio({"array": [[[0.5]]], "sampling_rate": 16000}), "the sound has shape [1, 1, 1]"),
     (SEES, ask(*[{"type": "image", "path": "good.png"}] * 40), "beyond --seq-len 256"),
 ]
 
@@ -196,15 +183,6 @@ def test_places_for_media_without_media_are_pointed_out(
     assert "1 sequences of text hold tokens that stand for media, and no media" in warned
 
 
-def test_a_path_may_lead_out_of_the_folder(models: dict[str, Path], files: Path) -> None:
-    """Data is read with the rights of the user who names it: `..` and links are followed."""
-    shutil.move(files / "good.png", files.parent / "out-of-it.png")
-    (files / "link.png").symlink_to(files.parent / "out-of-it.png")
-    write_rows(files / "rows.jsonl", [image("../out-of-it.png"), image("link.png")])
-    asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run", "--json")
-    assert succeed("calibrate", models[SEES], *asked).json["plan"]["rows"]["used"] == 2
-
-
 @pytest.mark.parametrize(
     ("name", "package", "row"),
     [
@@ -229,17 +207,6 @@ def test_a_package_that_is_not_installed(
 
 
 # --- columns of datasets --------------------------------------------------------------------------
-
-
-def test_a_broken_image_in_a_saved_dataset(models: dict[str, Path], files: Path) -> None:
-    rows = {"text": ["a", "b"], "image": [str(files / "good.png"), str(files / "cut.png")]}
-    saved = Dataset.from_dict(rows).cast_column("image", datasets.Image())
-    saved.save_to_disk(files / "saved")
-    asked = ("--data", files / "saved", *QUICK, "--out", files.parent / "out")
-    text = fail(5, "calibrate", models[SEES], *asked)
-    assert text.startswith("saved row 2: image (")
-    assert "the image cannot be decoded (OSError" in text
-    assert not (files.parent / "out").exists()
 
 
 # --- processors ----------------------------------------------------------------------------------
@@ -271,11 +238,6 @@ PROCESSORS: list[tuple[int, Callable[[Path], object], str]] = [
     (4, remove_processor, "holds no processor of media (looked for processor_config.json"),
     (
         4,
-        lambda folder: (folder / "processor_config.json").write_text('{"image_processor": '),
-        "the processor of its media cannot be loaded",
-    ),
-    (
-        4,
         lambda folder: (folder / "processor_config.json").write_text("[]"),
         "the processor of its media cannot be loaded",
     ),
@@ -287,8 +249,6 @@ PROCESSORS: list[tuple[int, Callable[[Path], object], str]] = [
         "refuses the row (ValueError: ",
     ),
     (5, write_template("{{ raise_exception('no images here') }}"), "no images here"),
-    (5, write_template("{{ messages[7].content }}"), "refuses the row (UndefinedError"),
-    (5, write_template("{% for"), "refuses the row (TemplateSyntaxError"),
 ]
 
 

@@ -16,8 +16,6 @@ from fp8calib.machine import anonymous_bytes
 from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer
 from tests.cli.program import fail, snapshot, succeed
-from tests.cli.test_process import PROGRAM, start
-from tests.kit.minutes import takes_minutes
 
 GIB = 2**30
 TABLE_BYTES = 2 * 250_000 * 64 * 4
@@ -96,14 +94,6 @@ def find_smallest_cap(text: str) -> str:
     return found.group(1)
 
 
-def test_a_cap_under_two_layers_names_the_smallest_that_works(
-    wide: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", wide, "--data", data, *QUICK, "--format", "kv-scales")
-    cap = find_smallest_cap(fail(2, *command, "--out", tmp_path / "out", "--memory", 0.01))
-    succeed(*command, "--out", tmp_path / "out", "--memory", cap)
-
-
 @pytest.mark.parametrize(
     ("family", "code", "command", "why"),
     [
@@ -125,48 +115,6 @@ def test_a_model_that_cannot_be_spread_is_to_be_streamed(
 
 
 # --- verify ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="candidates", scope="module")
-def _candidates(wide: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Statistics, and an FP8 checkpoint whose embeddings and norms are of another dtype."""
-    folder = tmp_path_factory.mktemp("candidates")
-    succeed("calibrate", wide, "--data", data, *QUICK, "--out", folder / "kv")
-    half = zoo.build("llama", vocab_size=250_000, hidden_size=64, tie_word_embeddings=False)
-    half.bfloat16().save_pretrained(folder / "half")
-    scheme = ("--scheme", "fp8-dynamic")
-    succeed("quantize", folder / "half", *scheme, "--out", folder / "fp8")
-    return [folder / "kv" / "stats.safetensors", folder / "fp8"]
-
-
-def run_apart(*command: object) -> tuple[int, str, str]:
-    """Run in a process of its own: what others of these tests have left in memory counts too."""
-    process = start(*PROGRAM, *command)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-@takes_minutes
-def test_a_streamed_verification_gives_the_same_numbers(
-    wide: Path, data: Path, candidates: list[Path], tmp_path: Path
-) -> None:
-    scales = [part for path in candidates for part in ("--scales", path)]
-    command = ("verify", wide, "--data", data, *QUICK, *scales)
-    whole = succeed(*command, "--dump", tmp_path / "whole", "--json")
-    code, _, err = run_apart(*command, "--memory", 0.01)
-    assert code == 2, err
-    cap = find_smallest_cap(err)
-    streamed = ("--dump", tmp_path / "streamed", "--memory", cap, "--json")
-    code, out, err = run_apart(*command, *streamed)
-    assert code == 0, err
-    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
-    first, second = whole.json, json.loads(out)
-    assert not first["memory"]["streamed"]
-    assert second["memory"]["streamed"]
-    assert second["memory"]["peak_measured_bytes"] <= float(cap) * GIB
-    for key in ("memory", "duration_s", "provenance"):
-        del first[key], second[key]
-    assert second == first
 
 
 # --- a config alone ------------------------------------------------------------------------------

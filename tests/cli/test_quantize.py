@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checked import list_commands, list_verdicts
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import change_tensors
 
 
 @pytest.fixture
@@ -141,31 +141,6 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
     succeed("quantize", source, "--scheme", "fp8-dynamic", "--out", out, "--allow-unservable")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_attention_heads": 0},
-        {"num_hidden_layers": 1 << 40},
-        {"num_hidden_layers": 3},
-        {"hidden_act": "no such function"},
-        {"rope_parameters": {"rope_type": "no such type"}},
-        {"hidden_size": 48},
-    ],
-)
-def test_a_config_that_cannot_be_the_models_is_refused(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
-    source = tmp_path / "source"
-    zoo.save("llama", source)
-    change_config(source, **change)
-    out = ("--out", tmp_path / "out")
-    outcome = run("quantize", source, "--scheme", "fp8-dynamic", *out)
-    assert outcome.code in {4, 7}
-    assert "Traceback" not in outcome.err
-    assert "fp8calib-" not in outcome.err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(
@@ -241,18 +216,6 @@ def test_statistics_of_another_model_are_refused(
     assert "not the model" in refused(4, *options, source=tmp_path / "other")
 
 
-def test_no_model_class_is_needed_to_write_weights(model: Path, tmp_path: Path) -> None:
-    """What engines do with a type that nobody knows is not known, so nothing is refused."""
-    unknown = Path(shutil.copytree(model, tmp_path / "unknown"))
-    change_config(unknown, model_type="from-next-year", architectures=["NextYearForCausalLM"])
-    command = ("quantize", unknown, "--scheme", "fp8-block", "--out", tmp_path / "out")
-    done = succeed(*command)
-    assert "14 linears quantized" in done.out
-    assert "vllm serve" not in done.out
-    assert "vLLM 0.33.0: unknown: " in done.out
-    assert "from-next-year" in fail(4, "check", tmp_path / "out")
-
-
 CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")
 
 
@@ -285,16 +248,6 @@ def test_calibrate_refuses_before_the_run_what_cannot_be_quantized(tmp_path: Pat
     assert "mlp.experts.down_proj" in text
     assert "without `quantize`" in text
     assert not (tmp_path / "out").exists()
-
-
-def test_what_no_engine_loads_is_refused_and_written_on_request(tmp_path: Path) -> None:
-    """One KV head of 64 channels ends inside a block."""
-    changes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-    zoo.save("llama", tmp_path / "model", num_key_value_heads=1, head_dim=64, **changes)
-    command = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--out", tmp_path / "out")
-    assert "none of vllm, sglang can load fp8-block of this model" in fail(7, *command)
-    report = succeed(*command, "--allow-unservable", "--json").json
-    assert all(text.startswith("not ok: ") for text in list_verdicts(report).values())
 
 
 def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(

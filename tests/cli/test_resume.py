@@ -14,7 +14,7 @@ import pytest
 from fp8calib.commands import calibrated
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
-from tests.cli.program import fail, run, snapshot, succeed
+from tests.cli.program import fail, snapshot, succeed
 from tests.kit.forks import start_fork
 
 PAUSED = "tests.cli.program_paused"
@@ -105,16 +105,6 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(
     succeed(*command, "--out", tmp_path / "plain")
     stats = [(tmp_path / name / "stats.safetensors").read_bytes() for name in ("resumed", "plain")]
     assert stats[0] == stats[1]
-
-
-def test_the_finished_output_of_another_run_is_not_taken_for_this_one(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
-    succeed(*command)
-    assert run(*command, "--resume").code == 0
-    for change in (("--samples", 3), ("--dtype", "bfloat16"), ("--recipe", "w8a8-static")):
-        assert "the folder is not empty" in fail(2, *command, *change, "--resume")
 
 
 def test_a_folder_of_other_origin_is_not_touched(model: Path, data: Path, tmp_path: Path) -> None:

@@ -48,14 +48,6 @@ def test_a_shard_writes_statistics_and_no_scales(shards: Path) -> None:
     assert report["saturation"] is None
 
 
-def test_a_shard_says_what_is_next_and_that_formats_wait(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
-    outcome = succeed(*command, "--shard", "1/3", "--format", "rfc")
-    assert "fp8calib export SHARDS --format kv-overlay" in outcome.out
-
-
 @pytest.mark.parametrize(
     "command",
     [

@@ -85,8 +85,3 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_run(
     assert part in message
     assert not (tmp_path / "out").exists()
     fail(3, "export", written / "out" / "stats.safetensors", "--model", model, *out)
-
-
-def test_auto_names_what_replaces_it(model: Path, data: Path, tmp_path: Path) -> None:
-    text = fail(2, "calibrate", model, "--data", data, "--rule", "auto", "--out", tmp_path / "out")
-    assert "rule auto was removed" in text

@@ -237,19 +237,6 @@ def test_a_cache_that_stays_in_16_bits_is_not_emulated(
     assert len(told) == (0 if is_used else 1)
 
 
-def test_one_scored_token_gives_no_verdict(model: Path, files: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "two.jsonl", [{"input_ids": [1, 2]}])
-    command = ("verify", model, "--data", rows, "--dtype", "float32", "--scales", files)
-    outcome = run(*command, "--gate", "kv", "--json")
-    assert outcome.code == 9
-    assert outcome.json["passed"] is False
-    for candidate in outcome.json["candidates"]:
-        assert candidate["ppl_ratio_se"] is None
-        assert candidate["verdict"] == "cannot-tell"
-        assert "error is unknown" in candidate["verdict_why"]
-    assert " ? " in succeed(*command).out
-
-
 # --- gates -------------------------------------------------------------------------------------
 
 EIGHT = ("--samples", 8, "--dtype", "float32")
@@ -532,33 +519,6 @@ def test_a_layer_without_scales_is_emulated_at_one_as_the_engine_serves_it(
 # --- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"ignore": [1]}, {"format": "pack-quantized"}],
-    ids=json.dumps,
-)
-def test_a_config_that_verify_cannot_read_is_unknown_to_check(
-    model: Path, held_out: Path, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    out = tmp_path / "out"
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
-
-    def edit(config: dict[str, Any]) -> None:
-        config["quantization_config"].update(change)
-        if "format" in change:
-            del config["quantization_config"]["config_groups"]["group_0"]["format"]
-
-    change_config(out, edit)
-
-    checked = run("check", out, "--engine", "vllm", "--json")
-    verified = run("verify", model, "--data", held_out, *QUICK, "--scales", out)
-
-    assert verified.code == 4
-    assert next(iter(change)) in verified.err
-    assert checked.code == 9
-    assert checked.json["engines"]["vllm"]["status"] == "unknown"
-
-
 @pytest.mark.parametrize("name", ["stats.safetensors", "kv-overlay", "rfc.tp2.json"])
 def test_what_was_measured_on_another_model_is_refused(
     other: Path, held_out: Path, files: Path, name: str
@@ -600,53 +560,9 @@ def test_a_value_that_cannot_be_is_a_usage_error(refuse: Any, option: str, value
     assert option in message or (value and value in message)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--scheme w8a16 --scales {files}/kv-overlay", "--scheme"),
-        # the rules would be ranked on another question than the one that was asked
-        ("--rules amax,mse --scheme w8a16 --scales {files}", "--rules"),
-    ],
-)
-def test_options_that_do_not_go_together_are_a_usage_error(
-    refuse: Any, files: Path, options: str, says: str
-) -> None:
-    assert says in refuse(2, *options.format(files=files).split())
-
-
 def test_the_same_scales_twice_are_compared_once(verify: Any, files: Path) -> None:
     report = verify("--scales", files, "--scales", f"{files}/", "--scales", files).json
     assert [each["name"] for each in report["candidates"]] == [str(files), "scale-1.0"]
-
-
-def test_a_quantized_model_is_refused_with_what_to_do(
-    model: Path, held_out: Path, files: Path
-) -> None:
-    overlay = files / "kv-overlay"
-    message = fail(4, "verify", overlay, "--data", held_out, *QUICK)
-    assert f"{overlay} has KV scales, and its weights are not quantized" in message
-    assert f"--scales {overlay}" in message
-    assert "measured" not in message
-    succeed("verify", model, "--data", held_out, *QUICK, "--scales", overlay)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "said", "unsaid"),
-    [("float32", "before anything is quantized", "float16"), ("float16", "float16", "before")],
-)
-def test_a_model_that_gives_nan_is_refused_with_what_may_help(
-    model: Path, held_out: Path, tmp_path: Path, dtype: str, said: str, unsaid: str
-) -> None:
-    def shout(loud: Any) -> None:
-        loud.model.norm.weight.fill_(1e38)
-        loud.lm_head.weight.fill_(1e38)
-
-    save_changed(model, tmp_path / "model", shout)
-    message = fail(8, "verify", tmp_path / "model", "--data", held_out, *QUICK, "--dtype", dtype)
-    assert "the unquantized model: NaN or inf in the logits at sample 0" in message
-    hint = message.splitlines()[1]
-    assert said in hint
-    assert unsaid not in hint
 
 
 @pytest.mark.parametrize("option", ["--dump", "--report"])
@@ -674,17 +590,6 @@ def test_an_output_that_cannot_be_written_hides_no_result(
     assert (
         "This model does not need KV scales." in outcome.out
     )  # what was found is shown all the same
-
-
-def test_scales_of_another_format_are_refused(
-    refuse: Any, model: Path, data: Path, tmp_path: Path
-) -> None:
-    options = ("--data", data, *QUICK, "--format", "vllm-json", "--fp8-dtype", "e4m3fnuz")
-    succeed("calibrate", model, *options, "--out", tmp_path / "out")
-    path = tmp_path / "out" / "kv_cache_scales.tp1.json"
-    assert "e4m3fnuz" in refuse(4, "--scales", path)
-    options = ("--scales", path, "--fp8-dtype", "e4m3fnuz")
-    succeed("verify", model, "--data", data, *QUICK, *options, "--json")
 
 
 def test_tensors_that_the_model_has_no_parameter_for_are_named(

@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedConfig
 
-from fp8calib.data.modality import Modality
 from fp8calib.data.plan import build_plan
-from fp8calib.data.processor import MediaEncoder, find_placeholders
-from fp8calib.data.rows import parse_row
+from fp8calib.data.processor import MediaEncoder
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import DataError
@@ -152,19 +149,6 @@ def test_a_row_is_cut_after_its_last_medium_only(plan_of: Any, pack: bool) -> No
         plan_of(row, seq_len=end - 1, pack=pack)
 
 
-def test_features_as_many_as_tokens_are_not_cut(encoders: Any) -> None:
-    """A sound has 16 features here; a row of as many tokens is cut, and its features are not."""
-    encoder, _ = encoders("qwen2_audio")
-    sound = np.zeros(1600, np.float32)
-    text = "x"
-    short = encoder.encode(parse_row({"text": text, "audio": sound}, "x:1"))
-    features = short.load()["input_features"].shape
-    row = parse_row({"text": text + "x" * (features[1] - len(short.ids)), "audio": sound}, "x:1")
-    full = encoder.encode(row)
-    assert len(full.ids) == features[1]
-    assert full.cut(features[1] - 5).load()["input_features"].shape == features
-
-
 def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:
     plan = plan_of(*(see(f"row {index}") for index in range(6)))
     found = [batch.first for batch in batches(plan, 4)]
@@ -173,15 +157,3 @@ def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:
     assert sorted(batch.first for part in parts for batch in part) == found
     for batch in [batch for part in parts for batch in part]:
         assert batch.media is plan.media[batch.first]
-
-
-class Renamed(PreTrainedConfig):
-    """A config that keeps the token for images under a name of its own (Molmo2's)."""
-
-    attribute_map = {"image_token_id": "patch_id", "video_token_id": "patch_id"}  # noqa: RUF012
-    patch_id: int = 7
-
-
-def test_tokens_that_a_config_renames_are_found() -> None:
-    config = Renamed()
-    assert find_placeholders(config) == {7: Modality.IMAGE}

@@ -120,14 +120,6 @@ def test_few_sequences_and_few_tokens_are_warned_of(tmp_path: Path) -> None:
     )
 
 
-def test_files_of_a_folder_that_were_not_read_are_named(tmp_path: Path) -> None:
-    write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4])
-    (tmp_path / "notes.md").touch()
-    assert plan_of(str(tmp_path)).warnings[0] == (
-        f"{tmp_path.name}: ignored, not data files: notes.md"
-    )
-
-
 def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
     options: dict[str, Any] = {"tokenizer": make_tokenizer, "samples": 9999, "seq_len": 64}
     calibrate, verify = plan_of(**options), plan_of(part="verify", **options)
@@ -213,27 +205,3 @@ def test_the_rows_used_are_counted(tmp_path: Path) -> None:
         "rows: 2 used of the first 2, 1 cut at the end; then all sequences were full",
         f"chat template: the tokenizer's (sha256 {digest[:12]}), applied to 1 of 2 rows",
     ]
-
-
-def test_rows_that_are_too_short_or_cut_are_counted_without_packing(tmp_path: Path) -> None:
-    spec = write_ids(tmp_path / "x.jsonl", [7], [7, 8], [1, 2, 3, 4, 5], *[[9, 9]] * 4)
-    assert describe(plan_of(spec, pack=False, samples=5)) == [
-        "rows: 5 used of the first 6, 1 too short, 1 cut at the end; then all sequences were full",
-        "chat template: not applied, as no row is a conversation",
-    ]
-    whole = describe(plan_of(spec, pack=False, samples=50))
-    assert whole[0] == "rows: 6 used of all 7, 1 too short, 1 cut at the end"
-
-
-def test_instructions_are_plain_text_for_a_tokenizer_without_a_chat_template(
-    tmp_path: Path,
-) -> None:
-    row = {"instruction": "a", "input": "b", "output": "c"}
-    spec = write_rows(tmp_path / "x.jsonl", row)
-    plain = plan_of(spec, tokenizer=make_tokenizer)
-    assert lists(plain) == [[0, 7, 8, 9]]
-    assert describe(plain)[1] == (
-        "chat template: the tokenizer has none: instruction and answer are joined as plain text"
-    )
-    chat = plan_of(spec, tokenizer=lambda: make_tokenizer(template=PLAIN_TEMPLATE), seq_len=9)
-    assert lists(chat) == [[0, 3, 6, 7, 8, 4, 6, 9]]

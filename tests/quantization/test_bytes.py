@@ -131,19 +131,6 @@ def test_blocks_have_scales_of_their_own(tmp_path: Path, power_of_two: bool) -> 
                 assert np.array_equal(codes[place], encode(weight[place], expected)), (name, i, j)
 
 
-def test_weights_of_many_blocks_of_rows_come_out_whole(tmp_path: Path) -> None:
-    """Several megabytes, read in pieces by several threads."""
-    name = f"{LAYER}.mlp.down_proj"
-    weight = random(1500, 2100, seed=1)
-    source = save(tmp_path / "source", {f"{name}.weight": weight})
-    for scheme, axis in (("fp8-dynamic", 1), ("fp8-static", None)):
-        scales = unit_inputs()
-        found = run(source, tmp_path / scheme, scheme, scales=scales).tensors()
-        scale = scale_for(np.abs(to_numpy(weight)).max(axis, keepdims=True))
-        expected = encode(to_numpy(weight), scale)
-        assert np.array_equal(codes_of(found[f"{name}.weight"]), expected)
-
-
 def test_all_else_is_copied_byte_for_byte(tmp_path: Path) -> None:
     tensors = make_tensors() | {"model.ids": torch.arange(7), "model.flag": torch.tensor(True)}
     found = run(save(tmp_path / "source", tensors, shards=3), tmp_path / "out", "fp8-block")

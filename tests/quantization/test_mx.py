@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.errors import ExportError, ModelError
+from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import MX_BLOCK, InputScaling
-from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
@@ -171,16 +169,6 @@ def test_damaged_scales_are_refused(
         Fp8Checkpoint.open(out, fuse=True)
 
 
-def test_scales_in_torchs_own_dtype_of_exponents_are_read(
-    written: dict[str, Path], tmp_path: Path
-) -> None:
-    scale = ONES.view(torch.float8_e8m0fnu)
-    out = make_damaged(written["mxfp8"], tmp_path, weight_scale_inv=scale)
-    name = f"{LAYER}.mlp.down_proj.weight"
-    with Fp8Checkpoint.open(out, fuse=True) as found:
-        assert torch.equal(found.read(name).double(), decode(load(out)[name], ONES))
-
-
 def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_path: Path) -> None:
     tensors = load_file(FOLDER / "llama" / "model.safetensors")
     name = f"{LAYER}.mlp.down_proj.weight"
@@ -194,28 +182,6 @@ def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_
     assert scales[1].tolist() == [0] * 5
     with Fp8Checkpoint.open(out, fuse=True) as found:
         assert not found.read(name)[:, 32:64].any()
-
-
-def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:
-    """Engines cannot load a layer of which only the down projections are in 16 bits."""
-    zoo.save("qwen3_moe", tmp_path / "model", hidden_size=64, intermediate_size=96)
-    with pytest.raises(ExportError, match=r"experts[.]0[.]down_proj has 24 inputs") as told:
-        run(tmp_path / "model", tmp_path / "out", "mxfp8")
-    (pattern,) = re.findall(r"--ignore '([^']+)'", told.value.hint or "")
-    made = ("quantize", tmp_path / "model", "--scheme", "mxfp8", "--ignore", pattern)
-    succeed(*made, "--out", tmp_path / "out")
-    assert not any(".experts." in name for name in list_linears(load(tmp_path / "out")))
-
-
-def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:
-    choice = {"*.down_proj": "mxfp8", "*.layers.1.self_attn": "mxfp8-a16"}
-    out = run(FOLDER / "llama", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
-    with Fp8Checkpoint.open(out, fuse=True) as found:
-        kinds = {name: found.activation(name) for name in found.quantized}
-    mx = {name for name, each in kinds.items() if each.is_mx}
-    assert mx == {name for name in kinds if "down_proj" in name or "layers.1.self_attn" in name}
-    alone = {name for name, each in kinds.items() if each.kind is InputScaling.NONE}
-    assert alone == {name for name in kinds if "layers.1.self_attn" in name}
 
 
 def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -223,13 +222,6 @@ def test_families_of_transposed_weights_are_refused_by_name(
         assert "h.0.attn.c_attn.weight" in raised.value.message
 
 
-def test_a_model_without_linears_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no linear to quantize"):
-        pick(tmp_path, {"lm_head.weight": MATRIX})
-    with pytest.raises(ModelError, match="no linear to quantize"):
-        pick(tmp_path, make_tensors(), "model", "lm_head")
-
-
 @pytest.mark.parametrize(
     ("tensors", "config", "named"),
     [
@@ -248,20 +240,6 @@ def test_what_is_quantized_already_is_refused_by_name(
         check_unquantized(checkpoint)
     assert "already quantized" in raised.value.message
     assert named in raised.value.message
-
-
-@pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 8), ("F6_E2M3", 12), ("F6_E3M2", 12)])
-def test_numbers_smaller_than_a_byte_are_quantized_already(
-    tmp_path: Path, dtype: str, size_bytes: int
-) -> None:
-    save(tmp_path, {f"{LAYER}.fc.weight": MATRIX})
-    entry = {"dtype": dtype, "shape": [4, 4], "data_offsets": [0, size_bytes]}
-    head = json.dumps({f"{LAYER}.fc.weight": entry}).encode()
-    raw = len(head).to_bytes(8, "little") + head + bytes(size_bytes)
-    (tmp_path / "model.safetensors").write_bytes(raw)
-    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
-        check_unquantized(checkpoint)
-    assert f"already quantized: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
 
 
 def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fp8calib.numerics.schemes import find_scheme
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, run, succeed
+from tests.cli.program import fail, succeed
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.verification.by_hand import make_subject, opened, plan_scheme
 
@@ -64,29 +64,6 @@ def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) 
     expected = logprobs[:, :-1].gather(2, torch.tensor(ROWS)[:, 1:, None]).flatten()
     assert torch.allclose(found[str(tmp_path / "q")], expected, atol=1e-5)
     assert float((found["reference"] - expected).abs().max()) > 1e-3
-
-
-def test_an_unquantized_weight_is_that_of_the_checkpoint_in_all_its_rows(tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    zoo.save("llama", tmp_path / "m")
-    ignored = ("--scheme", "w8a16", "--ignore", r"re:.*layers\.1\.mlp.*")
-    succeed("quantize", tmp_path / "m", *ignored, "--out", tmp_path / "q")
-    assert len(load_file(tmp_path / "q" / "model.safetensors")[name]) > 40
-    change_tensors(tmp_path / "q", lambda tensors: tensors | {name: scale_row(tensors[name], 40)})
-    _, found = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
-    model.load_state_dict(dequantize(tmp_path / "q"), strict=False)
-    with torch.no_grad():
-        logprobs = model(torch.tensor(ROWS)).logits.log_softmax(-1)
-    expected = logprobs[:, :-1].gather(2, torch.tensor(ROWS)[:, 1:, None]).flatten()
-    assert torch.allclose(found[str(tmp_path / "q")], expected, atol=1e-5)
-
-
-def scale_row(matrix: torch.Tensor, row: int) -> torch.Tensor:
-    """Multiply one row of a matrix by 2^10: enough to show in every token."""
-    changed = matrix.clone()
-    changed[row] *= 2**10
-    return changed
 
 
 def add_fp8(folder: Path, name: str) -> None:
@@ -158,21 +135,6 @@ def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refu
     assert says in fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
 
 
-def test_a_token_without_numbers_is_the_same_in_the_checkpoint(tmp_path: Path) -> None:
-    """NaN differs from itself; a row that no token reads costs no verification."""
-    zoo.save("llama", tmp_path / "m")
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors[EMBEDDING][-1] = float("nan")
-        return tensors
-
-    change_tensors(tmp_path / "m", spoil)
-    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
-    outcome = run("verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
-    assert "is not that of the model" not in outcome.err
-
-
 def test_what_is_outside_the_text_decoder_is_left_out_and_told(tmp_path: Path) -> None:
     """A projector in FP8 does not keep the text decoder from being verified."""
     text, vision, _, _ = test_vision_language.MODELS["llava"]
@@ -222,18 +184,6 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     assert [f"it: {note}" for note in blocks.notes] == missed
     w8a16 = [f"it: {note}" for note in plan_scheme(subject, find_scheme("w8a16")).notes]
     assert w8a16 == [text for text in missed if "not the inputs" not in text]
-
-
-def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
-    """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
-    with opened(zoo.build("dbrx"), tmp_path) as subject:
-        planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
-    refused, missed = planned.notes
-    assert refused.startswith(f"`quantize` does not write this model: {tmp_path}: ")
-    assert "experts.mlp.v1 [192, 32] holds several matrices" in refused
-    assert missed == (
-        "not quantized here, though an engine may: transformer.blocks.0.ffn.experts.mlp and 1 more"
-    )
 
 
 @pytest.mark.parametrize(

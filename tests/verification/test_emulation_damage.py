@@ -28,7 +28,6 @@ from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
 from tests.verification.by_hand import (
     BATCHES,
-    FULL,
     PADDED,
     PLAIN,
     HandCache,
@@ -169,19 +168,6 @@ def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None
         assert found.clipped == 0
 
 
-def test_weights_are_measured_whole(llama: Subject) -> None:
-    emulation = dynamic(llama)
-    hooks = EmulationHooks({})
-    emulate(llama, Candidate(weights=emulation.weights), FULL, hooks=hooks)
-    assert len(hooks.damage) == 14
-    for site, sums in hooks.damage.items():
-        weight = llama.model.get_parameter(f"{site.module}.weight").detach()
-        found = Damage(*sums.tolist())
-        noise = (cast_rows(weight) - weight).double().square().sum()
-        assert found.num_elements == weight.numel()
-        assert found.noise == pytest.approx(float(noise), rel=1e-5)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path: Path) -> None:
     """Each sequence alone by hand: of a padded batch, rows of padding must not count."""
@@ -302,17 +288,3 @@ def test_a_fitted_scale_differs_by_the_power_of_two_with_which_nothing_clips(
     largest = of_each / fitted.scale
     assert bool((largest <= 448).all())
     assert bool((largest * 2 > 448).all())
-
-
-def test_another_rounding_is_no_loss() -> None:
-    """One large, constant channel rounds much better or worse with another scale: no loss."""
-    x = torch.full((1, 1, 64, 8), 0.01)
-    x[..., 0] = 13.0
-    x[..., 1:] *= torch.randn(1, 1, 64, 7, generator=torch.Generator().manual_seed(2))
-    site = Site("layers.0.attn", Role.K)
-    quantizers = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(0.03))}
-    hooks = MeasurementHooks({"mine": quantizers}, [("mine", site)])
-    hooks._is_measured = True
-    hooks._measure(site, x)
-    hooks.end_batch()
-    assert measure_fit(hooks.found["mine", site]).loss_db < 0.01

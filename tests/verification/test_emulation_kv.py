@@ -306,11 +306,3 @@ def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subj
     difference = (found - expected).abs()
     assert float(difference.median()) < 1e-6
     assert float(difference.max()) < 0.02
-
-
-def test_q_without_a_scale_is_quantized_at_one(llama: Subject) -> None:
-    quantizers = emulate_kv(make_unscaled_table(llama.geometry, E4M3FN), WITH_QUERY)
-    (found,) = emulate(llama, Candidate(quantizers=quantizers), FULL)
-    ones = {site: torch.ones(2) for site in head_amaxes_without(llama)}
-    with changed_queries(llama.model, [partial(cast, scale=1.0)] * 2):
-        assert torch.equal(found, hand_forward(llama, FULL, ones))

@@ -79,29 +79,6 @@ def test_generations_are_joined_as_ranges(names: tuple[str, ...], joined: str) -
     assert join_generations(names) == joined
 
 
-def test_every_generation_serves_fp8() -> None:
-    record, _ = find_emulated("vllm")
-    for name in GPUS:
-        assert record.list_backends("fp8", GPUS[name])
-    assert {each.generation for each in record.storage} == set(GENERATIONS)
-
-
-@pytest.mark.parametrize(
-    ("size", "gpu", "backends"),
-    [
-        (512, "h100", ("flashinfer", "triton_attn")),
-        (512, "mi300x", ("rocm_aiter_unified_attn", "triton_attn")),
-        (120, "b200", ("flash_attn", "triton_attn")),
-        (16, "mi300x", ()),
-    ],
-)
-def test_large_and_odd_heads_are_stored_by_these_backends(
-    size: int, gpu: str, backends: tuple[str, ...]
-) -> None:
-    record, _ = find_emulated("vllm==0.28")
-    assert record.list_backends("fp8", GPUS[gpu], {size}) == backends
-
-
 @pytest.mark.parametrize(
     ("cache_type", "gpu", "size", "part"),
     [

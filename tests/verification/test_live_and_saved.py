@@ -142,17 +142,6 @@ def test_autocast_of_the_caller_changes_no_figure() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_the_default_dtype_of_the_caller_changes_no_figure() -> None:
-    expected = measure_plain(measure_all)
-    model = zoo.build("llama")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert measure_all(model) == expected
-        assert torch.get_default_dtype() is torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_a_live_model_is_left_as_it_was() -> None:
     """Long factors of longrope are written into a buffer; captured outputs leave hooks behind."""
     model = zoo.build(

@@ -128,10 +128,6 @@ def test_a_bar_stays_inside_of_its_chart(ratio: float) -> None:
         assert all(0 < x <= RIGHT for x in list_numbers(figure, css, "MH"))
 
 
-def test_without_a_gate_there_is_no_limit() -> None:
-    assert not [each.title for each in list_sections(make_small()) if "gate" in each.title]
-
-
 # --- KLD ---------------------------------------------------------------------------------------
 
 
@@ -151,12 +147,6 @@ def test_of_many_sequences_a_hundred_are_drawn_from_the_worst_on() -> None:
     figure = find_figure(make_small(sequence_klds=klds), "KLD", "KLD by sequence")
     assert len(list_points(figure, STYLES[0].css)) == 100
     assert list_points(figure, STYLES[0].css)[0][1] == pytest.approx(TOP, abs=0.06)
-
-
-def test_one_sequence_alone_is_not_drawn() -> None:
-    report = make_small(sequence_klds={"out/overlay": (0.5,)})
-    figures = find_section(report, "KLD").figures
-    assert [figure.title for figure in figures] == ["KLD by position"]
 
 
 def test_an_interval_is_a_standard_error_to_both_sides() -> None:
@@ -224,15 +214,6 @@ def test_nothing_is_drawn_where_nothing_is_lost() -> None:
     assert [figure.title for figure in section.figures] == ["Queries"]
     found = "Queries: scale-1.0 does not fit layers 0, 1."
     assert section.findings == [*sentences, found]
-
-
-def test_scale_one_looks_the_same_in_every_report_and_no_two_candidates_look_alike() -> None:
-    names = [*(f"c{index}" for index in range(12)), SCALE_ONE]
-    layers = tuple(make_layer(name, 0, sqnr_db=9.0, clipped=0.5) for name in names)
-    report = make_small(candidates=tuple(map(make_candidate, names)), layers=layers)
-    styles = {name: style for style, name in find_figure(report, "SQNR", "Keys").legend}
-    assert styles[SCALE_ONE] == BASELINE
-    assert len(set(styles.values())) == 13
 
 
 # --- histograms --------------------------------------------------------------------------------

@@ -241,15 +241,6 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
     assert float(found[0].candidates["w8a8"].klds.mean()) > 0
 
 
-def test_every_forward_pass_is_told(tmp_path: Path) -> None:
-    told: list[int] = []
-    with opened(zoo.build("llama"), tmp_path / "m") as subject:
-        kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        emulations = {"a": Candidate(quantizers=kv), "b": Candidate(quantizers=kv)}
-        score_all(subject, emulations, BATCHES, told.append)
-    assert sum(told) == 3 * (38 + 40)
-
-
 @pytest.mark.parametrize(("row", "place"), [(0, 2), (1, 11), (2, 0)])
 def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path) -> None:
     batch = Batch(first=40, input_ids=BATCHES[0].input_ids.clone(), lengths=BATCHES[0].lengths)
@@ -266,15 +257,3 @@ def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path
         ),
     ):
         score_all(subject, {}, [batch])
-
-
-def test_a_head_gives_the_logits_of_the_model(subject: Subject) -> None:
-    """Soft caps, scales and biases included; several calls do not disturb each other."""
-    batch = BATCHES[1]
-    hidden = _decoder(subject.model)(input_ids=batch.input_ids).last_hidden_state.detach()
-    with torch.no_grad():
-        expected = subject.model(input_ids=batch.input_ids).logits
-    with open_lm_head(subject.model) as logits:
-        for row in (1, 0):
-            torch.testing.assert_close(logits(hidden[row]), expected[row])
-        torch.testing.assert_close(logits(hidden[1, 3:4]), expected[1, 3:4])

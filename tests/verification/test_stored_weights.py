@@ -17,7 +17,6 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.model.shapes import Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored import CopiedParameter, find_clipped
@@ -25,7 +24,7 @@ from fp8calib.verification.emulation.weights import WeightChange, changed_weight
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
-from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, opened
+from tests.verification.by_hand import Subject, emulate_checkpoint, opened
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
 """From a weight to its amax, in the shape in which scales are stored."""
@@ -202,35 +201,3 @@ def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form
         )
         for name in filter(is_quantized, stored)
     }
-
-
-@pytest.mark.parametrize(
-    ("scheme", "per", "find_amax"),
-    [
-        ("fp8-dynamic", "channel", per_channel),
-        ("w8a16", "channel", per_channel),
-        ("fp8-block", "block", per_block),
-    ],
-)
-def test_the_scales_of_a_scheme_are_told(
-    wide: Subject, scheme: str, per: str, find_amax: Spread
-) -> None:
-    weights = emulate_scheme(wide, SCHEMES[scheme], find_emulated("reference")[1]).weights
-    found = tell_scales(wide, weights)
-    assert len(found) == 2 * 7
-    for name, scales in found.items():
-        expected = find_amax(wide.model.get_parameter(f"{name}.weight").data) / LARGEST
-        assert scales.per == per
-        assert scales.smallest == pytest.approx(float(expected.min()), rel=1e-6)
-        assert scales.largest == pytest.approx(float(expected.max()), rel=1e-6)
-
-
-def test_rounding_to_the_dtype_computed_in_is_no_clipping() -> None:
-    """1.005 is the largest of an fp32 weight, and so its reach; in bfloat16 it is 1.0078125."""
-    exact = torch.tensor([1.005, -1.005, 0.5], dtype=torch.bfloat16)
-    assert exact.tolist() == [1.0078125, -1.0078125, 0.5]
-    reach = torch.full((3,), 1.005)
-    assert find_clipped(exact, torch.tensor([1.005, -1.005, 0.5]), reach, E4M3FN) is None
-    clipped = find_clipped(exact, torch.tensor([0.9, -0.5, 0.5]), torch.full((3,), 0.9), E4M3FN)
-    assert clipped is not None
-    assert clipped.bool().tolist() == [True, False, False]

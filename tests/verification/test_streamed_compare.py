@@ -169,25 +169,6 @@ def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -
     require_same(whole, streamed)
 
 
-def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path) -> None:
-    """Candidates that change one layer each, as `plan` makes them."""
-    MODELS["qwen3_moe"](tmp_path / "model")
-    plan = make_plan(draw(LENGTHS, seed=9), packed=False)
-
-    def split(found: dict[str, Candidate]) -> dict[str, Candidate]:
-        modules = {site.module for site in found["static and kv"].quantizers}
-        layers = [{m for m in modules if m.startswith(f"model.layers.{i}.")} for i in (0, 1)]
-        return {
-            str(i): keep_modules(found["static and kv"], frozenset(m)) for i, m in enumerate(layers)
-        }
-
-    whole, _ = compare(tmp_path / "model", plan, streamed=False, choose=split)
-    streamed, _ = compare(tmp_path / "model", plan, streamed=True, choose=split)
-    require_same(whole, streamed)
-    assert whole.weight_scales["0"].keys().isdisjoint(whole.weight_scales["1"])
-    assert whole.weight_scales["0"]
-
-
 @pytest.mark.parametrize("name", ["further-gemma4_text", "llama", *in_minutes("gemma3n_text")])
 def test_candidates_begin_at_the_first_layer_that_they_change(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +12,9 @@ from torch import nn
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.model.shapes import Role, Site
-from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import Granularity, find_scheme
+from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-from fp8calib.verification.emulation.stored import StoredWeights
-from fp8calib.verification.emulation.weights import (
-    Requantized,
-    WeightParameter,
-)
 from tests import zoo
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
@@ -135,38 +125,6 @@ def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_pa
     assert all("bias" in n or "shared_expert_gate" in n for n in biases)
 
 
-def test_slices_are_views_with_rows_for_outputs() -> None:
-    value = torch.arange(24.0).reshape(2, 3, 4)
-    site = (Site("a", Role.WEIGHT),)
-    plain = WeightParameter(name="a", sites=site, is_transposed=False, num_experts=2)
-    flipped = WeightParameter(name="a", sites=site, is_transposed=True, num_experts=2)
-    assert [s.shape for s in plain.slices(value)] == [(3, 4)] * 2
-    assert [s.shape for s in flipped.slices(value)] == [(4, 3)] * 2
-    one = WeightParameter(name="a", sites=site, is_transposed=True, num_experts=0)
-    (view,) = one.slices(value[0])
-    view.zero_()
-    assert float(value[0].abs().sum()) == 0.0
-
-
-def test_a_group_takes_its_scale_from_weights_as_they_were() -> None:
-    """What is replaced first has no say in the scale of the second."""
-    values = {name: torch.randn(8, 8) * size for name, size in (("a", 5.0), ("b", 1.0))}
-    before = {name: value.clone() for name, value in values.items()}
-    parameters = tuple(
-        WeightParameter(
-            name=name, sites=(Site(name, Role.WEIGHT),), is_transposed=False, num_experts=0
-        )
-        for name in values
-    )
-    change = Requantized(
-        parameters=parameters, quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
-    )
-    assert [parameter.name for parameter, *_ in change.apply(values)] == ["a", "b"]
-    scale = tensor_scale(*before.values())
-    for name, value in values.items():
-        assert torch.equal(value, cast(before[name], scale))
-
-
 # --- an FP8 checkpoint -------------------------------------------------------------------------
 
 
@@ -220,27 +178,3 @@ def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path
     assert torch.equal(held[name], torch.cat(strips, 0))
     ragged = weights_held(wide, stored(wide, folder, numerics))
     assert torch.equal(ragged[name], cast_blocks(wide.model.get_parameter(name).detach()))
-
-
-def test_a_checkpoint_of_another_shape_is_refused() -> None:
-    class Source:
-        """Gives one row too few."""
-
-        def read(self, _name: str) -> torch.Tensor:
-            return torch.zeros(3, 4)
-
-        def read_experts(self, _name: str) -> Iterator[torch.Tensor]:
-            return iter(())
-
-    parameter = WeightParameter(
-        name="w", sites=(Site("w", Role.WEIGHT),), is_transposed=False, num_experts=0
-    )
-    change = StoredWeights(
-        parameters=(parameter,),
-        source=Source(),
-        fmt=E4M3FN,
-        clip_limits=Source(),
-        scales=ScaleRange(per=Granularity.TENSOR),
-    )
-    with pytest.raises(ModelError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
-        list(change.apply({"w": torch.zeros(4, 4)}))

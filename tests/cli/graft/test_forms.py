@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
-    LINKED,
     SHARD,
     expected_scales,
     graft,
@@ -28,7 +25,7 @@ from tests.cli.graft.grafting import (
 )
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_children import BASE, FORMS, save_fp4, save_int
-from tests.kit.checkpoints import WEIGHTS, change_config
+from tests.kit.checkpoints import change_config
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -105,23 +102,6 @@ def test_modelopts_own_file_is_merged_too(
     assert new == old
 
 
-def test_the_words_of_each_method(
-    calibrated: Path, children: Callable[[str], Path], tmp_path: Path
-) -> None:
-    number = {"num_bits": 8, "type": "float"}
-    fixed = {**number, "strategy": "tensor", "symmetric": True, "dynamic": False}
-    words = {
-        "compressed-tensors": fixed,
-        "autofp8": "static",
-        "ModelOpt": {"dynamic": False, **number},
-        "Quark": None,
-    }
-    for form, scheme in words.items():
-        graft(calibrated, children(form), tmp_path / form)
-        config = json.loads((tmp_path / form / "kv-overlay" / "config.json").read_text())
-        assert config["quantization_config"].get("kv_cache_scheme") == scheme
-
-
 def test_both_models_are_recorded(calibrated: Path, child: Path, tmp_path: Path) -> None:
     graft(calibrated, child, tmp_path / "out")
     metadata = TensorFile(tmp_path / "out" / "kv-overlay" / SHARD).header.metadata
@@ -164,18 +144,3 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, options: tuple[st
     with torch.no_grad():
         before, after = (load(folder)(ids).logits for folder in (tmp_path / "child", out))
     assert torch.equal(before, after)
-
-
-def test_weights_are_copied_where_links_are_impossible(
-    calibrated: Path, child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_self: Path, _target: Path) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    report = graft(calibrated, child, tmp_path / "out")
-    (warning,) = report["warnings"]
-    assert "kv-overlay/model-00001-of-00002.safetensors: copied (" in warning
-    assert "cannot be hard-linked: Invalid cross-device link" in warning
-    out = tmp_path / "out" / "kv-overlay" / LINKED
-    assert out.read_bytes() == (child / WEIGHTS).read_bytes()

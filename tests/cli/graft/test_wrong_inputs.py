@@ -47,12 +47,6 @@ def test_another_scheme_of_the_cache_is_not_replaced_in_silence(
     graft(calibrated, child, tmp_path / "out", "--replace-scales")
 
 
-@pytest.mark.parametrize("form", ["autofp8", "ModelOpt", "Quark"])
-def test_scales_per_head_need_a_method_that_has_them(
-    refused: Refused, children: Callable[[str], Path], form: str
-) -> None:
-    text = refused(2, children(form), "--format", "kv-overlay-head")
-    assert "one KV scale for a layer, not one for each head" in text
 
 
 @pytest.mark.parametrize(

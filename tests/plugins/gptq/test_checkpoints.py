@@ -26,7 +26,6 @@ from fp8calib.plugins.gptq.layer_rounding import LayerRounding
 from fp8calib.plugins.gptq.rounded_codes import RoundedCodes
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
-from tests.kit.checkpoints import change_config, change_tensors
 from tests.kit.minutes import in_minutes, takes_minutes
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
@@ -278,37 +277,6 @@ def test_static_scales_are_measured_in_the_same_pass(tmp_path: Path) -> None:
     assert all(torch.equal(own[name], found[name]) for name in scales)
 
 
-@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic"])
-def test_scales_are_those_of_rounding_to_nearest_or_larger(scheme: str, tmp_path: Path) -> None:
-    """Only rows choose a scale."""
-    zoo.save("llama", tmp_path / "model", hidden_size=160, intermediate_size=272)
-    succeed(*command(tmp_path / "model", tmp_path, scheme))
-    stats = tmp_path / "stats"
-    made = ("quantize", tmp_path / "model", "--scheme", scheme, "--out", tmp_path / "nearest")
-    if scheme == "fp8-static":
-        asked = command(tmp_path / "model", tmp_path)
-        text = asked[asked.index("--data") : -1]
-        succeed("calibrate", tmp_path / "model", "--recipe", "w8a8-static", *text, "--out", stats)
-        made = (*made, "--stats", stats / "stats.safetensors")
-    succeed(*made)
-    own, nearest = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
-    moved, steps = 0, set()
-    for name, value in own.items():
-        if value.dtype is torch.float8_e4m3fn:
-            values, others = (unpack(tensors, name) for tensors in (own, nearest))
-            moved += int((values != others).sum())
-            assert (values - others).norm() / others.norm() < 0.1, name
-        elif name.endswith("weight_scale"):
-            step = (value / nearest[name]).log2() * 8
-            torch.testing.assert_close(step, step.round(), rtol=0, atol=1e-4)
-            steps |= set(step.round().flatten().tolist())
-        else:
-            assert torch.equal(value, nearest[name]), name
-    assert moved
-    assert steps >= {1.0, 3.0} if scheme == "fp8-dynamic" else steps == {0.0}
-    assert steps <= set(range(8))
-
-
 def unpack(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[name].float() * tensors[f"{name}_scale"]
 
@@ -387,32 +355,6 @@ def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RoundedCodes, "written_layer", note)
     return found
-
-
-def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    change_config(tmp_path / "model", model_type="llama-next")
-    text = fail(2, *command(tmp_path / "model", tmp_path))
-    assert "GPTQ runs the model" in text
-    assert "llama-next" in text
-    assert "`fp8calib quantize ...` needs neither text nor a class of the model" in text
-    succeed("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
-
-
-def test_a_damaged_checkpoint_is_not_advised_to_be_rounded_to_nearest(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    change_tensors(tmp_path / "model", {"model.layers.1.mlp.up_proj.weight": None})
-    text = fail(4, *command(tmp_path / "model", tmp_path))
-    assert "the checkpoint lacks model.layers.1.mlp.up_proj.weight" in text
-    assert "download the weights again" in text
-    assert "nearest" not in text
-
-
-def test_text_has_to_be_long_enough(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    made = command(tmp_path / "model", tmp_path)
-    few = (7 if each == NUM_SEQUENCES else each for each in made)
-    assert "needs at least 8 sequences, and the data gives 7" in fail(2, *few)
 
 
 def test_the_plan_tells_memory_and_disk_and_runs_nothing(tmp_path: Path) -> None:

@@ -132,18 +132,6 @@ def test_a_hessian_that_is_not_finite_is_refused() -> None:
         factorise(torch.from_numpy(hessian))
 
 
-def test_saturated_columns_pass_their_error_on() -> None:
-    """A scale far too small saturates; codes stay finite and later columns make up for it."""
-    weight, hessian = make_case(seed=6)
-    scale = np.full((1, 1), np.abs(weight).max() / 448 / 4)
-    expected = solve_by_brute_force(weight, hessian, scale, damping=0.01)
-    codes = round_compensated(
-        torch.from_numpy(weight), torch.from_numpy(scale), factorise(torch.from_numpy(hessian))
-    )
-    assert bool(codes.to(torch.float32).isfinite().all())
-    np.testing.assert_allclose(codes.to(torch.float64).numpy() * scale, expected, rtol=1e-12)
-
-
 def test_every_row_gets_the_best_of_eight_scales() -> None:
     """The last row is zeros."""
     random = np.random.default_rng(8)

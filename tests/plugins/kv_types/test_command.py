@@ -159,12 +159,6 @@ def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
         assert scaled.dtype == "fp8_e5m2"
 
 
-@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf"), 1e300])
-def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
-    with pytest.raises(UsageError, match="--kv-memory: must be a number above 0"):
-        kv_types(model, kv_memory=memory, **ASKED)
-
-
 def test_next_serves_the_overlay_whose_scales_are_recommended(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,16 +122,6 @@ def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> Non
     assert "stops at the weights: ValueError: no 'foo'" in found.layers[0].k.why
 
 
-def test_the_rank_that_stops_is_named(overlay: Path, tmp_path: Path) -> None:
-    error = "RuntimeError: start (1) + length (1) exceeds dimension size (1)."
-    python = make_python(tmp_path / "python", stage="weights", rank=1, error=error)
-
-    report = vllm.check(overlay, python=python, tp=2)
-
-    why = report.engines["vllm"].layers[0].k.why
-    assert why == f"vLLM 9.9 stops at the weights on rank 1 of 2: {error}"
-
-
 @pytest.mark.parametrize(
     ("second", "status", "named"),
     [("0.0005", "used", ""), ("nan", "misread", "on rank 1 of 2"), ("4", "used", "on rank 1 of 2")],
@@ -173,18 +163,6 @@ def test_an_error_of_the_build_is_unknown(
 
     arguments = ["vllm", "check", str(overlay), "--python", str(python)]
     assert run(arguments) == 9
-
-
-def test_the_words_of_an_error_do_not_make_it_one_of_the_build(
-    overlay: Path, tmp_path: Path
-) -> None:
-    """The tensor's name has the word, and the error comes from the loader of weights."""
-    error = "ValueError: There is no module or parameter named 'model.cpu_kernel'"
-    trace = ["vllm/model_executor/models/utils.py:_load_module", "run_loader:__torch_function__"]
-    python = make_python(tmp_path / "python", stage="weights", error=error, trace=trace)
-
-    arguments = ["vllm", "check", str(overlay), "--python", str(python)]
-    assert run(arguments) == 8
 
 
 @pytest.mark.parametrize(("k", "status"), [("0.25", "used"), ("1.0", "defaulted")])
@@ -239,7 +217,7 @@ def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) 
     ("script", "says"),
     [
         ("echo bad >&2; kill -9 $$", "vLLM's loader ended with -9, without an answer: bad"),
-        ("exec sleep 20", "vLLM's loader did not end within 0.5 s"),
+        ("[ $2 = -c ] || exec sleep 20", "vLLM's loader did not end within 0.5 s"),
     ],
 )
 def test_a_loader_that_dies_or_does_not_end_says_nothing_about_the_checkpoint(

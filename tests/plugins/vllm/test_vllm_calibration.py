@@ -17,12 +17,9 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.statistic import COUNTS, SiteStats
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
-from fp8calib.machine import ProcessRank
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.plugins import vllm as plugin
 from fp8calib.plugins.vllm.commands.calibrate import (
-    VllmCalibrateRequest,
-    check_engine,
     parse_engine_options,
 )
 from fp8calib.plugins.vllm.engine import EngineSettings
@@ -181,20 +178,6 @@ def test_options_that_would_falsify_the_statistics_are_refused(
     assert vllm.asked == []
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"device": "cpu"}, "places the model itself"),
-        ({"memory": 4.0}, "places the model itself"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    model_of: Callable[[str], Path], options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(UsageError, match=text):
-        plugin.calibrate(model_of("llama"), **OPTIONS, **options)
-
-
 def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> None:
     answers["fp8calib_collect"] = [change(each) for each in answers["fp8calib_collect"]]
 
@@ -281,13 +264,6 @@ def test_rows_with_media_are_refused() -> None:
             progress=Silent(),
             journal=None,
         )
-
-
-@pytest.mark.usefixtures("vllm")
-def test_processes_of_torchrun_are_refused(model_of: Callable[[str], Path]) -> None:
-    request = VllmCalibrateRequest(model=str(model_of("llama")))
-    with pytest.raises(UsageError, match="starts its own processes"):
-        check_engine(request, ProcessRank(rank=0, size=2, local_rank=0, local_size=2))
 
 
 def test_q_is_what_the_model_multiplied_before_attention() -> None:
