@@ -274,39 +274,6 @@ def test_the_package_imports_nothing_heavy() -> None:
     assert not hasattr(fp8calib, "calibration_of_nothing")
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_a_folder_gets_what_the_command_writes(is_live: bool, tmp_path: Path) -> None:
-    model = zoo.save("llama", tmp_path / "model")
-    rows = [{"input_ids": row.tolist()} for row in token_rows()]
-    spec = write_rows(tmp_path / "rows.jsonl", rows)
-    options = ("--format", "kv-overlay", "rfc", "--tp", 1, "--tp", 2, "--rule", "headroom:2")
-    text = ("--data", spec, "--seq-len", LENGTH, "--dtype", "float32")
-    succeed("calibrate", tmp_path / "model", *text, *options, "--out", tmp_path / "expected")
-    given: dict[str, Any] = {
-        "out": tmp_path / "found",
-        "formats": ["kv-overlay", "rfc"],
-        "tp": [1, 2],
-        "rule": "headroom:2",
-        "seq_len": LENGTH,
-        **({} if is_live else {"dtype": "float32"}),
-    }
-    source = model if is_live else tmp_path / "model"
-    result = fp8calib.calibrate(source, spec, **given)
-    found, expected = snapshot(tmp_path / "found"), snapshot(tmp_path / "expected")
-    assert found.pop("report.json") != expected.pop("report.json")  # its times and paths
-    assert found == expected
-    assert {*result.files} - {"report.json"} == {n for n, kind in found.items() if kind != "folder"}
-    with pytest.raises(fp8calib.UsageError, match="the folder is not empty"):
-        fp8calib.calibrate(source, spec, **given)
-    again = fp8calib.calibrate(source, spec, resume=True, **given)
-    assert again.was_finished
-    assert again.to_json() == result.to_json()
-    assert stats_bytes(again.stats, tmp_path) == stats_bytes(result.stats, tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {
-        *("model", "rows.jsonl", "expected", "found", "made.safetensors")
-    }
-
-
 def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
     model = zoo.build("llama")
     whole = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)

@@ -16,7 +16,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
 from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
-from tests.cli.conftest import QUICK, save_changed, save_tokenizer
+from tests.cli.conftest import QUICK, save_changed
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.kit.checked import list_commands
 
@@ -266,24 +266,6 @@ def test_a_query_that_needs_a_scale_gets_one(
 
 
 # --- the same again ----------------------------------------------------------------------------
-
-
-def test_a_sharded_source_gives_the_same_statistics_and_scales(
-    calibrated: tuple[Path, Outcome], data: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "tiny-llama"
-    zoo.save("llama", folder, max_shard_size="40KB")
-    save_tokenizer(folder)
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    out = tmp_path / "out"
-    formats = ("--format", "kv-scales,kv-overlay,vllm-json,rfc", "--tp", 1, "--tp", 2)
-    succeed("calibrate", folder, "--data", data, *QUICK, *formats, "--out", out)
-    first, second = snapshot(calibrated[0]), snapshot(out)
-    same = [name for name in second if "/" not in name and name != "report.json"]
-    assert len(same) == 7
-    assert {name: second[name] for name in same} == {name: first[name] for name in same}
-    overlay = json.loads((out / "kv-overlay" / "model.safetensors.index.json").read_text())
-    assert K0 in overlay["weight_map"]
 
 
 # --- data that is thin -------------------------------------------------------------------------

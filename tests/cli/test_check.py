@@ -161,28 +161,6 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "FlashAttention 3" in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("has_kv", "change", "summary"),
-    [
-        (True, {"max_position_embeddings": 0}, ", 2 of 2 layers served if the engine loads it"),
-        (True, {"architectures": ["MineForCausalLM"]}, ""),
-        (False, {"max_position_embeddings": 0}, "; the KV cache is not quantized"),
-    ],
-)
-def test_people_read_that_the_answer_is_unknown(
-    overlay: Path, model: Path, tmp_path: Path, has_kv: bool, change: Any, summary: str
-) -> None:
-    folder = overlay if has_kv else Path(shutil.copytree(model, tmp_path / "m"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-
-    outcome = run("check", folder, "--engine", "vllm", "--engine", "transformers")
-
-    assert outcome.code == 9
-    assert outcome.out.startswith(f"{folder}: unknown\nvllm 0.33.0: unknown{summary}")
-    assert ": ok, " in outcome.out
-
-
 KV_UNJUDGED = "KV scales beside what calibration measures"
 
 
@@ -250,26 +228,6 @@ def test_what_cannot_be_asked(
     asked = [str(argument).replace("{overlay}", str(overlay)) for argument in arguments]
 
     assert said in fail(code, "check", *asked)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.json", "", "cannot be read as JSON"),
-        ("a.json", "[" * 100_000, "nested too deeply"),
-        ("a.json", '{"a": 1}', "there are no KV scales"),
-        ("a.safetensors", "model/model.safetensors", "only weights"),
-        ("a.safetensors", "calibrated/stats.safetensors", "statistics, not scales"),
-    ],
-)
-def test_files_that_hold_no_scales(
-    calibrated: tuple[Path, ...], model: Path, tmp_path: Path, name: str, content: str, says: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    if name == "a.safetensors":
-        folder = {"model": model, "calibrated": calibrated[0]}[content.partition("/")[0]]
-        shutil.copy(folder / content.partition("/")[2], tmp_path / name)
-    assert says in fail(4, "check", tmp_path / name, "--model", model)
 
 
 CONFIGS: list[tuple[dict[str, Any] | bytes, list[str]]] = [

@@ -22,7 +22,7 @@ from transformers import (
 import fp8calib
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
-from tests.cli.conftest import QUICK, save_tokenizer
+from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
     save_child,
@@ -266,22 +266,6 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
     assert not any(info.values())
 
 
-def test_a_file_of_scales_alone_leaves_no_shard(tmp_path: Path, model: Path, data: Path) -> None:
-    child, served = tmp_path / "child", tmp_path / "served"
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
-    command = ("calibrate", model, "--data", data, *QUICK, "--format", "kv-scales")
-    succeed(*command, "--out", tmp_path / "stats")
-    export = ("export", tmp_path / "stats", "--format", "kv-overlay", "--model", child)
-    succeed(*export, "--out", served)
-    outcome = run("dequantize", served / "kv-overlay", "--out", tmp_path / "out")
-    assert "the KV scales of MODEL are left out; add --keep-kv-scales to keep them" in outcome.err
-    shards = [path.name for path in sorted((tmp_path / "out").glob("*.safetensors"))]
-    assert shards == ["model-00001-of-00002.safetensors"]
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(load_file(tmp_path / "out" / shards[0]))
-    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
-
-
 def test_the_function_does_what_the_command_does(tmp_path: Path) -> None:
     child = save_fp4(tmp_path / "child", "nvfp4")
     printed = dequantize(child, tmp_path / "one")
@@ -323,24 +307,6 @@ def test_kv_scales_are_kept_as_those_of_an_overlay(tmp_path: Path, name: str) ->
     first, second = (run("check", each.parent, "--json").json["engines"] for each in configs)
     assert first == second
     assert first["vllm"]["ok"] or "mixtral" in name  # the experts of a fixture have odd names
-
-
-def test_scales_per_head_and_their_text_are_kept(tmp_path: Path, model: Path, data: Path) -> None:
-    child = tmp_path / "child"
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", child, "--no-check")
-    command = ("calibrate", model, "--data", data, *QUICK, "--format", "kv-scales")
-    succeed(*command, "--out", tmp_path / "stats")
-    export = ("export", tmp_path / "stats", "--format", "kv-overlay-head", "--model", child)
-    succeed(*export, "--out", tmp_path / "served")
-    source, out = tmp_path / "served" / "kv-overlay-head", tmp_path / "out"
-    dequantize(source, out, "--keep-kv-scales")
-    expected = {name: x for name, x in load_tensors(source).items() if name.endswith("k_scale")}
-    found = load_tensors(out)
-    assert expected
-    require_equal({name: found[name] for name in expected}, expected)
-    dequantize(source, tmp_path / "plain")
-    outcome = succeed("verify", tmp_path / "plain", "--data", data, *QUICK, "--scales", out)
-    assert "used for calibration" in outcome.err
 
 
 def test_a_model_without_kv_scales_has_none_to_keep(tmp_path: Path) -> None:

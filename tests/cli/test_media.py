@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +41,6 @@ def ask(*content: Any) -> dict[str, Any]:
     """Write a row of one question: a text, or parts."""
     asked = content[0] if isinstance(content[0], str) else list(content)
     return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "!"}]}
-
-
-def test_rows_of_text_have_the_template_that_a_processor_keeps_in_its_own_file(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    """Older checkpoints have chat_template.json, which transformers' tokenizers do not read."""
-    older = shutil.copytree(model, tmp_path / "older")
-    template = (older / "chat_template.jinja").read_text()
-    (older / "chat_template.jinja").unlink()
-    (older / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    plans = [
-        succeed("calibrate", each, "--data", data, *QUICK, "--dry-run", "--json").json["plan"]
-        for each in (model, older)
-    ]
-    assert plans[0]["rows"] == plans[1]["rows"]
-    assert plans[0]["rows"]["used"] == 8
 
 
 def test_the_hash_of_the_data_tells_of_pixels_and_that_of_its_file_does_not(

@@ -138,20 +138,6 @@ def test_a_full_disk_under_stdout_is_told(model: Path, arguments: list[str]) -> 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_under_stderr_changes_nothing_else(tmp_path: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*PROGRAM, "check", tmp_path / "none", "--json"],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            env=ENVIRONMENT,
-            check=False,
-        )
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["passed"] is False
-
-
 def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
     model: Path, tmp_path: Path
 ) -> None:

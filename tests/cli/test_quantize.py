@@ -119,28 +119,6 @@ def test_a_damaged_weight_is_refused_or_told(
     assert list_commands(report) == {}
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("llama", "model.layers.1.input_layernorm.weight"),
-        ("qwen3", "model.layers.0.self_attn.k_norm.weight"),
-        ("llama", "model.embed_tokens.weight"),
-        ("llama", "model.layers.1.mlp.up_proj.weight"),
-    ],
-)
-def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
-    refused: Callable[..., str], tmp_path: Path, family: str, name: str
-) -> None:
-    source = tmp_path / "source"
-    zoo.save(family, source)
-    change_tensors(source, {name: None})
-    text = refused(4, "--scheme", "fp8-dynamic", source=source)
-    assert f"{source}: the checkpoint is incomplete: it lacks {name}, " in text
-    assert "vllm" not in text
-    out = tmp_path / "out"
-    succeed("quantize", source, "--scheme", "fp8-dynamic", "--out", out, "--allow-unservable")
-
-
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(

@@ -200,18 +200,6 @@ def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Pat
         assert said in outcome.err
 
 
-def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
-    data: Path, tmp_path: Path
-) -> None:
-    zoo.save("falcon", tmp_path / "falcon")
-    save_tokenizer(tmp_path / "falcon")
-    command = ("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
-    outcome = succeed(*command)
-    (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
-    assert "self_attention.q and 3 more: quantized by vllm but not emulated" in warning
-    assert warning in outcome.err
-
-
 @pytest.mark.parametrize("form", ["autofp8", "modelopt", "compressed-tensors"])
 def test_a_cache_that_stays_in_16_bits_is_not_emulated(
     data: Path, tmp_path: Path, form: str

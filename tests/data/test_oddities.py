@@ -155,7 +155,7 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
     "tekken.json alone": (put("tekken.json", "{}"), TEXT, "pip install mistral-common"),
 }
 
-ROWS: dict[str, tuple[str, Any, str]] = {
+ROWS: dict[str, tuple[str | None, Any, str]] = {
     "OpenAI's batch": (CHAT, {"custom_id": "1", "body": ROW}, SEEN),
     "preferences": (CHAT, {"chosen": TURNS, "rejected": []}, SEEN),
     "ShareGPT": (
@@ -172,6 +172,11 @@ ROWS: dict[str, tuple[str, Any, str]] = {
             ]
         },
         "<|start|>assistant:a<|end|><|start|>tool:b<|end|>",
+    ),
+    "instructions without a template": (
+        None,
+        {"instruction": "a", "input": "b", "output": "c"},
+        "a\n\nb\n\nc",
     ),
     "another speaker": (CHAT, {"conversations": [{"from": "x", "value": "a"}]}, "an unknown role"),
     "messages as lists": (

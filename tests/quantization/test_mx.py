@@ -184,26 +184,6 @@ def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_
         assert not found.read(name)[:, 32:64].any()
 
 
-def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
-    rows = [{"input_ids": row} for row in drawn]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
-    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
-    succeed(*made, *text, "--out", tmp_path / "gptq")
-    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
-    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
-    changed = 0
-    for linear in list_linears(nearest):
-        name = f"{linear}.weight"
-        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
-        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
-        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
-        assert error.norm() < 0.06 * source[name].double().norm()
-    assert changed == 14
-
-
 KV_KEYS = {
     "compressed-tensors": ("kv_cache_scheme", "num_bits"),
     "modelopt": ("kv_cache_scheme", "num_bits"),

@@ -186,6 +186,18 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     assert w8a16 == [text for text in missed if "not the inputs" not in text]
 
 
+def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
+    """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
+    with opened(zoo.build("dbrx"), tmp_path) as subject:
+        planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
+    refused, missed = planned.notes
+    assert refused.startswith(f"`quantize` does not write this model: {tmp_path}: ")
+    assert "experts.mlp.v1 [192, 32] holds several matrices" in refused
+    assert missed == (
+        "not quantized here, though an engine may: transformer.blocks.0.ffn.experts.mlp and 1 more"
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "router"),
     [("dbrx", "ffn.router.layer"), ("hunyuan_v1_moe", "mlp.gate.wg"), ("olmoe", "mlp.gate")],

@@ -142,19 +142,6 @@ def score(batch: Batch, *, seed: int = 0) -> list[TokenScores]:
     return score_batch(batch, hidden[0], hidden[1:], lambda rows: rows @ matrix, 128)
 
 
-@pytest.mark.parametrize("tokens_at_once", [16, 17, 35, 36, 1000])
-def test_where_blocks_end_makes_no_difference(tokens_at_once: int) -> None:
-    """35 tokens are scored: in one block, in several, and with one left over."""
-    batch = BATCHES[0]
-    whole = score(batch)
-    with patch.dict(scoring._BYTES_AT_ONCE, {4: tokens_at_once * 128 * 4}):
-        parts = score(batch)
-    for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one.klds, other.klds, rtol=1e-5, atol=1e-5)
-        assert torch.equal(one.agrees, other.agrees)
-
-
 def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None:
     """A spy on the head: the whole model would have given it 78 rows at once."""
     rows: list[int] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.cli.graft.grafting import (
-    LINKED,
     graft,
     name_command,
 )
 from tests.cli.program import fail, snapshot, succeed
 from tests.cli.quantized_children import NORM, change_norm
-from tests.kit.checkpoints import WEIGHTS
 
 
 def test_a_pack_makes_the_same_checkpoint_as_the_statistics(
@@ -54,36 +51,3 @@ def test_a_damaged_record_is_named(
 ) -> None:
     pack = _rewrite(calibrated / "kv_scales.safetensors", tmp_path / "p.safetensors", fits=text)
     assert "fp8calib.fits is damaged" in fail(4, *name_command(pack, child, tmp_path / "out"))
-
-
-def _publish(cache: Path, name: str, folder: Path) -> None:
-    """Put a folder into a cache of the hub, as its client stores it."""
-    place = cache / f"models--{name.replace('/', '--')}"
-    (place / "refs").mkdir(parents=True)
-    (place / "blobs").mkdir()
-    (place / "refs" / "main").write_text("abc123")
-    snap = place / "snapshots" / "abc123"
-    snap.mkdir(parents=True)
-    for path in folder.iterdir():
-        shutil.copy(path, place / "blobs" / f"blob-{path.name}")
-        (snap / path.name).symlink_to(Path("../../blobs") / f"blob-{path.name}")
-
-
-def test_a_pack_and_a_model_from_the_hub(
-    calibrated: Path, child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack = tmp_path / "pack"
-    pack.mkdir()
-    shutil.copy(calibrated / "kv_scales.safetensors", pack)
-    cache = tmp_path / "cache"
-    _publish(cache, "someone/scales", pack)
-    _publish(cache, "someone/model-FP8", child)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    succeed(*name_command("someone/scales", "someone/model-FP8", tmp_path / "out"))
-    succeed(*name_command(pack / "kv_scales.safetensors", child, tmp_path / "local"))
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "local")
-    blob = cache / "models--someone--model-FP8" / "blobs" / f"blob-{WEIGHTS}"
-    assert (tmp_path / "out" / LINKED).samefile(blob)
-    graft(calibrated, "someone/model-FP8", tmp_path / "stats")
-    text = fail(4, *name_command("someone/nothing", child, tmp_path / "none"))
-    assert "someone/nothing is not a local folder" in text

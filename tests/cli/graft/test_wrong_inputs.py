@@ -47,8 +47,6 @@ def test_another_scheme_of_the_cache_is_not_replaced_in_silence(
     graft(calibrated, child, tmp_path / "out", "--replace-scales")
 
 
-
-
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
