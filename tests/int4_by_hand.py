@@ -44,7 +44,6 @@ def round_to_int4(weight: torch.Tensor) -> Int4:
 
 
 def store(name: str, weight: Int4, *, packed: bool) -> Tensors:
-    """Return the tensors that store the weight `name`."""
     module = name.removesuffix(".weight")
     scale = {f"{module}.weight_scale": torch.tensor([weight.scale]).bfloat16()}
     if not packed:
@@ -58,7 +57,6 @@ def store(name: str, weight: Int4, *, packed: bool) -> Tensors:
 
 
 def make_section(weights: Any = WEIGHTS, *, form: Any = "pack-quantized", **more: Any) -> Any:
-    """Make a quantization_config of one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     groups = {"config_groups": {"group_0": group}}
     return {"quant_method": "compressed-tensors", "format": form, **groups, **more}
@@ -93,5 +91,4 @@ def quantize(
 
 
 def write_section(folder: Path, section: Any) -> None:
-    """Add the quantization_config to the config."""
     change_config(folder, quantization_config=section)

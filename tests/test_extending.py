@@ -39,7 +39,6 @@ PAGE = ROOT / "docs" / "extending.md"
 
 
 def example(heading: str) -> str:
-    """Give the Python code of the one example under a heading."""
     section = PAGE.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return str(code)

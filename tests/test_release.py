@@ -74,7 +74,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source archive."""
     out = tmp_path_factory.mktemp("archive")
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", out, cwd=source)
     (path,) = out.glob("*.tar.gz")
@@ -83,7 +82,6 @@ def archive(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(archive: Path) -> Path:
-    """Build the wheel from the source archive."""
     pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", archive.parent)
     run(*pip, archive, cwd=archive.parent)
     (path,) = archive.parent.glob("*.whl")
@@ -92,7 +90,6 @@ def wheel(archive: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel in an empty environment."""
     found = make_environment(tmp_path_factory.mktemp("installed") / "venv")
     pip = (sys.executable, "-m", "pip", "--python", found, "install", "--no-deps")
     run(*pip, wheel, cwd=wheel.parent)

@@ -92,7 +92,6 @@ def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a model, write it as a checkpoint, and return it."""
     shard_size = changes.pop("max_shard_size", "5GB")
     model = build(family, seed=seed, **changes)
     model.save_pretrained(folder, max_shard_size=shard_size)

@@ -33,7 +33,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(**changes: object) -> Edit:
-    """Change config.json."""
     return lambda folder: change_config(folder, **changes)
 
 
@@ -46,7 +45,6 @@ def quantize(**weights: object) -> Edit:
 
 
 def write(name: str, document: object) -> Edit:
-    """Write a JSON file."""
     return lambda folder: (folder / name).write_text(json.dumps(document))
 
 

@@ -13,7 +13,6 @@ import fp8calib
 
 @pytest.fixture(scope="module")
 def results(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Get one result of each function."""
     folder = tmp_path_factory.mktemp("overviews")
     text = {"samples": 4, "seq_len": 16, "dtype": "float32"}
     stats = fp8calib.calibrate(model, str(data), out=folder / "out", **text)

@@ -33,7 +33,6 @@ def fingerprint(
     shards: list[list[str]] | None = None,
     config: dict[str, object] = CONFIG,
 ) -> str:
-    """Save a checkpoint in one file, or in shards of these tensors, and take its fingerprint."""
     folder.mkdir()
     if shards is None:
         save_file(weights, folder / "model.safetensors")

@@ -25,7 +25,6 @@ def draw(seed: int, rows: int = 4500, columns: int = 256) -> torch.Tensor:
 
 
 def save(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
-    """Save a checkpoint, and open it."""
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     return Checkpoint.open(folder)

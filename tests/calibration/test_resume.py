@@ -72,7 +72,6 @@ def keep_in(
     seed: int = 9,
     **changes: object,
 ) -> WorkShare:
-    """Open the journal of a folder."""
     folder.mkdir(exist_ok=True)
     plan = rows_of(LENGTHS, seed=seed)
     header: StatsHeader = subject.header(plan, observe).model_copy(update=changes)

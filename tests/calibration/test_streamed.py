@@ -43,7 +43,6 @@ def stats_bytes(
     observe: Observe | None = None,
     ram_bytes: int = 0,
 ) -> bytes:
-    """Calibrate a folder, whole or streamed, and give the bytes of the statistics."""
     observe = observe or Observe(weights=True)
     source = open_source(str(folder))
     if streamed:

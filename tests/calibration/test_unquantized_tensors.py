@@ -26,7 +26,6 @@ def make(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def hash_saved(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Save a checkpoint, and hash it."""
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     with Checkpoint.open(folder) as checkpoint:

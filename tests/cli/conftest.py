@@ -34,7 +34,6 @@ def _offline() -> Iterator[None]:
 
 
 def save_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
-    """Write a tokenizer that splits at spaces, with a BOS and a chat template."""
     backend = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[2])
     )

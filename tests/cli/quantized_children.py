@@ -70,7 +70,6 @@ def _drop_cache(config: dict[str, Any]) -> None:
 
 
 def set_method(folder: Path, **section: object) -> Path:
-    """Replace the section on quantization."""
     return change_config(folder, quantization_config=section)
 
 

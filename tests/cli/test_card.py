@@ -28,7 +28,6 @@ model-index: [{name: wrong}]
 
 @pytest.fixture
 def carded(model: Path, tmp_path: Path) -> Path:
-    """Copy the model, with a card."""
     folder = Path(shutil.copytree(model, tmp_path / "models" / "tiny"))
     (folder / "README.md").write_text(SOURCE)
     return folder

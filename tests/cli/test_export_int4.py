@@ -36,7 +36,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calibrate(family: str, folder: Path, **changes: Any) -> Path:
-    """Make a model and its statistics in a folder."""
     zoo.save(family, folder / "model", **changes)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": [*range(3, 33)]}) + "\n" for _ in range(4)))

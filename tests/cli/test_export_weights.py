@@ -31,7 +31,6 @@ def calibrated(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, W
 
 
 def export(folder: Path, model: Path, stats: Path, *options: object) -> list[str]:
-    """Export with weights and give the files."""
     command = ("export", stats, "--format", "rfc", "--model", model, "--with-weights", *options)
     files: list[str] = succeed(*command, "--out", folder, "--json").json["files"]
     return files

@@ -49,7 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def extract(model: Path, tmp_path: Path) -> Extract:
-    """Extract into `out` (or `into`), and give what --json printed."""
 
     def run(source: Path, *options: object, into: Path | None = None) -> Any:
         command = ("extract-kv-scales", "--quantized-model", source, "--model", model)

@@ -76,7 +76,6 @@ def _rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _calibrated(
     request: pytest.FixtureRequest, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Give a folder of a model and of what its calibration on the CPU wrote."""
     folder = tmp_path_factory.mktemp(request.param)
     zoo.save(request.param, folder / "model", max_shard_size="100KB")
     succeed(*calibration(folder, rows), "--device", "cpu", "--out", folder / "cpu")

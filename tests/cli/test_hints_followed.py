@@ -81,7 +81,6 @@ class Places(Mapping[str, str]):
 
 
 def writes(command: str, inner: str = "") -> Maker:
-    """Make what a command writes."""
 
     def make(places: Places, folder: Path) -> Path:
         places.run(f"{command} {folder}")
@@ -91,7 +90,6 @@ def writes(command: str, inner: str = "") -> Maker:
 
 
 def changes(place: str, change: Callable[[Path], object]) -> Maker:
-    """Copy a folder, and change the copy."""
 
     def make(places: Places, folder: Path) -> None:
         shutil.copytree(places[place], folder)
@@ -101,7 +99,6 @@ def changes(place: str, change: Callable[[Path], object]) -> Maker:
 
 
 def scales(place: str, **factors: float) -> Maker:
-    """Multiply tensors, by a part of their names."""
 
     def multiply(tensors: Tensors) -> Tensors:
         return {

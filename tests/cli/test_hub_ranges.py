@@ -59,7 +59,6 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Give a Hub with the checkpoint, which is all that huggingface_hub knows."""
     with serve_hub() as found:
         found.repos[ID] = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
         constants = {

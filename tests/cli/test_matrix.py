@@ -60,7 +60,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def cells(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
-    """Convert everything to everything."""
     out = tmp_path_factory.mktemp("converted")
     return {
         name: {writer: convert(name, place, writer, out / f"{i}-{writer}") for writer in WRITERS}

@@ -19,7 +19,6 @@ QUICK = ("--seq-len", 256, "--dtype", "float32")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that sees."""
     folder = tmp_path_factory.mktemp("media") / "llava"
     save_multimodal("llava", folder)
     return folder
@@ -27,7 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Write rows of which every second one has an image."""
     rows: list[dict[str, Any]] = []
     for number in range(4):
         draw_image(number).save(tmp_path / f"{number}.png")

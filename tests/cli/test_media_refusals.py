@@ -99,7 +99,6 @@ def ask(*parts: Any, **columns: Any) -> dict[str, Any]:
 
 
 def image(value: Any) -> dict[str, Any]:
-    """Write a row with one image."""
     return ask({"type": "image", "image": value})
 
 

@@ -22,7 +22,6 @@ from tests.kit.multimodal import build_multimodal, draw_image
 
 @pytest.fixture(scope="module")
 def encoders() -> Callable[[str], tuple[MediaEncoder, Any]]:
-    """Give the encoder of a kind of model, and its processor."""
     made: dict[str, tuple[MediaEncoder, Any]] = {}
 
     def give(name: str) -> tuple[MediaEncoder, Any]:

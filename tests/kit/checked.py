@@ -13,6 +13,5 @@ def list_commands(report: Mapping[str, Any], path: str = ".") -> dict[str, str]:
 
 
 def list_verdicts(report: Mapping[str, Any], path: str = ".") -> dict[str, str]:
-    """Give the verdict and its reason, by engine."""
     found = (each for each in report["checked"] if each["path"] == path)
     return {each["engine"].split()[0]: each["summary"] for each in found}

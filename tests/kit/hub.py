@@ -91,7 +91,6 @@ def _cut(answer: Answer, wanted: str) -> None:
 
 @contextmanager
 def serve_hub() -> Iterator[FakeHub]:
-    """Serve an empty Hub."""
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -7,5 +7,4 @@ from collections.abc import Sequence
 
 
 def finite(numbers: Sequence[float]) -> float | None:
-    """Give the largest, and none where one is not finite."""
     return max(numbers) if all(map(math.isfinite, numbers)) else None

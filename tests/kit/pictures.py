@@ -24,7 +24,6 @@ class Picture:
 
 
 def take(model: nn.Module) -> Picture:
-    """Take a picture of a model."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Picture(
         tensors={name: value.detach().clone() for name, value in state.items()},
@@ -46,7 +45,6 @@ def take(model: nn.Module) -> Picture:
 
 
 def assert_unchanged(model: nn.Module, before: Picture) -> None:
-    """Compare with the picture, bit for bit."""
     after = take(model)
     assert after.tensors.keys() == before.tensors.keys()
     for name, value in before.tensors.items():

@@ -17,7 +17,6 @@ from fp8calib.verification.report import (
 
 
 def make_candidate(name: str, **more: Any) -> CandidateResult:
-    """Make a candidate that is a warning."""
     values: dict[str, Any] = {
         "name": name,
         "description": "KV cache",

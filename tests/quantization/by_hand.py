@@ -136,7 +136,6 @@ def run(
     layer_schemes: Mapping[str, str] = MappingProxyType({}),
     **settings: Any,
 ) -> Run:
-    """Quantize a checkpoint."""
     found = find_scheme(scheme)
     if power_of_two:
         found = choose_block_scales(found, power_of_two=True)

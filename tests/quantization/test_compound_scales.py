@@ -40,7 +40,6 @@ def make_table(tp: int = 1) -> ScaleTable:
 
 
 def one(values: torch.Tensor) -> Iterator[LinearWeight]:
-    """Give the one weight of the model."""
     yield LinearWeight(linear=FUSED, expert=None, values=values)
 
 

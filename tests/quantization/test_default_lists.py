@@ -201,7 +201,6 @@ TABLE = (
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Select from one checkpoint that has every module of the table."""
     modules = {module for row in TABLE for module in (*row.left, *row.quantized)}
     weight = random(32, 48, seed=0)
     tensors = {f"{module}.weight": weight.clone() for module in sorted(modules)}

@@ -42,7 +42,6 @@ def make_weight(*, packed: bool = True) -> Tensors:
 
 
 def refuse(folder: Path, tensors: Tensors, section: Any = None) -> str:
-    """Open in vain, and give the message."""
     with (
         Checkpoint.open(save(folder, tensors, section)) as checkpoint,
         pytest.raises(ModelError) as raised,

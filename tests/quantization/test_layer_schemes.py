@@ -70,7 +70,6 @@ def find_by_hand(choice: Mapping[str, str], module: str) -> str:
 def read_by_compressed_tensors(
     config: Mapping[str, object], modules: list[str]
 ) -> Iterator[tuple[str, QuantizationScheme]]:
-    """Let compressed-tensors itself find the scheme of each linear of a model."""
     parsed = QuantizationConfig.model_validate(config)
     targets = {target: group for group in parsed.config_groups.values() for target in group.targets}
     root = torch.nn.Module()

@@ -17,7 +17,6 @@ MATRIX = random(32, 48, seed=0)
 
 
 def pick(folder: Path, tensors: Tensors, *ignore: str, **config: object) -> Selection:
-    """Write a checkpoint and select from it."""
     save(folder, tensors, **config)
     with Checkpoint.open(folder) as checkpoint:
         return select(checkpoint, ignore=ignore)

@@ -299,7 +299,6 @@ class HandCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """Return the config of the decoder layers."""
     return model.config.get_text_config(decoder=True)
 
 

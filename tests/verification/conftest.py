@@ -14,14 +14,12 @@ from tests.verification.by_hand import Subject, opened
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    """Open each model of the zoo."""
     with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Open the llama."""
     with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama") / "m") as found:
         yield found
 

@@ -39,7 +39,6 @@ def _leave(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_by_hand(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Copy a model, replace its weights, and quantize its inputs on their way."""
     copy = deepcopy(model)
     originals = dict(model.named_modules())
     for name, module in copy.named_modules():

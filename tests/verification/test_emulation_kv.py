@@ -267,7 +267,6 @@ def test_q_of_opt_is_quantized_before_the_model_scales_it(
 
 
 def head_amaxes_without(subject: Subject) -> list[Site]:
-    """List the sites of K and V."""
     return [a.site(role) for a in producers(subject).values() for role in (Role.K, Role.V)]
 
 

@@ -64,7 +64,6 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 def make_table(
     subject: Subject, values: torch.Tensor, *, per_head: bool = False, **settings: Any
 ) -> ScaleTable:
-    """Give every site of K, V and q the same scales."""
     sites = [
         attention.site(role)
         for _, attention in subject.geometry.attentions()

@@ -108,7 +108,6 @@ def measure_all(model: Any) -> tuple[Any, ...]:
 
 @cache
 def measure_plain(measure: Callable[[Any], Any]) -> Any:
-    """Measure the llama as it is."""
     return measure(zoo.build("llama"))
 
 

@@ -54,7 +54,6 @@ def list_numbers(figure: Figure, css: str, letters: str = "MHV") -> list[float]:
 
 
 def list_points(figure: Figure, css: str) -> list[tuple[float, float]]:
-    """List the places of the marks of one series."""
     (series,) = [g for g in parse(figure).iter("g") if g.get("class") == css]
     (marks,) = [path for path in series if path.get("class") == "marks"]
     numbers = re.findall(r"M([\d.]+) ([\d.-]+)", str(marks.get("d")))
@@ -220,7 +219,6 @@ def test_nothing_is_drawn_where_nothing_is_lost() -> None:
 
 
 def draw_histogram(**more: Any) -> Figure:
-    """Draw the magnitudes of a tensor that is lost."""
     values: dict[str, Any] = {
         "site": "model.layers.4.self_attn.v",
         "layer": 4,

@@ -225,6 +225,5 @@ def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
 
 
 def held(subject: Subject, emulation: Candidate) -> Tensors:
-    """Give all parameters while the emulation is in the model."""
     with changed_weights(subject.model, emulation.weights, subject.originals, {}, {}):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}

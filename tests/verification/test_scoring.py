@@ -78,7 +78,6 @@ def targets(batch: Batch) -> list[torch.Tensor]:
 
 
 def compare(subject: Subject, emulations: dict[str, Candidate]) -> Scores:
-    """Run the product."""
     return score_all(subject, emulations, BATCHES)
 
 

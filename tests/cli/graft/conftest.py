@@ -21,7 +21,6 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def children(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Write each form once."""
     folder = tmp_path_factory.mktemp("children")
 
     def save(form: str) -> Path:

@@ -21,7 +21,6 @@ OneVector = Callable[[Vector], Vector]
 
 
 def fp8_per_token_head(x: Vector) -> Vector:
-    """Cast by ml_dtypes."""
     scale = max(F32(np.abs(x).max()) / F32(448), F32(1e-6))
     codes = np.clip(x * (F32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(F32) * scale

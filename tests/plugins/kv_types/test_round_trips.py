@@ -31,7 +31,6 @@ def draw_vectors(size: int, dtype: torch.dtype, *, seed: int = 3) -> torch.Tenso
 
 
 def store_by_hand(store: OneVector, x: torch.Tensor) -> torch.Tensor:
-    """Store each vector alone."""
     rows = [store(row.numpy()) for row in x.float().reshape(-1, x.shape[-1])]
     return torch.from_numpy(np.stack(rows)).reshape(x.shape)
 

@@ -36,7 +36,6 @@ STORED = {
 
 
 def store_all(store: types_by_hand.OneVector) -> Change:
-    """Store each vector of a tensor alone."""
 
     def change(x: torch.Tensor) -> torch.Tensor:
         rows = [store(row.numpy()) for row in x.reshape(-1, x.shape[-1])]

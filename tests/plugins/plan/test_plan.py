@@ -92,7 +92,6 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
 
 @pytest.fixture(scope="module")
 def measured(planted: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plan with all groups measured."""
     out = tmp_path_factory.mktemp("measured") / "plan"
     options = ("--scheme", "w8a16", "--passes", 200, "--points", 1)
     assert plan(planted, out, "--max-bytes", 0.7, "--kv-tokens", 40, *options).code == 0

@@ -27,7 +27,6 @@ Command = Callable[[str], tuple[object, ...]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny llama with a tokenizer."""
     folder = tmp_path_factory.mktemp("broken") / "tiny-llama"
     zoo.save("llama", folder, num_hidden_layers=1)
     save_tokenizer(folder)
@@ -90,12 +89,10 @@ def ask(command: Command, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def answer(change: Callable[[Asked, Reply], Reply], path: str = COMPLETIONS) -> Break:
-    """Change only the answers about one path."""
     return lambda asked, reply: change(asked, reply) if asked.path == path else reply
 
 
 def edit(change: Callable[[Any], Any], path: str = COMPLETIONS) -> Break:
-    """Change only the document of the answers about one path."""
 
     def edited(_asked: Asked, reply: Reply) -> Reply:
         document = reply.json
@@ -106,7 +103,6 @@ def edit(change: Callable[[Any], Any], path: str = COMPLETIONS) -> Break:
 
 
 def say(status: int, body: str, path: str = COMPLETIONS, **headers: str) -> Break:
-    """Answer every request for a path with this."""
     return answer(
         lambda _asked, _reply: Reply(status=status, body=body.encode(), headers=headers), path
     )

@@ -33,7 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write rows of ids."""
     return planted.write_ids(tmp_path_factory.mktemp("data") / "i.jsonl", ROWS, LENGTH, seed=1)
 
 
@@ -46,7 +45,6 @@ def paths(model: Path) -> tuple[Predict, Predict]:
 
 
 def verify(model: Path, data: Path, url: str, *options: object) -> Any:
-    """Verify a server with --decode."""
     return run("server", url, model, "--data", data, *QUICK, "--decode", *options)
 
 

@@ -35,7 +35,6 @@ def draw(seed: int, size: float = 1.0) -> torch.Tensor:
 
 
 def changes(server: torch.Tensor, noise: float = 0.0, **candidates: torch.Tensor) -> Changes:
-    """Compare a server with candidates."""
     lengths = [LENGTH] * SEQUENCES
     return Changes(server=server, candidates=candidates, lengths=lengths, noise=noise)
 
@@ -45,7 +44,6 @@ Effect = tuple[Fault, torch.Tensor]
 
 
 def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> Effect:
-    """Give what a fault of a layer changes."""
     return Fault(emulation=Candidate(), effect="", layer=layer, is_lost=is_lost), found
 
 

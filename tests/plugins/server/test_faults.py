@@ -53,7 +53,6 @@ def _site(name: str) -> Site:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Planted:
-    """Save and calibrate the model."""
     folder = tmp_path_factory.mktemp("planted")
     planted.save_model(folder / "model")
     scales, values = calibrate(folder / "model", folder / "out")

@@ -71,7 +71,6 @@ def plain(runner: planted.Runner) -> Predict:
 
 
 def ask(url: str, model: Path, data: Path, *options: object) -> Any:
-    """Compare a server with --json."""
     return succeed(
         "server", url, model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--json", *options
     ).json

@@ -68,12 +68,10 @@ Change = tuple[int, int, str, str, list[str]]
 
 
 def list_changes(clean: Answers, damaged: Answers) -> list[Change]:
-    """List the copies that differ."""
     return [change for change in _list_copies(damaged) if change not in [*_list_copies(clean)]]
 
 
 def apply(clean: Answers, changes: list[Change]) -> Answers:
-    """Give the answers with other numbers."""
     answers = copy.deepcopy(clean)
     for rank, layer, role, name, numbers in changes:
         answers[rank]["layers"][layer]["scales"][role][name] = numbers
@@ -131,7 +129,6 @@ class Recorded:
 
 
 def change(edit: Callable[[int, dict[str, Any]], None], base: Answers = CLEAN) -> Answers:
-    """Edit every layer of every rank."""
     answers = copy.deepcopy(base)
     for answer in answers:
         for layer in answer["layers"]:

@@ -25,7 +25,6 @@ def write_golden(path: Path, answers: Mapping[str, list[Any]]) -> None:
 
 
 def read_golden(path: Path) -> dict[str, list[Any]]:
-    """Read what `write_golden` wrote."""
     return {
         method: [
             zlib.decompress(base64.b64decode(each["zlib"])) if isinstance(each, dict) else each

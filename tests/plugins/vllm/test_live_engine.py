@@ -117,7 +117,6 @@ def test_what_is_no_engine_and_no_checkpoint_is_refused(model: Path, tmp_path: P
 
 
 def read_numbers(engine: Recorded) -> list[dict[str, set[str]]]:
-    """List the numbers of all copies on all ranks, by layer and role."""
     layers: list[dict[str, set[str]]] = [{} for _ in K]
     for answer in engine.answers:
         for index, layer in enumerate(answer["layers"]):
