@@ -14,7 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
+from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
+from fp8calib.calibration.unquantized_tensors import (
+    compare_with_base,
+    decode_sketch,
+    encode_sketch,
+    hash_unquantized,
+    measure_distance,
+    sketch_matrix,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.modality import Modality
 
@@ -94,3 +103,197 @@ def test_versions_of_what_reads_media_are_those_that_are_installed() -> None:
     assert heard == {**text, "soundfile": soundfile.__version__, "soxr": soxr.__version__}
     assert seen.pop("pillow") == PIL.__version__
     assert seen.keys() - text.keys() == ({"torchvision"} if find_spec("torchvision") else set())
+
+
+# --- what records the model ----------------------------------------------------------------------
+
+
+MODEL, DATA = "01" * 32, "ef" * 32
+FIELDS = {"model": MODEL, "data": DATA, "text_start": "0123456789abcdef"}
+
+
+@pytest.mark.parametrize("fields", [FIELDS, {"model": MODEL}])
+def test_it_is_said_in_strings_and_read_back(fields: dict[str, str]) -> None:
+    origin = CalibrationOrigin(**fields)
+    assert origin.to_fields() == fields
+    assert CalibrationOrigin.from_fields(fields) == origin
+
+
+def test_hashes_of_the_whole_text_of_earlier_versions_are_left_out() -> None:
+    assert CalibrationOrigin.from_fields(FIELDS | {"text": "AAAA"}).to_fields() == FIELDS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        [],
+        {},
+        "x",
+        {"model": MODEL[:-1]},
+        {"model": MODEL.upper().replace("0", "A")},
+        {"model": 7},
+        {**FIELDS, "data": "ef"},
+        {**FIELDS, "surprise": ""},
+    ],
+)
+def test_what_is_damaged_is_refused(fields: object) -> None:
+    with pytest.raises(ValueError, match=r"not an object|fingerprint"):
+        CalibrationOrigin.from_fields(fields)
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [
+        ("01" * 16 + "23" * 16, "different weights (01010101, here 23232323)"),
+        ("23" * 16 + "01" * 16, "different config.json (01010101, here 23232323)"),
+        (
+            "23" * 32,
+            "different config.json (01010101, here 23232323) and "
+            "different weights (01010101, here 23232323)",
+        ),
+    ],
+)
+def test_the_half_that_differs_is_named(here: str, expected: str) -> None:
+    assert explain_difference(MODEL, here) == expected
+
+
+# --- sketches of linears -------------------------------------------------------------------------
+
+
+def draw(seed: int, rows: int = 4500, columns: int = 256) -> torch.Tensor:
+    """Draw a matrix whose rows have different sizes; it has more rows than are read at once."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(rows, 1, generator=generator).exp()
+    return torch.randn(rows, columns, generator=generator) * sizes
+
+
+def save(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("size", [0.02, 0.1, 0.4, 1.4])
+def test_a_distance_is_estimated(tmp_path: Path, seed: int, size: float) -> None:
+    """Compared with the Frobenius norm of the difference."""
+    base = draw(seed)
+    noise = draw(seed + 100)
+    other = base + noise * (size * base.norm() / noise.norm())
+    expected = float((other - base).norm() / other.norm())
+    with save(tmp_path / "x", base=base, other=other) as checkpoint:
+        recorded = decode_sketch(encode_sketch(sketch_matrix(checkpoint, "base")[0]))
+        assert measure_distance(recorded, checkpoint, "base") == 0
+        assert measure_distance(recorded, checkpoint, "other") == pytest.approx(expected, rel=0.4)
+
+
+def test_the_vectors_never_change(tmp_path: Path) -> None:
+    """Files hold sketches: the signs of 32 columns, each the only entry of a row."""
+    entry = torch.eye(32)
+    with save(tmp_path / "x", a=entry) as checkpoint:
+        found = encode_sketch(sketch_matrix(checkpoint, "a")[0])
+    assert found == RECORDED
+
+
+RECORDED = (
+    "gL+AP4C/gD+AP4A/gD+AP4A/gL+Av4C/gL+Av4A/gL+AP4A/gL+Av4C/gL+AP4C/gD+AP4C/gD+AP4C/gL+APw=="
+)
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "#", "gH+A" * 21 + "gA=="])
+def test_a_damaged_sketch_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not 32|padding|base64|buffer"):
+        decode_sketch(text)
+
+
+# --- tensors that stay unquantized ---------------------------------------------------------------
+
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+
+
+def make(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make an embedding of 6,400 values and a norm, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        EMBEDDING: torch.randn(100, 64, generator=generator),
+        NORM: torch.randn(64, generator=generator),
+    }
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | changes
+
+
+def hash_saved(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    with Checkpoint.open(folder) as checkpoint:
+        return hash_unquantized(checkpoint)
+
+
+@pytest.mark.parametrize("place", [0, 3200, 6399])
+def test_every_value_of_an_embedding_counts(tmp_path: Path, place: int) -> None:
+    base = hash_saved(tmp_path / "base", make())
+    changed = make()[EMBEDDING].clone()
+    changed.view(torch.int16).view(-1)[place] += 1
+    other = hash_saved(tmp_path / "other", make(**{EMBEDDING: changed}))
+    assert other[NORM] == base[NORM]
+    assert other[EMBEDDING] != base[EMBEDDING]
+    with Checkpoint.open(tmp_path / "other") as checkpoint:
+        assert compare_with_base(base, checkpoint).difference == f"its {EMBEDDING} differs"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_dtype_and_parts_give_the_same_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    base = hash_saved(tmp_path / "base", make())
+    monkeypatch.setattr("fp8calib.calibration.unquantized_tensors._ELEMENTS_AT_ONCE", 1000)
+    converted = {name: tensor.to(dtype) for name, tensor in make().items()}
+    assert hash_saved(tmp_path / "other", converted) == base
+
+
+def list_sketched(hashes: dict[str, str]) -> list[str]:
+    return [name for name, text in hashes.items() if text.startswith("rows:")]
+
+
+def test_of_the_experts_of_a_layer_one_is_sketched_another_in_each_layer(tmp_path: Path) -> None:
+    """Experts 10 and 2 are in the order of numbers; norms, biases and the head are not linears."""
+    weight = torch.ones(4, 4)
+    experts = [f"model.layers.{n}.mlp.experts.{e}.up.weight" for n in (1, 2) for e in (0, 2, 10)]
+    others = ["model.layers.1.mlp.gate.weight", "model.layers.1.self_attn.o_proj.weight"]
+    left = {"model.layers.1.mlp.up.bias": torch.ones(4), "lm_head.weight": weight}
+    tensors = {name: weight.clone() for name in (*experts, *others)} | left
+    found = hash_saved(tmp_path / "base", make(**tensors))
+    assert list_sketched(found) == sorted([experts[1], experts[5], *others])
+
+
+@pytest.mark.parametrize(("expert", "is_seen"), [(0, False), (1, True), (2, False)])
+def test_of_a_stack_of_experts_one_is_compared(tmp_path: Path, expert: int, is_seen: bool) -> None:
+    """In layer 4 of three experts it is that of 4 mod 3."""
+    name = "model.layers.4.mlp.experts.gate_up_proj"
+    stack = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
+    base = hash_saved(tmp_path / "base", make(**{name: stack}))
+    changed = stack.clone()
+    changed[expert] *= -1
+    hash_saved(tmp_path / "other", make(**{name: changed}))
+    with Checkpoint.open(tmp_path / "other") as checkpoint:
+        found = compare_with_base(base, checkpoint)
+    assert bool(found.difference) is is_seen
+    assert found.difference.startswith(f"its {name} differs by " if is_seen else "")
+
+
+def test_rows_all_over_a_linear_are_compared(tmp_path: Path) -> None:
+    """A third of the rows is of another matrix."""
+    name, large = "model.layers.0.mlp.up_proj.weight", torch.ones(1100, 1024)
+    base = hash_saved(tmp_path / "base", make(**{name: large}))
+    for number, rows in enumerate((slice(0, 300), slice(400, 700), slice(800, 1100))):
+        changed = large.clone()
+        changed[rows] *= -1
+        folder = tmp_path / str(number)
+        hash_saved(folder, make(**{name: changed}))
+        with Checkpoint.open(folder) as checkpoint:
+            assert name in compare_with_base(base, checkpoint).difference
+    with Checkpoint.open(tmp_path / "base") as checkpoint:
+        found = compare_with_base(base, checkpoint)
+    assert (found.difference, found.compared) == ("", "1 of 1 recorded linears")

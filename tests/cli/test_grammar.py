@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
+from typer.main import get_command
 
 from fp8calib import __version__
-from fp8calib.cli import main_inner
+from fp8calib.cli import main_inner, removed
+from fp8calib.cli.app import app
 from fp8calib.commands import spell_commands
-from fp8calib.commands.options import read_gib, spread_formats
-from fp8calib.errors import UsageError
+from fp8calib.commands.options import GATE_NAMES, read_gib, spread_formats
+from fp8calib.errors import UsageError, join_or, suggest
+from fp8calib.verification.judge.gates import GATES
 from tests.cli.program import fail, run, succeed
 
 COMMANDS = list(spell_commands())
@@ -138,3 +144,110 @@ def test_help_groups_options_by_what_they_are_about() -> None:
     assert titles == ["Arguments:", "Options:", "Text:", "Output:", "Machine:", "Model:"]
     (data,) = (number for number, line in enumerate(lines) if line.startswith("  --data"))
     assert lines.index("Text:") < data < lines.index("Output:")
+
+
+# --- what 0.2 had --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", removed.REMOVED)
+def test_what_was_removed_names_its_replacement(key: str) -> None:
+    command, _, option = key.rpartition(" ")
+    words = [command or "show", option, "x"] if option.startswith("-") else [option]
+
+    outcome = run(*words)
+
+    assert outcome.code == 2
+    assert f"{key} was removed hint: {removed.REMOVED[key]}" in " ".join(outcome.err.split())
+
+
+def test_nothing_that_exists_is_called_removed() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert not set(removed.REMOVED) & set(commands)
+
+
+def test_an_option_of_one_command_is_not_looked_for_in_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(removed, "REMOVED", {"verify --tasks": "x", "--log": "y"})
+    assert removed.find_removed(["calibrate", "m", "--tasks"]) == ""
+    assert removed.find_removed(["verify", "m", "--tasks=a"]) == "verify --tasks"
+    assert removed.find_removed(["plan", "--log", "wandb"]) == "--log"
+
+
+# --- names that do not exist ---------------------------------------------------------------------
+
+
+_PROGRAM = """
+import contextlib, io, json, sys
+from fp8calib.cli.program import main
+for command in json.load(sys.stdin):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        try:
+            main(command.split())
+        except SystemExit as leaving:
+            code = leaving.code
+    print(json.dumps([code, "torch" in sys.modules, told.getvalue()]))
+"""
+REFUSALS = [
+    ("verify x --scheme fp8", "--scheme fp8: unknown scheme", "fp8-static, fp8-dynamic or"),
+    ("quantize x --out o --scheme FP8-dynamc", "unknown scheme", "fp8-dynamic?"),
+    (
+        "quantize x --out o --scheme w8a16 --format autofp8",
+        "--format autofp8 cannot express --scheme w8a16",
+        "w8a16 can be written as compressed-tensors",
+    ),
+    (
+        "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
+        "--layer-scheme fp8_block: unknown scheme",
+        "fp8-block?",
+    ),
+    ("calibrate x --format rfc,kvoverlay", "--format kvoverlay: unknown", "kv-overlay?"),
+    ("extract-kv-scales --quantized-model x --model x --save-path o --source-dtype fnuz",
+     "--source-dtype fnuz: must be", "e4m3fnuz?"),
+    ("check x --engine vllm --engine sglan", "--engine sglan: unknown engine", "sglang?"),
+    ("check x --engine vllm==9.x", "--engine vllm==9.x: unknown version", "known versions"),
+    ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
+]  # fmt: skip
+"""Commands, and what their messages and hints say."""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[object]]:
+    """Give the exit code of every command, whether torch was imported by then, and the message."""
+    commands = [command for command, _, _ in REFUSALS]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("command", "message", "hint"), REFUSALS)
+def test_a_name_is_refused_before_torch_is_imported(
+    refusals: dict[str, list[object]], command: str, message: str, hint: str
+) -> None:
+    code, has_torch, told = refusals[command]
+    assert (code, has_torch) == (2, False)
+    error, hinted = str(told).splitlines()
+    assert message in error
+    assert hint in hinted
+
+
+def test_the_gates_of_the_options_are_those_that_there_are() -> None:
+    assert set(GATE_NAMES) == set(GATES)
+
+
+def test_suggestions() -> None:
+    assert suggest("abc", ["abd", "xyz"]) == "did you mean abd?"
+    assert suggest("q", ["abd", "xyz"], what="words") == "known words: abd, xyz"
+    assert suggest("", ["abd"]) == ""
+    assert [join_or(list(text)) for text in ("", "a", "ab", "abc")] == [
+        "",
+        "a",
+        "a or b",
+        "a, b or c",
+    ]

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fp8calib
+from fp8calib.calibration.calibration_stats import save_stats
+from fp8calib.commands.suggest import suggest_command
+from fp8calib.commands.verify import VerifyRequest
+from fp8calib.verification.report import Remedy
 from tests import zoo
 from tests.cli.conftest import QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.formats.handmade import make_geometry, make_stats
 from tests.kit.checkpoints import change_config, change_tensors
 
 PROMISED = {
@@ -704,3 +710,18 @@ def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) ->
     start = "Nothing can be told: the unquantized model predicts no better than chance.\n"
     assert found.json["advice"].startswith(start)
     assert found.json["advice"].endswith("or the text the right one?")
+
+
+# --- the command after it ------------------------------------------------------------------------
+
+
+def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path: Path) -> None:
+    save_stats(make_stats(make_geometry([]), {}), tmp_path / "stats.safetensors")
+    request = VerifyRequest("org/model", revision="v2", trust_remote_code=True)
+    decision = SimpleNamespace(remedy=Remedy.SCALE_QUERY, candidate=str(tmp_path))
+    report: Any = SimpleNamespace(model="org/model", decision=decision)
+    printed = suggest_command(report, request, {})
+    assert "--model org/model --revision v2" in printed
+    refused = run(*shlex.split(printed)[1:])
+    assert "no such option" not in refused.err.lower()
+    assert refused.code != 0  # there is no such model

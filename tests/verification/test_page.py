@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element, fromstring
 
 import pytest
 
-from fp8calib.verification.judge.gates import GATES
-from fp8calib.verification.page.page import render_page, write_page
+from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.page.charts import (
+    BASELINE,
+    FLOOR,
+    LEFT,
+    RIGHT,
+    STYLES,
+    TOP,
+    Figure,
+    log_axis,
+)
+from fp8calib.verification.page.page import Section, list_sections, render_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
+    HistogramResult,
+    PositionResult,
     RunProvenance,
     Verdict,
     VerifyReport,
@@ -237,3 +252,266 @@ def test_scale_one_is_no_choice_beside_fp8_weights_alone() -> None:
     assert "out/overlay" in page
     assert SCALE_ONE not in page
     assert SCALE_ONE in render_page(make_small(layers=(make_layer("out/overlay", 0), rows[-1])))
+
+
+# --- what the charts draw, by number -------------------------------------------------------------
+
+
+DECIBEL = (FLOOR - TOP) / 40
+OCTAVE = (RIGHT - LEFT) / 30
+"""Of histograms, whose axis is log2(|x| / scale) from -16 to 14."""
+
+
+def find_section(report: VerifyReport, start: str, gate: Gate | None = None) -> Section:
+    return next(each for each in list_sections(report, gate) if each.title.startswith(start))
+
+
+def find_figure(report: VerifyReport, start: str, title: str, gate: Gate | None = None) -> Figure:
+    figures = find_section(report, start, gate).figures
+    return next(figure for figure in figures if figure.title.startswith(title))
+
+
+def parse(figure: Figure) -> Element:
+    return fromstring(figure.chart)  # noqa: S314 -- of our own making
+
+
+def list_paths(figure: Figure, css: str) -> list[str]:
+    paths = parse(figure).iter("path")
+    return [str(path.get("d")) for path in paths if path.get("class") == css]
+
+
+def list_numbers(figure: Figure, css: str, letters: str = "MHV") -> list[float]:
+    """List the coordinates after these letters in the paths of a class."""
+    found = re.findall(rf"[{letters}]([\d.]+)", "".join(list_paths(figure, css)))
+    return [float(number) for number in found]
+
+
+def list_points(figure: Figure, css: str) -> list[tuple[float, float]]:
+    (series,) = [g for g in parse(figure).iter("g") if g.get("class") == css]
+    (marks,) = [path for path in series if path.get("class") == "marks"]
+    numbers = re.findall(r"M([\d.]+) ([\d.-]+)", str(marks.get("d")))
+    return [(float(x), float(y)) for x, y in numbers]
+
+
+def list_texts(figure: Figure, tag: str = "text") -> list[str]:
+    return [str(text.text) for text in parse(figure).iter(tag)]
+
+
+# --- axes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "first"),
+    [
+        ((0.5, None), 1e-2, 1.0, "0.01"),
+        ((20.0, 0.003), 1e-3, 100.0, "0.001"),
+        ((0.0,), 1e-2, 1.0, "0.01"),
+        ((0.5, 1e-12), 1e-7, 1.0, "≤ 1e-7"),
+    ],
+)
+def test_a_log_axis_holds_the_values_and_names_what_is_at_its_end(
+    values: tuple[float | None, ...], low: float, high: float, first: str
+) -> None:
+    axis = log_axis("x", values)
+    assert (axis.low, axis.high) == (pytest.approx(low), high)
+    assert axis.ticks[0] == (pytest.approx(low), first)
+    assert axis.y(0.0) == FLOOR
+
+
+# --- the gate ----------------------------------------------------------------------------------
+
+
+def test_the_gate_is_a_bar_with_its_error_beside_the_limits() -> None:
+    """Start, end and limits are on one linear scale: 1, 1.0123 ± 0.0045, 1.01 and 1.05."""
+    report = make_small(candidates=(make_candidate("a"),))
+    figure = find_figure(report, "The kv gate", "a: perplexity", GATES["kv"])
+    assert figure.title == "a: perplexity ratio 1.0123 ± 0.0045"
+    start, end, _ = list_numbers(figure, "level warn", "MH")
+    low, high = list_numbers(figure, "interval", "MH")[:2]
+    passing, failing = list_numbers(figure, "limit", "M")
+    unit = (failing - start) / 0.05
+    places = [(each - start) / unit for each in (end, low, high, passing)]
+    assert places == pytest.approx([0.0123, 0.0078, 0.0168, 0.01], abs=1e-4)
+    assert list_texts(figure) == ["pass up to 1.01", "fail above 1.05"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "named", "limit"),
+    [
+        (GATES["kv"], "warning above 0.0488", math.log(1.05)),
+        (Gate(name="own", pass_at=1.0, fail_above=1.2, kld_fail_above=0.5), "fail above 0.5", 0.5),
+    ],
+)
+def test_the_divergence_has_the_limit_of_the_gate(gate: Gate, named: str, limit: float) -> None:
+    report = make_small(candidates=(make_candidate("a", kld_mean=0.04, kld_se=None),))
+    figure = find_figure(report, "The ", "a: KLD 0.0400", gate)
+    start, end, _ = list_numbers(figure, "level warn", "MH")
+    (at,) = list_numbers(figure, "limit", "M")
+    assert (end - start) / (at - start) == pytest.approx(0.04 / limit, rel=5e-3)
+    assert list_texts(figure) == [named]
+    assert list_paths(figure, "interval") == []
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.0, 1e6, 1.7e308])
+def test_a_bar_stays_inside_of_its_chart(ratio: float) -> None:
+    report = make_small(candidates=(make_candidate("a", ppl_ratio=ratio, ppl_ratio_se=ratio),))
+    for css in ("level warn", "interval", "limit"):
+        figure = find_figure(report, "The ", "a: perplexity", GATES["kv"])
+        assert all(0 < x <= RIGHT for x in list_numbers(figure, css, "MH"))
+
+
+# --- KLD ---------------------------------------------------------------------------------------
+
+
+def test_sequences_are_sorted_and_a_divergence_of_zero_is_a_gap() -> None:
+    klds = {"a": (1e-2, 1.0, 0.0, 1e-1), "b": (0.0,) * 4}
+    report = make_small(candidates=(make_candidate("a"), make_candidate("b")), sequence_klds=klds)
+    figure = find_figure(report, "KLD", "KLD by sequence")
+    decade, step = (FLOOR - TOP) / 2, (RIGHT - LEFT) / 4
+    wanted = [(LEFT + step * (n + 0.5), TOP + n * decade) for n in range(3)]
+    assert list_points(figure, STYLES[0].css) == [pytest.approx(each, abs=0.06) for each in wanted]
+    assert [name for _, name in figure.legend] == ["a"]
+    assert list_texts(figure, "title")[1].startswith("number 2 of 4\na: 0.1000")
+
+
+def test_of_many_sequences_a_hundred_are_drawn_from_the_worst_on() -> None:
+    klds = {"out/overlay": tuple(1e-3 * (n + 1) for n in range(1000))}
+    figure = find_figure(make_small(sequence_klds=klds), "KLD", "KLD by sequence")
+    assert len(list_points(figure, STYLES[0].css)) == 100
+    assert list_points(figure, STYLES[0].css)[0][1] == pytest.approx(TOP, abs=0.06)
+
+
+def test_an_interval_is_a_standard_error_to_both_sides() -> None:
+    rows = [
+        PositionResult(first=1, last=1, tokens=4, kld_mean=1e-2, kld_se=9e-3, ppl_ratio=1.1),
+        PositionResult(first=2, last=3, tokens=8, kld_mean=0.0, ppl_ratio=1.1),
+    ]
+    report = make_small(candidates=(make_candidate("a", by_position=tuple(rows)),))
+    figure = find_figure(report, "KLD", "KLD by position")
+    ((_, height),) = list_points(figure, STYLES[0].css)
+    (interval,) = list_paths(figure, "error")
+    ends = [float(number) for number in re.findall(r"[ V]([\d.]+)", interval)]
+    decade = (FLOOR - TOP) / 2  # 1e-4 to 0.01, and what is beyond at the end
+    assert height == TOP
+    assert ends == pytest.approx([TOP + decade, TOP], abs=0.06)
+    tips = [text.split("\n")[0] for text in list_texts(figure, "title")]
+    assert tips == ["positions 1 to 1", "positions 2 to 3"]
+
+
+# --- SQNR by layer -----------------------------------------------------------------------------
+
+
+def test_a_layer_that_does_not_fit_is_drawn_with_the_limit_and_gaps() -> None:
+    dbs = (30.0, None, 9.0, 52.5)
+    layers = [make_layer(SCALE_ONE, n, sqnr_db=db, clipped=0.2) for n, db in enumerate(dbs)]
+    layers.append(make_layer("out/overlay", 2, sqnr_db=31.0))
+    section = find_section(make_small(layers=tuple(layers)), "SQNR")
+    (figure,) = section.figures
+    step = (RIGHT - LEFT) / 4
+    wanted = [(0.5, 30), (2.5, 9), (3.5, 40)]  # the last is at the end of the axis
+    assert list_points(figure, BASELINE.css) == [
+        pytest.approx((LEFT + step * x, FLOOR - DECIBEL * db), abs=0.06) for x, db in wanted
+    ]
+    (line, _) = sorted(list_paths(figure, "line"), key=len, reverse=True)
+    assert line.count("M") == 2
+    (limit,) = re.findall(r" ([\d.]+)H", list_paths(figure, "limit")[0])
+    assert float(limit) == pytest.approx(FLOOR - DECIBEL * 15, abs=0.06)
+    assert [name for _, name in figure.legend] == ["out/overlay", SCALE_ONE]
+    assert list_texts(figure, "title")[2] == "layer 2\nout/overlay: 31.0 dB\nscale-1.0: 9.0 dB"
+
+
+def test_of_the_linears_of_a_layer_the_worst_is_shown() -> None:
+    sites = ("mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "self_attn.q_proj")
+    layers = tuple(
+        make_layer("a", 3, "input", site=f"model.layers.3.{site}.input", sqnr_db=db, clipped=0.1)
+        for site, db in zip(sites, (30.0, 12.0, None), strict=True)
+    )
+    report = make_small(candidates=(make_candidate("a"),), layers=layers)
+    figure = find_figure(report, "SQNR", "Inputs")
+    (height,) = [y for _, y in list_points(figure, STYLES[0].css)]
+    assert height == pytest.approx(FLOOR - DECIBEL * 12, abs=0.06)
+
+
+def test_nothing_is_drawn_where_nothing_is_lost() -> None:
+    layers = (
+        make_layer(SCALE_ONE, 0, sqnr_db=None),
+        make_layer(SCALE_ONE, 0, "v"),
+        *(make_layer(SCALE_ONE, n, "q", sqnr_db=30.0 if n else 9.0, clipped=0.5) for n in (0, 1)),
+    )
+    section = find_section(make_small(layers=layers[:2]), "SQNR")
+    assert section.figures == []
+    sentences = ["Keys: nothing is lost.", "Values: every scale fits (28.2 to 28.2 dB)."]
+    assert section.findings == sentences
+    section = find_section(make_small(layers=layers), "SQNR")
+    assert [figure.title for figure in section.figures] == ["Queries"]
+    found = "Queries: scale-1.0 does not fit layers 0, 1."
+    assert section.findings == [*sentences, found]
+
+
+# --- histograms --------------------------------------------------------------------------------
+
+
+def draw_histogram(**more: Any) -> Figure:
+    values: dict[str, Any] = {
+        "site": "model.layers.4.self_attn.v",
+        "layer": 4,
+        "lower_edges_log2": (-1.0, -0.875, -0.75),
+        "counts": (3, 0, 1),
+        "scale": 0.5,
+        "largest": 256.0,
+        "smallest": 2.0**-11,
+    }
+    row = HistogramResult(**values | more)
+    lost = make_layer(SCALE_ONE, 4, "v", sqnr_db=9.0, clipped=0.5)
+    report = make_small(histograms=(row,), layers=(lost,))
+    return find_figure(report, "Tensors that lose most", row.site)
+
+
+def test_a_histogram_has_the_ranges_of_its_scale_and_of_scale_one() -> None:
+    """Scale 1/2: its range is shaded from -10 and to 9; that of 1.0, dashed, is -9 to 10."""
+    figure = draw_histogram()
+    shades = [list_numbers(figure, "lost", "MH")[n] for n in (0, 1, 3, 4)]
+    ends = [LEFT, LEFT + 6 * OCTAVE, LEFT + 25 * OCTAVE, RIGHT]
+    assert shades == pytest.approx(ends, abs=0.06)
+    dashed = [LEFT + 7 * OCTAVE, LEFT + 26 * OCTAVE]
+    assert list_numbers(figure, "limit", "M") == pytest.approx(dashed, abs=0.06)
+    decade = (FLOOR - TOP) / 7  # 1e-7 to 1
+    most, quarter = (FLOOR - (math.log10(share) + 7) * decade for share in (0.75, 0.25))
+    edges = [LEFT + (16 + at) * OCTAVE for at in (0, 0.125, 0.25, 0.375)]  # -1 is 0 of scale 0.5
+    wanted = [most, edges[1], FLOOR, edges[2], quarter, edges[3], FLOOR]
+    assert list_numbers(figure, "bar c0", "VH") == pytest.approx(wanted, abs=0.06)
+    assert any("zero below 0.00049, clips above 256" in text for text in list_texts(figure))
+
+
+def test_the_ends_of_a_histogram_hold_what_is_beyond_them() -> None:
+    """Bins begin at -16.25, -16.125, ..., 14.125, and the axis is that from -16 to 14."""
+    edges = tuple(-16.25 + number / 8 for number in range(244))
+    counts = (1, 1, 1, *[0] * 238, 1, 1, 1)
+    (bars,) = list_paths(draw_histogram(scale=1.0, lower_edges_log2=edges, counts=counts), "bar c0")
+    steps = [(float(y), float(x)) for y, x in re.findall(r"V([\d.]+)H([\d.]+)", bars)]
+    half = FLOOR - (math.log10(0.5) + 7) * (FLOOR - TOP) / 7
+    width = (RIGHT - LEFT) / 240
+    assert steps[0] == pytest.approx((half, LEFT + width), abs=0.06)
+    assert steps[-2][1] == pytest.approx(RIGHT - width, abs=0.06)
+    assert steps[-1] == pytest.approx((half, RIGHT), abs=0.06)
+    assert {y for y, _ in steps[1:-1]} == {FLOOR}
+    assert len(steps) == 240
+
+
+def test_the_three_tensors_that_lose_most_have_histograms_and_the_others_none() -> None:
+    layers = [
+        make_layer(SCALE_ONE, n, sqnr_db=db, clipped=0.0 if db > 20 else 0.5)
+        for n, db in enumerate((31.0, 12.0, 9.0, 14.0, 7.0, 31.0))
+    ]
+    whole = HistogramResult(
+        site="", layer=0, lower_edges_log2=(0.0,), counts=(1,), scale=1, largest=448, smallest=0.1
+    )
+    rows = tuple(whole.model_copy(update={"site": row.site}) for row in layers)
+    section = find_section(make_small(layers=tuple(layers), histograms=rows), "Tensors")
+    assert section.title == "Tensors that lose most"
+    assert [figure.title for figure in section.figures] == [layers[n].site for n in (4, 2, 1)]
+    assert section.table is not None
+    assert [str(row[0]) for row in section.table.rows] == [layers[n].site for n in (4, 2, 1, 3)]
+    fitting = make_small(layers=(layers[0], layers[5]), histograms=rows)
+    section = find_section(fitting, "Tensors of lowest SQNR")
+    assert (section.is_folded, section.figures) == (True, [])
