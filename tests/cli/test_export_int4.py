@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.cli.program import fail, succeed
@@ -166,3 +166,27 @@ def test_other_integers_are_refused_by_name(
     text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
     assert named in text
     assert "symmetric ones of compressed-tensors with one scale per tensor" in text
+
+
+def test_what_is_not_quantized_is_rounded_to_fp8_as_ever(llama: Path, tmp_path: Path) -> None:
+    """One weight has grown since it was calibrated: its scale is that of the weight at hand."""
+    int4 = quantize(llama / "model", tmp_path / "int4", ignore="self_attn|layers.0.mlp.up_proj")
+    grown = "model.layers.1.self_attn.o_proj"
+    tensors = load_file(tmp_path / "int4" / "model.safetensors")
+    tensors[f"{grown}.weight"] *= 4  # no other codes
+    save_file(tensors, tmp_path / "int4" / "model.safetensors")
+    export(llama, tmp_path / "int4", tmp_path / "int4-rfc", "--tp", 2)
+    export(llama, llama / "model", tmp_path / "plain-rfc", "--tp", 2)
+    for rank in range(2):
+        name = f"rfc.tp2.rank{rank}.safetensors"
+        found, plain = (load_file(tmp_path / folder / name) for folder in ("int4-rfc", "plain-rfc"))
+        assert found.keys() == plain.keys()
+        for key, value in plain.items():
+            module, _, kind = key.rpartition(".")
+            if f"{module}.weight" in int4 and kind != "input_scale":
+                continue
+            if key == f"{grown}.weight_scale":
+                own = tensors[f"{grown}.weight"].numpy()[:, 16 * rank : 16 * rank + 16]
+                assert found[key].item() == np.abs(own).max() / np.float32(448)
+            else:
+                assert torch.equal(found[key].float(), value.float()), key

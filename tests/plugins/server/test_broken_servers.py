@@ -356,3 +356,14 @@ def test_what_cannot_be_asked_is_refused_before(
     assert says in text
     assert ("SSL_CERT_FILE" in text) is (says == CERTIFICATES)
     assert KEY not in text
+
+
+def test_a_dump_that_does_not_exist_is_refused_before_the_server_is_asked(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "no-dump").write_text("{}")
+    with FakeServer(predict) as server:
+        command = ("server", server.url, model, "--data", data, "--reference-dump")
+        assert "no such file" in fail(2, *command, tmp_path / "none")
+        assert "no-dump" in fail(4, *command, tmp_path / "no-dump")
+        assert server.asked == []
