@@ -31,6 +31,7 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.doors import make_plan as plan_data
 from tests.doors import run_calibration
+from tests.kit.minutes import in_minutes
 from tests.quantization.by_hand import run
 from tests.verification.by_hand import (
     Subject,
@@ -70,7 +71,14 @@ def multiply(written: Tensors, name: str) -> torch.Tensor:
     return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
 
 
-@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize(
+    "family",
+    [
+        *sorted(zoo.ZOO),
+        "deepseek_v32",
+        *in_minutes(*sorted(MODELS.keys() - zoo.ZOO.keys() - {"deepseek_v32"})),
+    ],
+)
 def test_what_is_emulated_is_what_is_written(family: str, tmp_path: Path) -> None:
     model = families.build(family, MODELS[family])
     with opened(model, tmp_path / "m") as subject:
