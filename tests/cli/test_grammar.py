@@ -251,3 +251,9 @@ def test_suggestions() -> None:
         "a or b",
         "a, b or c",
     ]
+
+
+def test_several_values_of_an_option_are_its_repetition() -> None:
+    message = fail(2, *["verify", "m", "--data", "a", "b"])
+    assert "unexpected extra argument" in message
+    assert "an option takes one value: write it again for another" in message

@@ -725,3 +725,15 @@ def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path:
     refused = run(*shlex.split(printed)[1:])
     assert "no such option" not in refused.err.lower()
     assert refused.code != 0  # there is no such model
+
+
+def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
+    data: Path, tmp_path: Path
+) -> None:
+    zoo.save("falcon", tmp_path / "falcon")
+    save_tokenizer(tmp_path / "falcon")
+    command = ("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
+    outcome = succeed(*command)
+    (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
+    assert "self_attention.q and 3 more: quantized by vllm but not emulated" in warning
+    assert warning in outcome.err
