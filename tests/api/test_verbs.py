@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
-from fp8calib.plugins.gptq import gptq
-from fp8calib.plugins.gptq.command import GptqResult
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 
@@ -54,39 +51,6 @@ def test_quantize_writes_the_files_of_the_command(
     assert set(again.files) == set(found.files)
     with pytest.raises(fp8calib.UsageError, match="input scales come from calibration"):
         fp8calib.quantize(model, "fp8-static", tmp_path / "none")
-
-
-def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path: Path) -> None:
-    options = ("--scheme", "fp8-static", "--ignore", "*.o_proj")
-    text = ("--data", data, "--samples", 32, "--seq-len", 32, "--dtype", "float32")
-    succeed("gptq", model, *options, *text, "--out", tmp_path / "expected")
-
-    def round_weights(source: Any, name: str, **given: Any) -> GptqResult:
-        return gptq(
-            source,
-            "fp8-static",
-            tmp_path / name,
-            data=data,
-            ignore=["*.o_proj"],
-            dtype="float32",
-            samples=32,
-            seq_len=32,
-            **given,
-        )
-
-    stages: list[str] = []
-    found = round_weights(model, "found", progress=lambda *call: stages.append(call[0]))
-    assert stages[-1] == "quantizing"
-    assert any(each.rounding == "gptq" for each in found.rounded)
-    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
-    assert round_weights(model, "found", resume=True).files == found.files
-    live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    round_weights(live, "live", tokenizer=AutoTokenizer.from_pretrained(model))
-    weights = "model.safetensors"
-    expected = load_file(tmp_path / "expected" / weights)
-    for name, tensor in load_file(tmp_path / "live" / weights).items():
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "found", "live"]
 
 
 def test_quantize_and_export_take_a_model_in_memory(

@@ -68,24 +68,6 @@ def test_a_gpu_takes_about_8192_tokens_at_once_and_a_cpu_one_sequence() -> None:
     assert choose_batch_size("cpu", 512) == 1
 
 
-def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
-    """Batches of 4, 4, 4 and 1: the second fails with four and with two sequences."""
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        whole = subject.calibrate(batch_size=4)
-        share = WorkShare()
-        handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
-        found = subject.calibrate(share, batch_size=4)
-        handle.remove()
-    assert share.back_offs == [BackOff(first=4, batch_size=size) for size in (2, 1)]
-    assert found.sites.keys() == whole.sites.keys()
-    for site, expected in whole.sites.items():
-        assert found.sites[site].count == expected.count
-        assert torch.allclose(found.sites[site].amax, expected.amax, rtol=1e-5)
-        if expected.histogram is not None:
-            assert int(found.sites[site].histogram.sum()) == int(expected.histogram.sum())  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("error", "sequences", "says"),
     [

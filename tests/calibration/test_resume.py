@@ -174,30 +174,6 @@ def test_a_damaged_hidden_state_is_not_resumed_from(
     assert len(told) == 1
 
 
-def test_layers_of_other_batches_are_not_resumed_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zoo.save("llama", tmp_path / "model")
-    kept = tmp_path / "kept"
-    with opened(tmp_path / "model", streamed=True) as subject:
-        whole = as_bytes(subject.calibrate(batch_size=3), tmp_path)
-        subject.calibrate(keep_in(kept, subject))
-        assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
-        share = keep_in(kept, subject)
-        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
-        with pytest.raises(UsageError, match="different data"):
-            keep_in(kept, subject, seed=5)
-    (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
-    told: list[str] = []
-    with opened(tmp_path / "model", streamed=True) as subject:
-        share = keep_in(kept, subject)
-        assert share.journal is not None
-        monkeypatch.setattr(share.journal, "warn", told.append)
-        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
-    assert len(told) == 1
-    assert "starting again" in told[0]
-
-
 def test_a_shard_resumes_too(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     shard = Share(index=2, count=2)
@@ -297,3 +273,27 @@ def test_a_full_disk_is_reported_and_the_run_continues(
             stats = subject.calibrate(share)
     assert as_bytes(stats, tmp_path) == whole
     assert "no checkpoint was written, the run continues: no space left" in told
+
+
+def test_layers_of_other_batches_are_not_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(batch_size=3), tmp_path)
+        subject.calibrate(keep_in(kept, subject))
+        assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
+        share = keep_in(kept, subject)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
+        with pytest.raises(UsageError, match="different data"):
+            keep_in(kept, subject, seed=5)
+    (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
+    told: list[str] = []
+    with opened(tmp_path / "model", streamed=True) as subject:
+        share = keep_in(kept, subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
+    assert len(told) == 1
+    assert "starting again" in told[0]

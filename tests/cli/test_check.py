@@ -161,34 +161,6 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "FlashAttention 3" in outcome.out
 
 
-KV_UNJUDGED = "KV scales beside what calibration measures"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "last"),
-    [
-        ("kv-overlay", f"values of weights and {KV_UNJUDGED}; add --read-weights --stats STATS"),
-        ("kv-overlay --read-weights", f"{KV_UNJUDGED}; add --stats STATS"),
-        ("kv-overlay --stats stats.safetensors", "values of weights; add --read-weights"),
-        ("kv-overlay --stats stats.safetensors --read-weights", ""),
-        ("rfc.tp1.json --model {model}", ""),  # no engine uses it
-        ("{model}", "values of weights; add --read-weights"),
-    ],
-)
-def test_the_last_line_says_what_was_not_judged(
-    calibrated: tuple[Path, Outcome],
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    last: str,
-) -> None:
-    monkeypatch.chdir(calibrated[0])
-    told = run("check", *arguments.format(model=model).split()).out.splitlines()
-    found = [line for line in told if line.startswith("not judged: ")]
-    assert found == ([f"not judged: {last}"] if last else [])
-    assert not found or told[-1] == found[0]
-
-
 def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
     overlay: Path, model: Path
 ) -> None:
@@ -306,61 +278,7 @@ def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path
 # --- mends ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("suffixes", "quantization"),
-    [
-        (("k_scale", "v_scale"), None),
-        (("k_scale",), PER_TENSOR),
-        (("v_scale",), {"quant_method": "fp8", "activation_scheme": "static"}),
-        (("kv_scale",), PER_TENSOR),
-        ((), PER_TENSOR),
-        (("k_scale", "v_scale"), {"quant_method": "awq"}),
-        (("k_proj.k_scale", "v_proj.v_scale"), {"quant_method": "modelopt", "quant_algo": None}),
-    ],
-)
-def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(
-    model: Path, tmp_path: Path, suffixes: tuple[str, ...], quantization: object
-) -> None:
-    folder = save_folder(tmp_path / "f", spell(*suffixes), quantization=quantization)
-
-    report = check(8, folder, "--model", model)
-    shown = run("check", folder, "--model", model)
-
-    verdicts = [
-        layer[role]
-        for engine in report["engines"].values()
-        for layer in engine["layers"]
-        for role in "kv"
-        if layer[role]["status"] != "used"
-    ]
-    assert verdicts
-    for verdict in verdicts:
-        assert verdict["fix"], verdict["why"]
-        assert f"fix: {verdict['fix']}" in shown.out
-
-
 # --- what is no checkpoint ------------------------------------------------------------------------
-
-
-def test_a_weight_file_has_to_be_readable(model: Path, tmp_path: Path) -> None:
-    """As in every command it is exit code 4, but engines differ in which other files they open."""
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
-    (weights,) = folder.glob("*.safetensors")
-    (folder / "stray.safetensors").write_bytes(b"no tensors")
-    options = ("--engine", "vllm", "--engine", "transformers")
-    shown = run("check", folder, *options)
-    assert shown.code == 8
-    refused, opened = shown.out.split("transformers 5")
-    assert "stray.safetensors: " in refused
-    assert "stray.safetensors: " not in opened
-    index = {"weight_map": dict.fromkeys(load_file(weights), weights.name)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "vllm" in succeed("check", folder, "--engine", "vllm").out  # which does not open it
-    weights.write_bytes(weights.read_bytes()[:5000])
-    for command in (("check", folder), ("show", folder), ("verify", folder, "--samples", 1)):
-        message = fail(4, *command)
-        assert f"{weights.name}: truncated: header says the file has " in message
-        assert "download or copy the file again" in message
 
 
 @pytest.mark.parametrize(

@@ -332,25 +332,6 @@ def refused(tmp_path: Path) -> Callable[..., str]:
     return refuse
 
 
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "(quant_method awq)"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "(quant_method gptq)"),
-        ({"quant_method": "bitsandbytes"}, "(quant_method bitsandbytes)"),
-    ],
-)
-def test_other_methods_are_refused_by_name(
-    tmp_path: Path, refused: Callable[..., str], section: dict[str, object], says: str
-) -> None:
-    child = Path(shutil.copytree(BASE, tmp_path / "child"))
-    set_method(child, **section)
-    change_tensors(child, {NAME: None, "q.qweight": torch.zeros(4, 4, dtype=torch.int32)})
-    text = refused(4, child)
-    assert f"its weights cannot be dequantized {says}" in text
-    assert "NVFP4 of compressed-tensors and ModelOpt" in text
-
-
 def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -> None:
     assert "its weights are not quantized" in refused(4, BASE)
     assert "cannot be dequantized" in refused(4, FOLDER / "llmcompressor-kv")

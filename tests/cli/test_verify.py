@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fp8calib
 from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
@@ -290,28 +289,6 @@ def test_a_warning_fails_with_strict_alone(
     assert found.json["passed"] is (code == 0)
 
 
-def test_scale_one_decides_where_there_are_no_other_scales(
-    model: Path, held_out: Path, files: Path, tmp_path: Path
-) -> None:
-    command = ("verify", model, "--data", held_out, *EIGHT, "--seq-len", 16, "--json")
-    found = succeed(*command, "--scales", files).json
-    mine, one = (candidate["kld_mean"] for candidate in found["candidates"])
-    assert mine < one
-    gate = tmp_path / "gate.yaml"
-    gate.write_text(f"pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: {(mine + one) / 2}\n")
-    command = (*command, "--gate", gate, "--strict")
-    assert run(*command, "--scales", files).code == 0
-    alone = run(*command)
-    assert (alone.code, alone.json["passed"]) == (8, False)
-    assert "is within one standard error of" in alone.json["candidates"][0]["verdict_why"]
-    # no site loses at scale 1.0: calibrating cannot help
-    limit = f"{(mine + one) / 2:g}"
-    text = f"--data {held_out} --samples 8 --seq-len 16"
-    planned = f"fp8calib plan {model} --scheme none --max-kld {limit} {text}"
-    assert alone.json["next"] == planned
-    succeed(*shlex.split(planned)[1:], "--dry-run")
-
-
 def test_the_answer_is_one_line_and_the_command_the_last(model: Path, held_out: Path) -> None:
     """Nothing is lost, so there is no table."""
     lines = succeed("verify", model, "--data", held_out, *QUICK).out.splitlines()
@@ -352,27 +329,6 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
     (out / "stats.safetensors").unlink()
     alone = run(*command, out / "kv-overlay", "--json").json["next"]
     assert alone == f"fp8calib calibrate {tmp_path / 'odd'} --query-scale yes"
-
-
-def test_statistics_are_judged_with_the_q_scales_that_are_written(
-    model: Path, data: Path, held_out: Path, tmp_path: Path
-) -> None:
-    odd = save_changed(model, tmp_path / "odd", lambda odd: shrink_query(odd.model.layers[1]))
-    out, alone = tmp_path / "out", tmp_path / "stats.safetensors"
-    formats = ("--format", "kv-overlay", "--format", "kv-scales")
-    succeed("calibrate", odd, "--data", data, *QUICK, *formats, "--out", out)
-    shutil.copy(out / "stats.safetensors", alone)
-    klds = set()
-    for scales in (out, alone, out / "kv-overlay"):
-        found = succeed("verify", odd, "--data", held_out, *QUICK, "--scales", scales, "--json")
-        assert "has no scale for q" not in found.json["advice"]
-        klds.add(found.json["candidates"][0]["kld_mean"])
-    assert len(klds) == 1
-    written = load_file(out / "kv_scales.safetensors")
-    scales = fp8calib.load_stats(alone).kv_scales()
-    assert scales.keys() == written.keys()
-    assert all(torch.equal(scales[name], value) for name, value in written.items())
-    assert sum(name.endswith("q_scale") for name in written) == 2
 
 
 def test_existing_files_are_replaced_only_by_force(
@@ -569,23 +525,6 @@ def test_no_output_replaces_what_is_read(
         assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
-def test_an_output_that_cannot_be_written_hides_no_result(
-    model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    def refuse_to(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(f"fp8calib.commands._verify.{failing}", refuse_to)
-    outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
-    outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
-    assert outcome.code != 0
-    assert set(snapshot(tmp_path)) <= {"d.safetensors"}  # which is written first
-    assert (
-        "This model does not need KV scales." in outcome.out
-    )  # what was found is shown all the same
-
-
 def test_tensors_that_the_model_has_no_parameter_for_are_named(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -597,35 +536,6 @@ def test_tensors_that_the_model_has_no_parameter_for_are_named(
     )
     expected = f"{tmp_path / 'm'}: not parameters of the model, so not loaded: {name}"
     assert expected in printed.json["warnings"]
-
-
-def test_fp8_weights_end_with_the_command_that_helps(
-    verify: Any, model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    found = verify("--scheme", "fp8-dynamic").json
-    names = [candidate["name"] for candidate in found["candidates"]]
-    assert names == ["fp8-dynamic", "scale-1.0"]
-    headline = found["decision"]["headline"]
-    assert re.match("fp8-dynamic (passes|loses nothing that this text shows): KLD ", headline)
-    assert (
-        found["next"]
-        == f"fp8calib quantize {model} --scheme fp8-dynamic --out {model.name}-fp8-dynamic"
-    )
-    out = tmp_path / "fp8 dynamic"
-    succeed(*shlex.split(found["next"])[1:-1], out)
-    found = verify("--scales", out).json
-    assert found["next"] == f"vllm serve '{out}'"
-    strict = tmp_path / "strict.yaml"
-    strict.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
-    asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
-    lines = run(*asked, "--scales", out).out.splitlines()
-    assert not [line for line in lines if line.startswith(("K, V and q at", "scale-1.0"))]
-    text = f"--data {held_out} --samples 4 --seq-len 16"
-    assert lines[-1] == f"next: fp8calib plan {model} --max-kld 1e-09 {text}"
-    assert f"{out} fails: KLD" in lines[0]
-    lines = run(*asked, "--scheme", "w8a16").out.splitlines()
-    planned = "--scheme w8a16 --kv-tokens 0 --max-kld 1e-09"
-    assert lines[-1] == f"next: fp8calib plan {model} {planned} {text}"
 
 
 def test_a_model_that_the_engine_may_not_load_is_a_warning(
@@ -737,3 +647,20 @@ def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
     (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
     assert "self_attention.q and 3 more: quantized by vllm but not emulated" in warning
     assert warning in outcome.err
+
+
+@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
+def test_an_output_that_cannot_be_written_hides_no_result(
+    model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def refuse_to(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"fp8calib.commands._verify.{failing}", refuse_to)
+    outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
+    outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
+    assert outcome.code != 0
+    assert set(snapshot(tmp_path)) <= {"d.safetensors"}  # which is written first
+    assert (
+        "This model does not need KV scales." in outcome.out
+    )  # what was found is shown all the same

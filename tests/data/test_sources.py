@@ -136,21 +136,6 @@ def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("columns", "fragment"),
-    [
-        ({"prompt": ["a"], "id": [1]}, "row 1: no usable field; the keys are: prompt, id"),
-        ({"text": ["a", None], "id": [1, 2]}, "row 2: no usable field; the keys are: text, id"),
-        ({"text": [b"a"]}, "row 1: text must be a string, found bytes"),
-        ({"text": pa.array([], pa.string())}, "x.parquet: no rows"),
-    ],
-)
-def test_a_bad_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(DataError) as caught:
-        read(iter_file_rows(write_parquet(tmp_path / "x.parquet", columns)))
-    assert fragment in caught.value.message
-
-
 def test_the_files_of_a_folder_follow_one_another_and_each_must_hold_rows(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"b")
     write(tmp_path / "a.jsonl", b'{"text": "a"}')

@@ -138,17 +138,6 @@ def test_another_model_of_the_same_shapes_is_not_resumed(tmp_path: Path, source:
         run(source, tmp_path / "out", "w8a16", resume=True)
 
 
-def test_dead_weights_of_finished_shards_are_still_listed(tmp_path: Path) -> None:
-    tensors = make_tensors()
-    tensors[f"{LAYER}.self_attn.q_proj.weight"][3] = 0
-    source = save(tmp_path / "source", tensors, shards=SHARDS)
-    whole = run(source, tmp_path / "whole", "w8a16")
-    interrupt(source, tmp_path / "out")
-    assert whole.written.all_zero
-    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
-    assert resumed.written.all_zero == whole.written.all_zero
-
-
 def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
     found = run(source, tmp_path / "out", "w8a16")
     assert find_finished(found.out, found.plan)

@@ -166,20 +166,6 @@ def test_experts_are_loaded_with_their_scales(family: str, tmp_path: Path) -> No
     assert compared >= 2
 
 
-@pytest.mark.parametrize("family", ["biogpt", "phimoe"])
-def test_linears_that_transformers_calls_otherwise_stay_as_they_are(
-    family: str, tmp_path: Path
-) -> None:
-    """A tied head that no tensor tells of; routers with another name on disk."""
-    zoo.save(family, tmp_path / "model")
-    out = run(tmp_path / "model", tmp_path / "out", "w8a16")
-    _, report = AutoModelForCausalLM.from_pretrained(
-        out.out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-
-
 def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
     """Its modules are called otherwise in memory than on disk."""
     model = build_gemma3()
@@ -201,21 +187,6 @@ def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) 
     }
     assert len(changed) == 14
     assert all("language_model.layers" in name for name in changed)
-
-
-def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> None:
-    """As its own fine-grained FP8; only the scheme of blocks is."""
-    model = zoo.save("llama", tmp_path / "model", **SIZES)
-    out = run(tmp_path / "model", tmp_path / "out", "fp8-block", "autofp8").out
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    name = "model.layers.1.mlp.gate_proj.weight"
-    original, found = model.get_parameter(name), loaded.get_parameter(name)
-    for i in range(3):
-        for j in range(2):
-            place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
-            scale = original[place].abs().max() / 448
-            expected = (original[place] / scale).to(torch.float8_e4m3fn).float() * scale
-            torch.testing.assert_close(found[place].float(), expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("family", sorted(STACKED))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
+from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.model.shapes import Role
@@ -56,19 +56,6 @@ def test_release_serves_a_type_with_these_backends(
     """What vLLM's own functions answer; tests/real_engines asks them again."""
     record, _ = find_emulated(engine)
     assert record.list_backends(cache_type, GPUS[gpu]) == backends
-
-
-@pytest.mark.parametrize(
-    ("names", "joined"),
-    [
-        ((), ""),
-        (GENERATIONS, "sm_80 to sm_121, gfx942 to gfx1201"),
-        (("sm_103", "sm_100"), "sm_100, sm_103"),
-        (("sm_80", "sm_90", "sm_100", "sm_103", "gfx950"), "sm_80, sm_90 to sm_103, gfx950"),
-    ],
-)
-def test_generations_are_joined_as_ranges(names: tuple[str, ...], joined: str) -> None:
-    assert join_generations(names) == joined
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     attending_bytes,
-    is_reproduced,
 )
 from tests import zoo
 from tests.kit.allocations import peak_allocated
@@ -219,25 +218,6 @@ def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
     is_met = bool(sites) and subject.model.config.model_type not in WITHOUT_INTERFACE
     assert set(hooks.damage) == (set(sites) if is_met else set())
     assert torch.equal(found, expected) is not is_met
-
-
-def test_attention_that_is_not_reproduced_is_left_to_the_model() -> None:
-    call = make_call()
-    output = attend_in_fp32(call, None, None)[0]
-
-    def answer(factor: float) -> AttentionCall:
-        return AttentionCall(
-            function=lambda *_, **__: (output * factor, None),
-            module=call.module,
-            query=call.query,
-            key=call.key,
-            value=call.value,
-            mask=None,
-            options={},
-        )
-
-    assert is_reproduced(answer(1.001), None)
-    assert not is_reproduced(answer(1.1), None)
 
 
 def test_a_model_with_other_attention_keeps_it(tmp_path_factory: pytest.TempPathFactory) -> None:

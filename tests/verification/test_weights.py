@@ -39,7 +39,7 @@ from tests.verification.by_hand import (
     plan_scheme,
     tensor_scale,
 )
-from tests.verification.models_by_hand import ROUTERS, Recipe, quantize_by_hand
+from tests.verification.models_by_hand import Recipe, quantize_by_hand
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
@@ -108,29 +108,6 @@ def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: P
         if group[0].name.startswith(prefix)
     ]
     assert found == GROUPS[family]
-
-
-@pytest.mark.parametrize("family", sorted(zoo.ZOO))
-def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
-    """A list made by hand of what stays: routers, and what is no projection."""
-    with opened(zoo.build(family), tmp_path / "m") as subject:
-        planned = plan_scheme(subject, find_scheme("w8a16")).weights
-    parameters = [parameter for each in planned for parameter in each.parameters]
-    listed = [parameter.name for parameter in parameters if parameter.sites]
-    assert len(listed) == len(set(listed))
-    layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
-    left = {
-        name.rpartition(".")[0].rpartition(".")[2]
-        for name, parameter in subject.model.named_parameters()
-        if name.startswith(layers) and parameter.ndim > 1 and name not in listed
-    }
-    assert left <= {*ROUTERS, "conv1d", "experts"}
-    biases = {
-        name
-        for name, parameter in subject.model.named_parameters()
-        if "experts" in name and parameter.ndim > 1 and name not in listed
-    }
-    assert all("bias" in n or "shared_expert_gate" in n for n in biases)
 
 
 # --- an FP8 checkpoint -------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8calib.calibration import journal
@@ -279,23 +278,6 @@ def test_static_scales_are_measured_in_the_same_pass(tmp_path: Path) -> None:
 
 def unpack(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[name].float() * tensors[f"{name}_scale"]
-
-
-def test_the_metadata_records_how_weights_were_rounded(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    succeed(*command(tmp_path / "model", tmp_path))
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        metadata = file.metadata()
-    record = json.loads(metadata["fp8calib.rounding"])
-    origin = json.loads(metadata["fp8calib.measured_on"])
-    assert record["rounding"] == "gptq"
-    assert record["damping"] == 0.01
-    assert record["data"] == origin["data"]
-    assert re.fullmatch("[0-9a-f]{64}", record["data"])
-    assert (record["sequences"], record["held_back"]) == (NUM_SEQUENCES, 8)
-    assert record["order"] == "by falling diagonal of the Hessian"
-    assert record["tokens"] == "scaled to the power 0.25 of their length"
-    assert "the best of 8 for each row" in record["scales"]
 
 
 def interrupt_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:

