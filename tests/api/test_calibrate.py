@@ -21,7 +21,7 @@ from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.plugins.gptq import gptq
 from tests import zoo
 from tests.cli.conftest import write_rows
-from tests.cli.program import snapshot, succeed
+from tests.cli.program import succeed
 from tests.kit.pictures import assert_unchanged, take
 
 LENGTH = 16
@@ -286,18 +286,3 @@ def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
     assert joined.files == ("stats.safetensors",)
     expected = stats_bytes(whole.stats, tmp_path)
     assert (tmp_path / "joined" / "stats.safetensors").read_bytes() == expected
-
-
-def test_a_recipe_writes_the_checkpoint_of_a_model_in_memory(tmp_path: Path) -> None:
-    """That of a folder is in tests/cli/test_quantize.py."""
-    model = zoo.save("llama", tmp_path / "model")
-    text: dict[str, Any] = {"seq_len": LENGTH, "out": tmp_path / "out"}
-    result = fp8calib.calibrate(model, token_rows(), recipe="w8a8-static", **text)
-    assert isinstance(result.quantize, fp8calib.QuantizeResult)
-    assert result.passed
-    quantized = fp8calib.quantize(
-        tmp_path / "model", "fp8-static", tmp_path / "alone", stats=result
-    )
-    folder = tmp_path / "out" / "fp8-static"
-    assert snapshot(folder) == snapshot(tmp_path / "alone")
-    assert quantized.quantized == result.quantize.quantized

@@ -253,36 +253,6 @@ def test_another_dtype_and_parts_give_the_same_hashes(
     assert hash_saved(tmp_path / "other", converted) == base
 
 
-def list_sketched(hashes: dict[str, str]) -> list[str]:
-    return [name for name, text in hashes.items() if text.startswith("rows:")]
-
-
-def test_of_the_experts_of_a_layer_one_is_sketched_another_in_each_layer(tmp_path: Path) -> None:
-    """Experts 10 and 2 are in the order of numbers; norms, biases and the head are not linears."""
-    weight = torch.ones(4, 4)
-    experts = [f"model.layers.{n}.mlp.experts.{e}.up.weight" for n in (1, 2) for e in (0, 2, 10)]
-    others = ["model.layers.1.mlp.gate.weight", "model.layers.1.self_attn.o_proj.weight"]
-    left = {"model.layers.1.mlp.up.bias": torch.ones(4), "lm_head.weight": weight}
-    tensors = {name: weight.clone() for name in (*experts, *others)} | left
-    found = hash_saved(tmp_path / "base", make(**tensors))
-    assert list_sketched(found) == sorted([experts[1], experts[5], *others])
-
-
-@pytest.mark.parametrize(("expert", "is_seen"), [(0, False), (1, True), (2, False)])
-def test_of_a_stack_of_experts_one_is_compared(tmp_path: Path, expert: int, is_seen: bool) -> None:
-    """In layer 4 of three experts it is that of 4 mod 3."""
-    name = "model.layers.4.mlp.experts.gate_up_proj"
-    stack = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
-    base = hash_saved(tmp_path / "base", make(**{name: stack}))
-    changed = stack.clone()
-    changed[expert] *= -1
-    hash_saved(tmp_path / "other", make(**{name: changed}))
-    with Checkpoint.open(tmp_path / "other") as checkpoint:
-        found = compare_with_base(base, checkpoint)
-    assert bool(found.difference) is is_seen
-    assert found.difference.startswith(f"its {name} differs by " if is_seen else "")
-
-
 def test_rows_all_over_a_linear_are_compared(tmp_path: Path) -> None:
     """A third of the rows is of another matrix."""
     name, large = "model.layers.0.mlp.up_proj.weight", torch.ones(1100, 1024)

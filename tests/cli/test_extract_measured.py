@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.cli.program import Outcome, succeed
 
 OURS = ("kv-overlay", "tgi", "kv_scales.safetensors", "kv_cache_scales.tp1.json")
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_our_own_scales_are_not_called_biased(
-    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path, name: str
-) -> None:
-    source, out = calibrated[0] / name, tmp_path / "out"
-    command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
-
-    shown = succeed(*command, "--save-path", out, "--format", "kv-scales", "--json")
-
-    assert not [note for note in shown.json["notes"] if "quantized model" in note]
-    assert "quantized model" not in shown.err
-    assert shown.json["taken_from"][0].endswith((name, ".safetensors"))
-    with safe_open(out / "kv_scales.safetensors", "pt") as file:
-        assert "fp8calib.provenance" not in file.metadata()
 
 
 def test_scales_extracted_once_stay_those_of_a_quantized_model(

@@ -331,20 +331,6 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
     assert alone == f"fp8calib calibrate {tmp_path / 'odd'} --query-scale yes"
 
 
-def test_existing_files_are_replaced_only_by_force(
-    model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    dump, page = tmp_path / "d.safetensors", tmp_path / "r.html"
-    command = ("verify", model, "--data", held_out, *QUICK, "--dump", dump, "--report", page)
-    succeed(*command)
-    before = snapshot(tmp_path)
-    assert "use --force to replace it" in fail(2, *command)
-    assert snapshot(tmp_path) == before
-    succeed(*command, "--seq-len", 12, "--force")
-    after = snapshot(tmp_path)
-    assert all(after[name] != before[name] for name in ("d.safetensors", "r.html"))
-
-
 @pytest.mark.parametrize("option", ["--dump", "--report"])
 def test_force_replaces_only_what_verify_writes(
     refuse: Any, verify: Any, model: Path, tmp_path: Path, option: str

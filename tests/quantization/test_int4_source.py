@@ -94,19 +94,6 @@ def test_scales_are_left_out_and_other_tensors_stay(tmp_path: Path, *, packed: b
         assert torch.equal(spread.read(NORM), torch.zeros(4))
 
 
-def test_a_missing_key_has_its_default(tmp_path: Path) -> None:
-    """A strategy that is not told is per tensor without a group size, and symmetric."""
-    for weights, expected in (
-        ({"num_bits": 4}, True),
-        ({"num_bits": 4, "group_size": 128}, False),
-        ({}, False),
-        ({**WEIGHTS, "dynamic": True}, False),
-    ):
-        folder = save(tmp_path / "m", make_weight(), make_section(weights))
-        with Checkpoint.open(folder) as checkpoint:
-            assert is_int4_source(checkpoint) is expected
-
-
 def test_one_other_group_is_enough(tmp_path: Path) -> None:
     section = make_section()
     section["config_groups"]["other"] = {"weights": {**WEIGHTS, "num_bits": 8}}

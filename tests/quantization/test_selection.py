@@ -196,19 +196,6 @@ def test_stacked_experts_are_refused_by_name(
     assert taken(pick(tmp_path / "b", tensors, name)) == {f"{LAYER}.fc"}
 
 
-def test_the_hint_at_an_unknown_stack_leaves_out_those_of_all_layers(tmp_path: Path) -> None:
-    tensors = {
-        f"model.layers.{layer}.mlp.experts.{name}": torch.zeros(4, 64, 32)
-        for layer in range(2)
-        for name in ("gate_up_proj", "down_proj")
-    } | {f"{LAYER}.fc.weight": MATRIX}
-    with pytest.raises(ModelError) as raised:
-        pick(tmp_path / "a", tensors)
-    pattern = raised.value.hint.split("--ignore ")[1].strip("'")
-    assert pattern == "model.layers.*.mlp.experts"
-    assert taken(pick(tmp_path / "b", tensors, pattern)) == {f"{LAYER}.fc"}
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "imagegpt", "openai-gpt"])
 def test_families_of_transposed_weights_are_refused_by_name(
     tmp_path: Path, model_type: str

@@ -145,23 +145,6 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     compare_divergences(scheme, tmp_path, dtype)
 
 
-@pytest.mark.parametrize(("engine", "is_named"), [("reference", False), ("vllm", True)])
-def test_gpus_that_leave_inputs_of_mxfp8_in_16_bits_are_named(
-    engine: str, is_named: bool, tmp_path: Path
-) -> None:
-    """Of the scheme and of its checkpoint; of fp8-dynamic there is nothing to say."""
-    families.save("llama", {**MODELS["llama"], **_SIZES}, tmp_path / "m")
-    succeed("quantize", tmp_path / "m", "--scheme", "mxfp8", "--out", tmp_path / "q")
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 19))}] * 2)
-    candidates = {("--scheme", "mxfp8"): is_named, ("--scales", tmp_path / "q"): is_named}
-    for candidate, expected in {**candidates, ("--scheme", "fp8-dynamic"): False}.items():
-        outcome = succeed(
-            *("verify", tmp_path / "m", *candidate, "--engine", engine, "--data", data),
-            *("--seq-len", 16, "--dtype", "float32", "--json"),
-        )
-        assert any("in 16 bits" in each for each in outcome.json["warnings"]) is expected
-
-
 def compare_divergences(scheme: str, tmp_path: Path, dtype: str = "float32") -> None:
     """Verify a scheme of the model in `m`, and its checkpoint."""
     succeed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -275,18 +274,6 @@ def test_levels_of_a_gaussian_are_those_of_the_table(bits: int) -> None:
     assert levels.tolist() == pytest.approx((-levels.flip(0)).tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_key_is_the_nearest_direction_of_its_length(bits: int) -> None:
-    x = draw_vectors(128, torch.bfloat16)[:, :, 4:]
-    found = round_trips.gaussian_key(x, bits)
-    wanted = store_by_hand(by_hand.turboquant_key(bits), x)
-    error = (found - wanted).norm(dim=-1) / x.float().norm(dim=-1)
-    # The table has four digits: values near a border may take the other level.
-    assert float(error.median()) < 3e-3
-    assert float(error.max()) < 0.2
-    assert torch.allclose(found.norm(dim=-1), x.float().norm(dim=-1), rtol=1e-3)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.0123])
 def test_four_over_six_takes_the_smaller_error(scale: float) -> None:
     x = draw_vectors(64, torch.bfloat16)
@@ -299,20 +286,6 @@ def test_four_over_six_takes_the_smaller_error(scale: float) -> None:
     assert float((found == wanted).float().mean()) > 0.98
     plain = round_trips.nvfp4(x, torch.tensor(scale))
     assert float((found - x.float()).square().sum()) < float((plain - x.float()).square().sum())
-
-
-@pytest.mark.parametrize("name", CACHE_TYPES)
-def test_every_type_keeps_shape_and_finite_values(name: str) -> None:
-    cache_type = CACHE_TYPES[name]
-    arguments: dict[str, Any] = {"scale": GLOBAL} if cache_type.has_global_scales else {}
-    for store in (cache_type.key, cache_type.value or cache_type.key):
-        for dtype in DTYPES:
-            x = draw_vectors(128, dtype)
-            found = store(x, **arguments)
-            assert found.shape == x.shape
-            assert found.dtype == torch.float32
-            assert bool(found.isfinite().all())
-            assert not found[0, 0, 0].any(), "zeros stay zeros"
 
 
 @pytest.mark.parametrize(
@@ -334,3 +307,15 @@ def test_bytes_of_a_vector_of_128(name: str, key: int, value: int) -> None:
     value_size = cache_type.key_size if cache_type.value is None else cache_type.value_size
     sizes = [bits * 128 / 8 + more for bits, more in (cache_type.key_size, value_size)]
     assert sizes == [key, value]
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_key_is_the_nearest_direction_of_its_length(bits: int) -> None:
+    x = draw_vectors(128, torch.bfloat16)[:, :, 4:]
+    found = round_trips.gaussian_key(x, bits)
+    wanted = store_by_hand(by_hand.turboquant_key(bits), x)
+    error = (found - wanted).norm(dim=-1) / x.float().norm(dim=-1)
+    # The table has four digits: values near a border may take the other level.
+    assert float(error.median()) < 3e-3
+    assert float(error.max()) < 0.2
+    assert torch.allclose(found.norm(dim=-1), x.float().norm(dim=-1), rtol=1e-3)

@@ -128,18 +128,3 @@ def test_noise_is_no_fault_and_little_text_cannot_tell() -> None:
     assert unclear.tokens_to_tell is not None
     assert unclear.tokens_to_tell > unclear.tokens
     assert unclear.sentence.endswith(" tokens would tell.")
-
-
-def test_what_is_written_otherwise_is_no_noise() -> None:
-    """After the first other token, log-probabilities are of other text."""
-    one = answer([[0.0, 0.0, 0.0, 0.0]])
-    other = Decoded(
-        ids=one.decoded[0].ids.clone(), logprobs=one.decoded[0].logprobs + torch.tensor([0.1] * 4)
-    )
-    other.ids[5] = 99
-    found = assess_decoding(
-        DecodingAnswers(
-            decoded=one.decoded, again=[other], scores=one.scores, scores_again=one.scores_again
-        )
-    )
-    assert found.noise_rms == pytest.approx((0.01 / 2) ** 0.5)

@@ -110,17 +110,6 @@ def test_nothing_is_found_where_nothing_was_emulated() -> None:
     assert diagnose(changes(draw(1))).finding is ServerFinding.NOTHING_EMULATED
 
 
-def test_a_sum_of_faults_means_other_scales() -> None:
-    """Neither fault alone explains the server beyond the base; both together do."""
-    base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
-    given = changes(base + one + two + draw(5), x=base)
-    effects = (one * 0.5, two * 0.5, draw(6, 0.5))
-    faults = {str(i): effect(i, base + each) for i, each in enumerate(effects)}
-    found = explain(diagnose(given), given, faults)
-    assert found.finding is ServerFinding.OTHER_SCALES
-    assert found.layers == (0, 1)
-
-
 def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() -> None:
     """It explains the server far better than the base, but the sum of two layers does so too."""
     base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
@@ -129,18 +118,6 @@ def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() ->
     faults["v"] = lost_in_all(base + (one + two) * 0.5)
     found = explain(diagnose(given), given, faults)
     assert (found.finding, found.layers) == (ServerFinding.OTHER_SCALES, (0, 1))
-
-
-def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
-    """It is related to the server, but explains less than half."""
-    base, lost, more = draw(1), draw(2), draw(3, 1.1)
-    given = changes(0.7 * (base + lost) + more, x=base)
-    faults = {
-        "v": lost_in_all(base + lost),
-        "0": effect(0, base + more * 0.1, is_lost=True),
-    }
-    found = explain(diagnose(given), given, faults)
-    assert (found.finding, found.name, found.layers) == (ServerFinding.CANDIDATE, "v", ())
 
 
 def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:

@@ -90,18 +90,6 @@ def test_what_the_ranks_saw_is_what_transformers_computes(
                 torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=0.0)
 
 
-def test_inputs_inside_fused_experts_are_named_as_not_observed(
-    vllm: Any, model_of: Callable[[str], Path]
-) -> None:
-    vllm.answers = read_golden(GOLDENS / "mixtral-tp2.json")
-
-    found = plugin.calibrate(model_of("mixtral-tp2"), **OPTIONS).stats
-
-    why = {skipped.site: skipped.why for skipped in found.header.skipped}
-    site = Site("model.layers.0.mlp.experts.down_proj", Role.INPUT)
-    assert why[str(site)] == "vLLM computes it inside its fused kernel for experts"
-
-
 def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
     vllm: Any, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
