@@ -310,3 +310,24 @@ def test_an_excluded_linear_in_fp8_is_wrong_for_check_as_for_verify(
         assert name in text
         assert f"FP8, but the config excludes '{name}'" in text
     assert "fix: use the config that the weights were quantized with" in told.out
+
+
+def test_a_weight_file_has_to_be_readable(model: Path, tmp_path: Path) -> None:
+    """As in every command it is exit code 4, but engines differ in which other files they open."""
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    (weights,) = folder.glob("*.safetensors")
+    (folder / "stray.safetensors").write_bytes(b"no tensors")
+    options = ("--engine", "vllm", "--engine", "transformers")
+    shown = run("check", folder, *options)
+    assert shown.code == 8
+    refused, opened = shown.out.split("transformers 5")
+    assert "stray.safetensors: " in refused
+    assert "stray.safetensors: " not in opened
+    index = {"weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "vllm" in succeed("check", folder, "--engine", "vllm").out  # which does not open it
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for command in (("check", folder), ("show", folder), ("verify", folder, "--samples", 1)):
+        message = fail(4, *command)
+        assert f"{weights.name}: truncated: header says the file has " in message
+        assert "download or copy the file again" in message

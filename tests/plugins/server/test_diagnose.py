@@ -68,9 +68,27 @@ def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
     assert found.fits[0].residual == pytest.approx(0.5, abs=0.03)
 
 
-def test_a_server_that_changes_little_is_unquantized() -> None:
-    found = diagnose(changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)))
-    assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNQUANTIZED)
+@pytest.mark.parametrize(
+    ("given", "finding", "names"),
+    [
+        (changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)), "unquantized", {UNQUANTIZED, ""}),
+        (changes(draw(3), a=draw(1)), "unlike", None),
+        (changes(draw(3, 4.0), a=draw(1)), "unknown", None),
+        (changes(draw(1), a=draw(1), b=draw(1)), "equal", {"a", "b"}),
+        (changes(draw(1), noise=0.5, a=draw(1)), "noise", None),
+        # another candidate changes far more than the noise, and is excluded
+        (
+            changes(draw(1, 0.1) + draw(3, 0.5), noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)),
+            "equal",
+            {"a", UNQUANTIZED},
+        ),
+        (changes(draw(1)), "nothing-emulated", None),
+    ],
+)
+def test_what_is_found_is(given: Changes, finding: str, names: set[str] | None) -> None:
+    found = diagnose(given)
+    assert found.finding == finding
+    assert names is None or {found.name, found.other or ""} == names
 
 
 def test_little_changes_are_no_fp8_even_if_related() -> None:
@@ -80,34 +98,6 @@ def test_little_changes_are_no_fp8_even_if_related() -> None:
     assert max(fit.correlation or 0.0 for fit in found.fits) > 0.35
     assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNQUANTIZED)
     assert not needs_faults(found)
-
-
-def test_other_changes_of_the_same_size_cannot_be_told() -> None:
-    assert diagnose(changes(draw(3), a=draw(1))).finding is ServerFinding.UNLIKE
-
-
-def test_much_larger_changes_are_unknown() -> None:
-    assert diagnose(changes(draw(3, 4.0), a=draw(1))).finding is ServerFinding.UNKNOWN
-
-
-def test_equal_candidates_are_not_told_apart() -> None:
-    found = diagnose(changes(draw(1), a=draw(1), b=draw(1)))
-    assert (found.finding, {found.name, found.other}) == (ServerFinding.EQUAL, {"a", "b"})
-
-
-def test_candidates_within_the_noise_of_a_server_are_not_told_apart() -> None:
-    assert diagnose(changes(draw(1), noise=0.5, a=draw(1))).finding is ServerFinding.NOISE
-
-
-def test_a_candidate_within_the_noise_is_not_told_from_no_fp8() -> None:
-    """Another candidate changes far more than the noise, and is excluded."""
-    server = draw(1, 0.1) + draw(3, 0.5)
-    found = diagnose(changes(server, noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)))
-    assert (found.finding, found.name, found.other) == (ServerFinding.EQUAL, "a", UNQUANTIZED)
-
-
-def test_nothing_is_found_where_nothing_was_emulated() -> None:
-    assert diagnose(changes(draw(1))).finding is ServerFinding.NOTHING_EMULATED
 
 
 def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() -> None:
