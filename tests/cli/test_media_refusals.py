@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
+import math
 import os
 import shutil
-import struct
 import sys
-import wave
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -44,53 +39,10 @@ def files(tmp_path: Path) -> Path:
     folder.mkdir()
     draw_image(0).save(folder / "good.png")
     png = (folder / "good.png").read_bytes()
-    (folder / "good.wav").write_bytes(make_wav([0, 900, -900] * 400, 16000))
-    for name, content in {
-        "cut.png": png[: len(png) // 2],
-        "bomb.png": make_png(50_000, 50_000),
-        "silent.wav": make_wav([], 16000),
-        "short.wav": make_wav([0, 900] * 50, 16000),
-        "slow.wav": make_wav([0, 900] * 30_000, 1),
-        "cut.wav": make_wav([0] * 800, 16000)[:20],
-        "nan.wav": make_float_wav([0.0, float("nan")]),
-    }.items():
-        (folder / name).write_bytes(content)
-    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "cut.png").write_bytes(png[: len(png) // 2])
+    (folder / "good.wav").write_bytes(b"RIFF")
     os.mkfifo(folder / "pipe.png")
-    (folder / "folder.png").mkdir()
     return folder
-
-
-def make_png(width: int, height: int) -> bytes:
-    """Write the header of a PNG of this size, and hardly any pixels."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        checked = name + content
-        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-def make_wav(samples: list[int], rate: int) -> bytes:
-    """Write 16-bit samples of one channel; the rate is patched into the header."""
-    found = io.BytesIO()
-    with wave.open(found, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16000)
-        file.writeframes(np.array(samples, dtype="<i2").tobytes())
-    raw = bytearray(found.getvalue())
-    raw[24:32] = struct.pack("<II", rate, rate * 2)
-    return bytes(raw)
-
-
-def make_float_wav(samples: list[float]) -> bytes:
-    """Write 32-bit floating-point samples of one channel at 16 kHz."""
-    body = np.array(samples, dtype="<f4").tobytes()
-    header = struct.pack("<HHIIHH", 3, 1, 16000, 64000, 4, 32)
-    chunks = b"fmt " + struct.pack("<I", 16) + header + b"data" + struct.pack("<I", len(body))
-    return b"RIFF" + struct.pack("<I", 4 + len(chunks) + len(body)) + b"WAVE" + chunks + body
 
 
 def ask(*parts: Any, **columns: Any) -> dict[str, Any]:
@@ -107,12 +59,14 @@ def audio(value: Any) -> dict[str, Any]:
     return ask({"type": "audio", "audio": value})
 
 
-GOOD = base64.b64encode(b"not an image").decode()
+def hear(*samples: float) -> dict[str, Any]:
+    return audio({"array": list(samples), "sampling_rate": 16000})
+
+
 ROWS: list[tuple[str, dict[str, Any], str]] = [
     (SEES, image("none.png"), "none.png cannot be read (No such file or directory)"),
     (SEES, image("pipe.png"), "pipe.png cannot be read (not a file)"),
     (SEES, image("cut.png"), "the image cannot be decoded (OSError"),
-    (SEES, image("bomb.png"), "(DecompressionBombError: Image size (2500000000 pixels)"),
     (SEES, image("https://example.com/a.png"), "is a URL, and nothing is fetched"),
     (SEES, image("data:image/png;base64,a!b"), "not base64"),
     (SEES, ask(image="good.png", images=["good.png"]), "both images and image hold media"),
@@ -120,14 +74,9 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (SEES, {"input_ids": [5, 6, 7], "image": "good.png"}, "input_ids stand beside images"),
     (SEES, audio("good.wav"), "gemma3 takes no audio, only image"),
     (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
-    (HEARS, audio("silent.wav"), "the sound has no samples"),
-    (
-        HEARS,
-        audio("short.wav"),
-        "(short.wav): the processor and chat template of qwen2_audio leave",
-    ),
-    (HEARS, audio("nan.wav"), "the sound holds NaN or inf"),
-    (HEARS, audio({"array": [0.5] * 9, "sampling_rate": 0}), "a rate of 0.0 Hz"),
+    (HEARS, hear(), "the sound has no samples"),
+    (HEARS, hear(*[0.5] * 100), "the processor and chat template of qwen2_audio leave"),
+    (HEARS, hear(0.0, math.nan), "the sound holds NaN or inf"),
     (SEES, ask(*[{"type": "image", "path": "good.png"}] * 40), "beyond --seq-len 256"),
 ]
 
