@@ -17,7 +17,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.checkpoints import change_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ("model-1.safetensors", "model-2.safetensors")
@@ -245,26 +245,3 @@ def test_a_later_file_wins(saved: Path, tmp_path: Path, has_index: bool, is_equa
         else:
             assert report.weights is not None
             assert (report.weights.status, NAME in report.weights.why) == ("misread", True)
-
-
-def test_a_number_in_two_files_is_compared(saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "x"
-    shutil.copytree(saved, folder)
-    for value, part in enumerate(("a.safetensors", "b.safetensors")):
-        save_file({"number": torch.tensor(float(value))}, folder / part, metadata={"format": "pt"})
-
-    weights = fp8calib.check(folder, engine="vllm").engines["vllm"].weights
-
-    assert weights is not None
-    assert "number is in a.safetensors" in weights.why
-
-
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
-def test_a_norm_that_holds_no_number(saved: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "x"
-    shutil.copytree(saved, folder)
-    change_tensors(folder, {name: torch.full((32,), torch.nan)})
-
-    for report in fp8calib.check(folder).engines.values():
-        assert report.weights is not None
-        assert (report.weights.status, name in report.weights.why) == ("misread", True)

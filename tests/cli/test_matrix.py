@@ -1,38 +1,307 @@
 """The tables of formats and engines in docs/ show what the program does.
 
-FP8CALIB_WRITE_README=1 in the environment writes the tables again.
+Every dialect is converted to every other one. FP8CALIB_WRITE_README=1 in the environment writes the
+tables again.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.commands.recipe import Recipe
+from fp8calib.engines.registry import ENGINES, ONLY_READ
+from fp8calib.formats.compute import compute_kv_scales
+from fp8calib.formats.dialect import Dialect
+from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.read import read_scales
-from fp8calib.formats.registry import list_read
+from fp8calib.formats.registry import list_read, list_written
+from fp8calib.formats.table import ScaleTable
+from fp8calib.model.shapes import Role, Site
+from fp8calib.numerics.formats import E4M3FN
+from tests.cli import quantized_sources as sources
 from tests.cli.conftest import write_rows
-from tests.cli.matrix import (
-    FOR_NO_ENGINE,
-    READERS,
-    RUN,
-    STATS,
-    WRITERS,
-    Cell,
-    convert,
-    judge,
-    save_reader,
-    show_conversions,
-    show_engines,
-    show_formats,
-    show_fp8_dialects,
-    show_only_read,
-    write_all,
-)
-from tests.formats.foreign import find_geometry
+from tests.cli.program import run, succeed
+from tests.formats.foreign import FOLDER, find_geometry
+
+MODEL = FOLDER / "llama"
+ATTENTION = "model.layers.{}.self_attn"
+NUM_KV_HEADS = 2
+WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
+ASKED = ("vllm", "sglang", "transformers")
+ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
+STATS = "`stats.safetensors`"
+STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
+REPORT_DESCRIPTION = "coverage, saturation, warnings, serving commands, duration"
+_TRANSFORMERS = "engines/test_check_agrees_transformers.py"
+RUN: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("kv-overlay", "vllm"): ("real_engines/test_live_scales.py", "exports(name)"),
+    ("kv-overlay-head", "vllm"): ("real_engines/test_live_scales.py", '"kv-overlay-head"'),
+    ("tgi", "vllm"): ("real_engines/fuzz/forms.py", '_write_dialect("tgi")'),
+    ("rfc", "sglang"): ("real_engines/test_sglang_scales.py", '"rfc"'),
+    ("compressed-tensors, `attn_head`", "vllm"): (
+        "real_engines/test_foreign_files.py",
+        '"llmcompressor-kv-head"',
+    ),
+    ("ModelOpt, KV cache alone", "vllm"): ("real_engines/test_foreign_files.py", '"modelopt-kv"'),
+    ("kv-overlay", "transformers"): (_TRANSFORMERS, '"kv-overlay"'),
+    ("kv-overlay-head", "transformers"): (_TRANSFORMERS, '"kv-overlay-head"'),
+    ("tgi", "transformers"): (_TRANSFORMERS, '"tgi"'),
+    ("compressed-tensors", "transformers"): (_TRANSFORMERS, '"llmcompressor-fp8-static-kv"'),
+    ("compressed-tensors, `attn_head`", "transformers"): (
+        _TRANSFORMERS,
+        '"llmcompressor-kv-head"',
+    ),
+    ("AutoFP8, `k_scale` and `v_scale`", "transformers"): (_TRANSFORMERS, '"quark-autofp8-kv"'),
+    ("AutoFP8, `kv_scale`", "transformers"): (_TRANSFORMERS, '"autofp8\'s old kv_scale"'),
+    ("ModelOpt", "transformers"): (_TRANSFORMERS, '"modelopt-fp8-kv"'),
+    ("ModelOpt, KV cache alone", "transformers"): (_TRANSFORMERS, '"modelopt-kv"'),
+    ("Quark", "transformers"): (_TRANSFORMERS, '"quark-fp8-kv"'),
+}
+"""Forms that the engine itself loads: the test under `tests`, and a text in it."""
+FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
+"""For an engine that `check` does not know."""
+
+Written = Mapping[str, Path]
+"""What the program wrote from the statistics, by format."""
+
+
+def _save_autofp8(folder: Path) -> Path:
+    """Write AutoFP8's format with different scales for k and v."""
+    scales = {
+        f"{ATTENTION.format(i)}.{role}_scale": torch.tensor(value * (i + 1))
+        for i in range(2)
+        for role, value in (("k", 0.25), ("v", 0.75))
+    }
+    return _save_autofp8_of(scales, folder)
+
+
+def _save_old_autofp8(folder: Path) -> Path:
+    """Write the older AutoFP8 format, which no tool writes any more."""
+    singles = {f"{ATTENTION.format(i)}.kv_scale": torch.tensor(0.25 * (i + 1)) for i in range(2)}
+    return _save_autofp8_of(singles, folder)
+
+
+def _save_autofp8_of(scales: dict[str, torch.Tensor], folder: Path) -> Path:
+    config = json.loads((FOLDER / "quark-autofp8-kv" / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(scales, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+READERS: Mapping[str, str | Callable[[Path], Path]] = {
+    "compressed-tensors": "llmcompressor-fp8-static-kv",
+    "compressed-tensors, `attn_head`": "llmcompressor-kv-head",
+    "AutoFP8, `k_scale` and `v_scale`": _save_autofp8,
+    "AutoFP8, `kv_scale`": _save_old_autofp8,
+    "ModelOpt": "modelopt-fp8-kv",
+    "ModelOpt, KV cache alone": "modelopt-kv",
+    "Quark": "quark-fp8-kv",
+    "TensorRT-LLM rank files": sources.save_ranks,
+    "AMMO `.npz`": lambda folder: sources.save_npz(folder.with_suffix(".npz")),
+}
+"""What other tools write: a folder of `tests/foreign`, made by the tool, or a function."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The scales of one format after conversion to another."""
+
+    losses: tuple[str, ...]
+    refusal: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Describe it as the page does."""
+        if self.refusal:
+            return f"impossible: {self.refusal}"
+        return f"lossy: {', '.join(self.losses)}" if self.losses else "works"
+
+
+def save_reader(name: str, folder: Path, written: Written) -> Path:
+    """Return the path of a format, writing it into `folder` if needed."""
+    if name in written:
+        return written[name]
+    source = READERS[name]
+    return FOLDER / source if isinstance(source, str) else source(folder)
+
+
+def write_all(folder: Path, rows: Path) -> tuple[Path, Written]:
+    """Calibrate the model in every format; return the paths of statistics and formats."""
+    command = ("calibrate", MODEL, "--data", rows, "--seq-len", 32, "--dtype", "float32")
+    formats = [part for name in WRITERS for part in ("--format", name)]
+    succeed(*command, *formats, "--out", folder / "out")
+    out = folder / "out"
+    paths = {name: out / dialect.path() for name, dialect in WRITERS.items()}
+    return out / "stats.safetensors", paths
+
+
+def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
+    """Convert by the program, read the result, and list what is lost."""
+    before = _read(name, source)
+    command: tuple[object, ...] = ("export", source, "--model", MODEL, "--out", out)
+    if name != STATS:
+        command = ("extract-kv-scales", "--quantized-model", source, "--model", MODEL)
+        command = (*command, "--save-path", out, *_name_dtype(name))
+    outcome = run(*command, "--format", writer, "--json")
+    if outcome.code:
+        return Cell((), outcome.json["error"]["message"], ())
+    report = outcome.json
+    dialect = WRITERS[writer]
+    is_folder = dialect.needs_model and name != STATS
+    after = _read(writer, out if is_folder else out / dialect.path(report.get("tp", 1)))
+    return Cell(tuple(_find_losses(before, after)), "", tuple(report.get("notes", ())))
+
+
+def judge(place: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Ask `check` what every engine does with a format: the status, and the reasons."""
+    model = () if place.is_dir() else ("--model", MODEL)
+    report = run("check", place, *model, "--engine", ",".join(ASKED), "--json").json
+    return {
+        engine: _sum_up(found["layers"], found["problems"])
+        for engine, found in report["engines"].items()
+    }
+
+
+def _sum_up(layers: list[dict[str, Any]], problems: list[str]) -> tuple[str, tuple[str, ...]]:
+    verdicts = [layer[role] for layer in layers for role in ("k", "v")]
+    bad = [verdict for verdict in verdicts if verdict["status"] != "used"]
+    if bad:
+        return bad[0]["status"], (_shorten(bad[0]["why"]),)
+    return "works", tuple(map(_shorten, problems))
+
+
+def _shorten(why: str) -> str:
+    """Remove the layer, the file and the fallback from a reason."""
+    text = re.sub(r"^\S+ of \S+: ", "", why).removesuffix(", so it uses 1.0")
+    return re.sub(r"model\.layers\.\d+\.", "", text).replace("|", "/")
+
+
+def _name_dtype(name: str) -> tuple[str, ...]:
+    return ("--source-dtype", "e4m3fn") if name == "AMMO `.npz`" else ()
+
+
+def _read(name: str, place: Path) -> ScaleTable:
+    if name == STATS:
+        return compute_kv_scales(load_stats(place), E4M3FN, per_head=True)
+    return read_scales(place, find_geometry("llama")).table
+
+
+def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
+    """Compare the scales of both formats head by head; they may only become larger."""
+    pairs = [(a.site(Role.K), a.site(Role.V)) for _, a in before.geometry.attentions()]
+    sites = [site for pair in pairs for site in pair]
+    own, new = ({site: _by_head(table, site) for site in sites} for table in (before, after))
+    assert all(bool((new[site] >= own[site]).all()) for site in sites)
+    if any(_differs(own[site]) and not _differs(new[site]) for site in sites):
+        yield "heads" if before.per_head else "ranks"
+    if any(own[k].max() != own[v].max() and torch.equal(new[k], new[v]) for k, v in pairs):
+        yield "k=v"
+    # whatever was given up, no layer's largest scale may move
+    largest = [[max(t[k].max(), t[v].max()) for k, v in pairs] for t in (own, new)]
+    assert largest[0] == largest[1]
+
+
+def _by_head(table: ScaleTable, site: Site) -> torch.Tensor:
+    """Return the scale of each KV head; every rank holds equally many."""
+    values = table.scales[site].values
+    return values[0] if table.per_head else values.repeat_interleave(NUM_KV_HEADS // table.tp)
+
+
+def _differs(values: torch.Tensor) -> bool:
+    return bool((values != values[0]).any())
+
+
+def show_formats() -> str:
+    """Make the table of what is written under the output folder."""
+    default = Recipe.model_fields["formats"].default
+    rows = [
+        [f"`{name}`{' (default)' if name in default else ''}", *_describe_output(dialect)]
+        for name, dialect in WRITERS.items()
+    ]
+    always = [
+        ["always", "`stats.safetensors`", STATS_DESCRIPTION],
+        ["always", "`report.json`", REPORT_DESCRIPTION],
+    ]
+    return _show_table(["format", "under `--out`", "what it is"], [*always, *rows])
+
+
+def _describe_output(dialect: Dialect) -> tuple[str, str]:
+    name = dialect.path_pattern.replace("{tp}", "N") + ("/" if dialect.needs_model else "")
+    return f"`{name}`", dialect.description
+
+
+def show_fp8_dialects() -> str:
+    """Make the table of the dialects of FP8 checkpoints."""
+    rows = [
+        [
+            f"`{dialect.name}`{' (default)' if dialect is COMPRESSED_TENSORS else ''}",
+            dialect.description,
+            ", ".join(dialect.schemes) if dialect.make_config else "only read",
+        ]
+        for dialect in FP8_DIALECTS.values()
+    ]
+    return _show_table(["`--format`", "what it is", "schemes"], rows)
+
+
+def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    """Make the table of conversions, with a row for all forms that become the same."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, row in cells.items():
+        alike.setdefault(tuple(map(str, row.values())), []).append(_quote(name))
+    rows = [["; ".join(names), *row] for row, names in alike.items()]
+    return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
+
+
+def show_only_read() -> str:
+    """Make the table of engines whose source was read once."""
+    titles = ["engine", "KV scales", "FP8 weights", "source"]
+    named = {key: each.values() for key, each in ONLY_READ.items()}
+    rows = [
+        [f"`{key}`: {title} {version}", *texts] for key, (title, version, *texts) in named.items()
+    ]
+    return _show_table(titles, rows)
+
+
+def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]]) -> str:
+    """Make the table of engines, with reasons and conditions as footnotes."""
+    numbers: dict[str, int] = {}
+    rows = []
+    for name, engines in verdicts.items():
+        row = [_quote(name)]
+        for engine in ENGINE_TITLES:
+            status, said = engines[engine]
+            found = [str(numbers.setdefault(text, len(numbers) + 1)) for text in said]
+            words = [status, "run"] if (name, engine) in RUN else [status]
+            row.append(", ".join(words) + (f" ({', '.join(found)})" if found else ""))
+        rows.append(row)
+    table = _show_table(["format", *ENGINE_TITLES.values()], rows)
+    return "\n".join([table, "", *(f"{number}. {text}" for text, number in numbers.items())])
+
+
+def _quote(name: str) -> str:
+    return f"`{name}`" if name in WRITERS else name
+
+
+def _show_table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# --- the tables and the pages --------------------------------------------------------------------
+
 
 ROOT = Path(__file__).parents[2]
 SAID = {

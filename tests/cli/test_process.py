@@ -95,19 +95,6 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"]],
-)
-def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> None:
-    process = start(*PROGRAM, *arguments)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 0
-
-
-@pytest.mark.parametrize(
     ("typed", "completed"),
     [("fp8calib check --eng", "--engine")],
 )

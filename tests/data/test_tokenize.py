@@ -1,7 +1,7 @@
 """Rows become token ids with one BOS, and sequences of the requested length."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -114,19 +114,6 @@ def test_unpacked_rows_stay_whole_and_short_ones_are_counted(
     kept, counts = pack_into_fours(rows, samples, pack=False)
     assert kept == expected
     assert (counts.used, counts.too_short) == (len(expected), len(rows) - len(expected))
-
-
-@pytest.mark.parametrize(("pack", "expected"), [(True, 4), (False, 2)])
-def test_no_row_is_read_that_is_not_needed(pack: bool, expected: int) -> None:
-    read: list[int] = []
-
-    def endless() -> Iterator[Sequence[int]]:
-        while True:
-            read.append(len(read))
-            yield [1, 2]
-
-    assert len(pack_into_fours(endless(), 2, pack=pack)[0]) == 2
-    assert len(read) == expected
 
 
 def test_the_tokenizers_closing_token_is_left_to_the_template() -> None:

@@ -31,6 +31,7 @@ from tests.verification.by_hand import (
     PADDED,
     PLAIN,
     HandCache,
+    Recipe,
     Subject,
     cast,
     cast_rows,
@@ -39,8 +40,8 @@ from tests.verification.by_hand import (
     make_table,
     opened,
     plain_forward,
+    quantize_by_hand,
 )
-from tests.verification.models_by_hand import Recipe, quantize_by_hand
 
 
 def real_tokens(x: torch.Tensor, batch: Batch) -> np.ndarray:

@@ -22,6 +22,7 @@ from tests.verification.by_hand import (
     BATCHES,
     FULL,
     PLAIN,
+    Recipe,
     Subject,
     cast,
     cast_blocks,
@@ -30,15 +31,12 @@ from tests.verification.by_hand import (
     cast_rows,
     emulate,
     emulate_scheme,
+    is_experts,
     opened,
     plain_forward,
-    tensor_scale,
-)
-from tests.verification.models_by_hand import (
-    Recipe,
-    is_experts,
     quantize_by_hand,
     quantize_expert,
+    tensor_scale,
 )
 
 MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")

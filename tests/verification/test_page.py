@@ -352,14 +352,6 @@ def test_the_divergence_has_the_limit_of_the_gate(gate: Gate, named: str, limit:
     assert list_paths(figure, "interval") == []
 
 
-@pytest.mark.parametrize("ratio", [0.9, 1.0, 1e6, 1.7e308])
-def test_a_bar_stays_inside_of_its_chart(ratio: float) -> None:
-    report = make_small(candidates=(make_candidate("a", ppl_ratio=ratio, ppl_ratio_se=ratio),))
-    for css in ("level warn", "interval", "limit"):
-        figure = find_figure(report, "The ", "a: perplexity", GATES["kv"])
-        assert all(0 < x <= RIGHT for x in list_numbers(figure, css, "MH"))
-
-
 # --- KLD ---------------------------------------------------------------------------------------
 
 
@@ -372,13 +364,6 @@ def test_sequences_are_sorted_and_a_divergence_of_zero_is_a_gap() -> None:
     assert list_points(figure, STYLES[0].css) == [pytest.approx(each, abs=0.06) for each in wanted]
     assert [name for _, name in figure.legend] == ["a"]
     assert list_texts(figure, "title")[1].startswith("number 2 of 4\na: 0.1000")
-
-
-def test_of_many_sequences_a_hundred_are_drawn_from_the_worst_on() -> None:
-    klds = {"out/overlay": tuple(1e-3 * (n + 1) for n in range(1000))}
-    figure = find_figure(make_small(sequence_klds=klds), "KLD", "KLD by sequence")
-    assert len(list_points(figure, STYLES[0].css)) == 100
-    assert list_points(figure, STYLES[0].css)[0][1] == pytest.approx(TOP, abs=0.06)
 
 
 def test_an_interval_is_a_standard_error_to_both_sides() -> None:

@@ -26,6 +26,7 @@ from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
+    Recipe,
     Subject,
     cast,
     cast_blocks,
@@ -37,9 +38,9 @@ from tests.verification.by_hand import (
     opened,
     plain_forward,
     plan_scheme,
+    quantize_by_hand,
     tensor_scale,
 )
-from tests.verification.models_by_hand import Recipe, quantize_by_hand
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
