@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import calibrate, make_header
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.merge import merge_shards
@@ -105,7 +105,7 @@ def run_calibration(
         header = make_header(
             *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
         )
-        stats = calibrate(
+        stats = collect_stats(
             *(prepared, plan, checkpoint, header),
             observe=observe,
             batch_size=batch_size,

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.formats import registry
 from fp8calib.formats.compute import compute_kv_scales
@@ -254,7 +254,7 @@ def test_a_registered_dialect_is_written_read_shown_and_converted(tmp_path: Path
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", rows, "--dtype", "float32", "--out", out)
     succeed(*command, "--format", "kv-scales", "acme")
-    stats = load_stats(out / "stats.safetensors")
+    stats = load_stats_file(out / "stats.safetensors")
     table = compute_kv_scales(stats, E4M3FN)
     expected = {
         f"{layer.index}.{name}": float(table.scales[attention.site(role)].values)

@@ -170,3 +170,22 @@ def test_checkpoints_of_common_models_are_read_without_slow_libraries(
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
     assert str(folders[name]) in done.stdout, done.stderr
+
+
+SHARED_NAMES = {
+    "run": "what a command does",
+    "describe": "the lines that a command prints",
+    "main": "a program that is started",
+    "CalibrationStats": "statistics, and those that Python gives to users",
+}
+"""Public names of several modules, and what each of them means everywhere."""
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice.keys() == SHARED_NAMES.keys(), twice

@@ -55,7 +55,7 @@ class TextEngine(Protocol):
         """
 
 
-def calibrate(
+def collect_stats(
     prepared: PreparedModel,
     plan: DataPlan | None,
     checkpoint: Checkpoint,

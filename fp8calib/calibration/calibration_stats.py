@@ -151,7 +151,7 @@ def is_stats_file(path: Path) -> bool:
         return False
 
 
-def load_stats(
+def load_stats_file(
     path: Path, *, accepts_shard: bool = False, as_arrays: bool = False
 ) -> CalibrationStats:
     """Load a stats file, or the one in the folder `path`.

@@ -22,7 +22,7 @@ from fp8calib.calibration.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
     join_ranges,
-    load_stats,
+    load_stats_file,
     save_stats,
 )
 from fp8calib.calibration.header import StatsHeader, StatsShard
@@ -197,7 +197,7 @@ class Journal:
         """Read the statistics of an earlier run, and the sequences that they cover."""
         again = f"to start again, remove {self.folder}"
         try:
-            stats = load_stats(path, accepts_shard=True)
+            stats = load_stats_file(path, accepts_shard=True)
         except ModelError as error:
             raise ModelError(error.message, hint=again) from error
         own, here = stats.shard, self._empty.shard

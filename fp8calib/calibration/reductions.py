@@ -128,7 +128,7 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     therefore that of all its copies.
     """
     token_stride = 0 if role is Role.Q else 1
-    if x.shape[2] == batch.shape[1] and has_kernel(x.device):
+    if x.shape[2] == batch.shape[1] and has_reduction_kernel(x.device):
         return _reduce_in_kernel(batch, x, num_heads, token_stride)
     return _reduce_heads(batch, x, num_heads, token_stride)
 
@@ -161,7 +161,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
             padding.
     """
     num_rows = x.shape[:-1].numel()
-    if num_rows == batch.num_rows and has_kernel(x.device):
+    if num_rows == batch.num_rows and has_reduction_kernel(x.device):
         heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])
         return _reduce_in_kernel(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
     if num_rows == batch.num_rows or x.shape[-3:-1] == batch.shape:
@@ -296,7 +296,7 @@ def _reduce_in_kernel(
 
 
 @cache
-def has_kernel(device: torch.device) -> bool:
+def has_reduction_kernel(device: torch.device) -> bool:
     """Whether tensors of a device are reduced by the kernel."""
     return is_trusted(device, *make_trial(device))
 

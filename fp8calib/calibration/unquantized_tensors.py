@@ -82,7 +82,7 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
         elif _is_linear(name, entry):
             linears.add(name)
     for alike, names in experts.items():
-        linears.add(names[sorted(names)[find_layer(alike) % len(names)]])
+        linears.add(names[sorted(names)[find_layer_of_tensor(alike) % len(names)]])
     for name in linears:
         found[name] = f"{_SKETCH}{encode_sketch(sketch_matrix(checkpoint, name)[0])}"
     return dict(sorted(found.items()))
@@ -228,7 +228,7 @@ def sketch_matrix(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, floa
     *experts, count, columns = checkpoint.tensors[name].shape
     places = torch.linspace(0, count - 1, _SKETCH_SIZE, dtype=torch.float64).round().int().tolist()
     if experts:
-        index = find_layer(name) % max(experts[0], 1)
+        index = find_layer_of_tensor(name) % max(experts[0], 1)
         rows = checkpoint.read_rows(name, index, index + 1)[0][places]
     else:
         rows = torch.cat([checkpoint.read_rows(name, place, place + 1) for place in places])
@@ -237,7 +237,7 @@ def sketch_matrix(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, floa
     return sketch, math.sqrt(float(rows.square().sum(1).mean()))
 
 
-def find_layer(name: str) -> int:
+def find_layer_of_tensor(name: str) -> int:
     """Find the first number in the path of a tensor: that of its layer; 0 without one."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 

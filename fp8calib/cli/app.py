@@ -15,13 +15,13 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fp8calib import __version__
-from fp8calib.cli.console import ConsoleReporter, print_json, say, show, show_error
+from fp8calib.cli.console import ConsoleReporter, print_json, say, show_blocks, show_error
 from fp8calib.commands import (
     find_implementation,
     find_render,
     find_request,
     spell_commands,
-    summarize,
+    summarize_command,
 )
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Option, list_options
@@ -135,7 +135,9 @@ class _Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the first line of every command's help, whose request is not imported."""
         with formatter.section("Commands"):
-            formatter.write_dl([(typed, summarize(n)) for typed, n in self._requests.items()])
+            formatter.write_dl(
+                [(typed, summarize_command(n)) for typed, n in self._requests.items()]
+            )
         if self._is_program and (faults := find_plugins().faults):
             with formatter.section("Plug-ins that cannot be used"):
                 for fault in faults:
@@ -207,13 +209,13 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
             result: Result | None = run(request, reporter, **more)
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
-            show(_describe(name, error.result, request), as_json=as_json)
+            show_blocks(_describe(name, error.result, request), as_json=as_json)
         raise
     if result is None:  # the first of several processes has it
         return 0
     if as_json:
         print_json(result.to_json())
-    show(_describe(name, result, request), as_json=as_json)
+    show_blocks(_describe(name, result, request), as_json=as_json)
     if failure := getattr(result, "failure", ""):
         return show_error("", failure, "", result.exit_code, as_json=False)
     return result.exit_code

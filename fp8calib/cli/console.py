@@ -83,7 +83,7 @@ def print_json(value: Mapping[str, Any]) -> None:
             sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def show(found: Iterable[Block], *, as_json: bool) -> None:
+def show_blocks(found: Iterable[Block], *, as_json: bool) -> None:
     """Print a result; where stdout gets JSON, only its answer, on stderr."""
     for block in found:
         if as_json:

@@ -60,7 +60,7 @@ def find_request(command: str) -> type:
     return found
 
 
-def summarize(command: str) -> str:
+def summarize_command(command: str) -> str:
     """Give the first line of a request's docstring, without importing the request."""
     place = _list_places(command)[0]
     loader: Any = find_spec(place).loader  # type: ignore[union-attr] # there is one

@@ -54,7 +54,7 @@ from fp8calib.verification.verify import (
     Verified,
     list_shown_on_page,
 )
-from fp8calib.verification.verify import verify as compare
+from fp8calib.verification.verify import run_verification as compare
 
 
 class VerifyResult(VerifyReport, Result):

@@ -30,7 +30,7 @@ from fp8calib.commands.result import (
 )
 from fp8calib.commands.show import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, name_ranges
-from fp8calib.formats.registry import list_written
+from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
@@ -171,7 +171,7 @@ class CalibrateResult(Result):
     @property
     def overlay(self) -> Path | None:
         """The first checkpoint with KV scales that was written; None if there is none."""
-        overlays = (each.path() for each in list_written() if each.needs_model)
+        overlays = (each.path() for each in list_written_dialects() if each.needs_model)
         written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
         path = next(written, None)
         return None if self.out is None or path is None else self.out / path

@@ -15,14 +15,14 @@ import torch
 
 from fp8calib.calibration.calibrate import (
     TextEngine,
-    calibrate,
+    collect_stats,
     make_header,
 )
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationStats,
-    load_stats,
+    load_stats_file,
 )
 from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
@@ -239,7 +239,7 @@ class CalibrationJob:
         if journal is not None and self.layer_job is not None:
             layer_work = self.layer_job.open(self, journal.folder)
         with PeakMemory() as memory, group.peer_failures():
-            stats = calibrate(
+            stats = collect_stats(
                 model.load(mode, progress) if self.engine is None else model.prepared,
                 self.plan,
                 model.checkpoint,
@@ -284,7 +284,7 @@ def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> Cal
     if not looks_finished(job, folder):
         return None
     try:
-        stats = load_stats(folder / STATS_NAME, accepts_shard=True)
+        stats = load_stats_file(folder / STATS_NAME, accepts_shard=True)
         report = json.loads((folder / REPORT_NAME).read_bytes())
         result = CalibrateResult.from_json(
             {**report, "stats": PublicStats.of(stats), "was_finished": True}

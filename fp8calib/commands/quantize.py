@@ -24,7 +24,7 @@ from fp8calib.commands.result import (
 )
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.formats.fp8.registry import find_written, list_written
+from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.text import Block, Line
@@ -36,7 +36,7 @@ _BY_PATTERN = "--ignore "
 
 def _list_dialects() -> Iterator[str]:
     """Name the dialects that can be written, and the schemes of those that cannot express all."""
-    for dialect in list_written():
+    for dialect in list_written_fp8():
         only = "" if len(dialect.schemes) == len(SCHEMES) else f" ({', '.join(dialect.schemes)})"
         yield f"{dialect.name}{only}"
 
@@ -83,7 +83,7 @@ class QuantizeRequest:
     dialect: str = option(
         "--format",
         f"{', '.join(_list_dialects())}; default: the first.",
-        metavar="|".join(dialect.name for dialect in list_written()),
+        metavar="|".join(dialect.name for dialect in list_written_fp8()),
         default=COMPRESSED_TENSORS.name,
     )
     layer_schemes: Mapping[str, str] | None = option(

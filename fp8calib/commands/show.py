@@ -49,7 +49,7 @@ class ShowRequest:
 
 
 _KV_SITES = tuple(f".{role}" for role in KV_ROLES)
-Row = dict[str, Any]
+ShownRow = dict[str, Any]
 """A row of a table, by the titles of its columns."""
 
 
@@ -95,9 +95,9 @@ class StatsShown(Result):
     header: HeaderShown
     part: StatsShard | None
     """Null for the statistics of a whole run."""
-    layers: tuple[Row, ...]
+    layers: tuple[ShownRow, ...]
     """K, V and q of each layer."""
-    linears: tuple[Row, ...]
+    linears: tuple[ShownRow, ...]
     """The input and the weight of each linear."""
     experts: Mapping[str, tuple[int, ...]]
     """The tokens that reached each expert, by layer."""
@@ -128,13 +128,17 @@ def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     with slow_imports():
-        from fp8calib.calibration.calibration_stats import STATS_NAME, is_stats_file, load_stats
+        from fp8calib.calibration.calibration_stats import (
+            STATS_NAME,
+            is_stats_file,
+            load_stats_file,
+        )
     path = Path(request.file)
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        return _show_stats(load_stats(path, accepts_shard=True, as_arrays=True))
+        return _show_stats(load_stats_file(path, accepts_shard=True, as_arrays=True))
     from fp8calib.formats.stored_scales import read_stored_scales  # imports torch
 
     return ScalesShown(path=path, scales=read_stored_scales(path))
@@ -160,7 +164,7 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
     )
 
 
-def _make_layer_row(stats: CalibrationStats, layer: Layer) -> Row:
+def _make_layer_row(stats: CalibrationStats, layer: Layer) -> ShownRow:
     """Give K, V and q of a layer; None where there is none, or nothing was observed."""
     attention, mixer = layer.attention, layer.mixer
     seen = k = v = both = query = None
@@ -187,7 +191,7 @@ def _make_layer_row(stats: CalibrationStats, layer: Layer) -> Row:
     }
 
 
-def _make_linear_row(stats: CalibrationStats, linear: Linear) -> Row:
+def _make_linear_row(stats: CalibrationStats, linear: Linear) -> ShownRow:
     seen = stats.sites.get(Site(linear.module, Role.INPUT))
     weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
     amax = _find_amax(seen)
@@ -296,7 +300,7 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
         yield result.saturation.describe()
 
 
-def _make_table(title: str, rows: Sequence[Row]) -> Table:
+def _make_table(title: str, rows: Sequence[ShownRow]) -> Table:
     columns = list(next(iter(rows), {}))
     return Table(title=title, columns=columns, rows=[list(map(_format, e.values())) for e in rows])
 

@@ -116,7 +116,7 @@ def read_stats(
     found: Any = getattr(stats, "stats", stats)  # of the result of `calibrate`
     if isinstance(found, calibration_stats.CalibrationStats):
         return found, []
-    loaded = calibration_stats.load_stats(Path(found), accepts_shard=accepts_shard)
+    loaded = calibration_stats.load_stats_file(Path(found), accepts_shard=accepts_shard)
     return loaded, [Path(found)]
 
 
@@ -152,4 +152,4 @@ def load_stats(path: str | Path) -> CalibrationStats:
         UsageError: there is no such file, or it holds one shard of a calibration.
         DataError: the file is damaged, or holds something else.
     """
-    return CalibrationStats.of(calibration_stats.load_stats(Path(path)))
+    return CalibrationStats.of(calibration_stats.load_stats_file(Path(path)))

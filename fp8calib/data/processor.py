@@ -17,7 +17,7 @@ import torch
 
 from fp8calib.data.media import MEDIA, Medium, load_audio, load_image
 from fp8calib.data.modality import MODALITIES, Modality
-from fp8calib.data.rows import Message, Part, Row, has_chat_template
+from fp8calib.data.rows import ContentPart, Message, Row, has_chat_template
 from fp8calib.errors import DataError, UsageError, first_line
 
 _PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
@@ -195,7 +195,7 @@ class MediaEncoder:
         """Give the messages of a row with decoded media, and these by their kind."""
         media: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
 
-        def decode(part: Part) -> Message:
+        def decode(part: ContentPart) -> Message:
             if not isinstance(part, Medium):
                 return {"type": "text", "text": part}
             is_image = part.kind is Modality.IMAGE

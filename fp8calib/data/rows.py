@@ -26,7 +26,7 @@ Message = dict[str, Any]
 """A chat message: `role`, `content` and any other keys of the row's message.
 
 The content is text; in a row with media it is a list of texts and media."""
-Part = str | Medium | Modality
+ContentPart = str | Medium | Modality
 """A part of a content; a modality is a place for a medium of a column."""
 
 FORMS = (
@@ -326,7 +326,7 @@ def _parse_calls(value: object, where: str) -> list[Any]:
     return decoded
 
 
-def _parse_content(value: object, where: str, folder: Path) -> str | list[Part]:
+def _parse_content(value: object, where: str, folder: Path) -> str | list[ContentPart]:
     if isinstance(value, str):
         return require_unicode(value, where)
     if not isinstance(value, list):
@@ -336,7 +336,7 @@ def _parse_content(value: object, where: str, folder: Path) -> str | list[Part]:
     return "".join(texts) if len(texts) == len(parts) else parts
 
 
-def _parse_part(part: object, where: str, folder: Path) -> Part:
+def _parse_part(part: object, where: str, folder: Path) -> ContentPart:
     fields = part if isinstance(part, dict) else {}
     if (medium := parse_media_part(fields, where, folder)) is not None:
         return medium
@@ -416,8 +416,8 @@ def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
 
 
 def _split_content(
-    content: str | list[Part], media: Mapping[Modality, list[Medium]]
-) -> Iterator[Part]:
+    content: str | list[ContentPart], media: Mapping[Modality, list[Medium]]
+) -> Iterator[ContentPart]:
     """Split a content into parts, its text at the marks of media."""
     kinds = {MARKS[kind]: kind for kind in media}
     for part in content if isinstance(content, list) else [content]:

@@ -36,7 +36,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
-from fp8calib.engines.weights.stored import StoredWeights
+from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
@@ -77,13 +77,13 @@ def check_folder(
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
-    opened: dict[tuple[object, ...], StoredWeights] = {}
+    opened: dict[tuple[object, ...], OpenedWeights] = {}
 
-    def open_weights(folder: ScaleFolder) -> StoredWeights:
+    def open_weights(folder: ScaleFolder) -> OpenedWeights:
         # once for engines that open the same files in the same order
         key = (*folder.files, folder.has_index)
         if key not in opened:
-            opened[key] = StoredWeights(folder, geometry, stats)
+            opened[key] = OpenedWeights(folder, geometry, stats)
         return opened[key]
 
     odd_scales = open_weights(folder).odd_scales

@@ -34,7 +34,7 @@ from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, StoredLinear, 
 from fp8calib.engines.weights.parameters import compare_parameters, lacks_drafter
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
-from fp8calib.engines.weights.stored import ScaleValues, StoredWeights, find_wrong_values
+from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues, find_wrong_values
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.drafters import is_drafted
@@ -62,7 +62,7 @@ _Created = Sequence[tuple[LinearGroup, Found | Refusal]]
 
 
 def amend_weights(
-    engine: Engine, report: EngineReport, stored: StoredWeights, tp: int
+    engine: Engine, report: EngineReport, stored: OpenedWeights, tp: int
 ) -> EngineReport:
     """Add what an engine does with the weights on `tp` ranks to its report on the KV scales."""
     if engine.make_reader is None and not engine.weight_rules:
@@ -99,7 +99,7 @@ def amend_weights(
     return _add_notes(report.model_copy(update={"linears": count}), stored, notes)
 
 
-def _add_notes(report: EngineReport, stored: StoredWeights, notes: Sequence[str]) -> EngineReport:
+def _add_notes(report: EngineReport, stored: OpenedWeights, notes: Sequence[str]) -> EngineReport:
     report = report.suspect(*(f"weights: {text}" for text in stored.suspicious))
     return report.add_problems(*(f"weights: {why}" for why in notes))
 
@@ -116,7 +116,7 @@ def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> Loa
 
 
 def _list_findings(
-    engine: Engine, stored: StoredWeights, tp: int
+    engine: Engine, stored: OpenedWeights, tp: int
 ) -> tuple[LinearCount | None, list[Finding]]:
     """List what an engine does with the weights other than loading them as they are."""
     count: LinearCount | None = None
@@ -140,7 +140,7 @@ def _list_findings(
 
 
 def _compare_with_config(
-    engine: Engine, reader: LinearReader | None, stored: StoredWeights, tp: int
+    engine: Engine, reader: LinearReader | None, stored: OpenedWeights, tp: int
 ) -> tuple[LinearCount | None, list[Finding]]:
     """Compare what the config and the model's class mean with what is stored."""
     classes = {} if reader is None else reader.classes

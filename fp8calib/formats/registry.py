@@ -6,11 +6,11 @@ from fp8calib.errors import UsageError, suggest
 from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.kv.json import RFC, VLLM_JSON
 from fp8calib.formats.kv.kv_scales import (
-    AUTOFP8,
-    COMPRESSED_TENSORS,
+    AUTOFP8_KV,
+    COMPRESSED_TENSORS_KV,
     KV_SCALES,
-    MODELOPT,
-    QUARK,
+    MODELOPT_KV,
+    QUARK_KV,
     TRTLLM,
 )
 from fp8calib.formats.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD, TGI_CHECKPOINT
@@ -30,7 +30,7 @@ def register_dialect(dialect: Dialect) -> None:
     _dialects[dialect.name] = dialect
 
 
-def list_written() -> tuple[Dialect, ...]:
+def list_written_dialects() -> tuple[Dialect, ...]:
     """List the dialects that can be written: the formats of `--format`."""
     return tuple(dialect for dialect in _dialects.values() if dialect.write is not None)
 
@@ -42,12 +42,12 @@ def list_read() -> tuple[Dialect, ...]:
 
 def list_format_names() -> tuple[str, ...]:
     """List the values of `--format`."""
-    return tuple(dialect.name for dialect in list_written())
+    return tuple(dialect.name for dialect in list_written_dialects())
 
 
 def list_query_format_names() -> tuple[str, ...]:
     """List the values of `--format` that have a place for the scale of q."""
-    return tuple(dialect.name for dialect in list_written() if dialect.has_query)
+    return tuple(dialect.name for dialect in list_written_dialects() if dialect.has_query)
 
 
 def find_dialect(format_name: str) -> Dialect:
@@ -82,10 +82,10 @@ for _dialect in (
     KV_SCALES,
     VLLM_JSON,
     RFC,
-    COMPRESSED_TENSORS,
-    AUTOFP8,
-    QUARK,
-    MODELOPT,
+    COMPRESSED_TENSORS_KV,
+    AUTOFP8_KV,
+    QUARK_KV,
+    MODELOPT_KV,
     TRTLLM,
     *load_formats(),
 ):

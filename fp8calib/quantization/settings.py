@@ -12,7 +12,7 @@ from fp8calib.calibration.calibration_stats import calibrate_first
 from fp8calib.errors import UsageError, join_or
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.dialect import Fp8Dialect
-from fp8calib.formats.fp8.registry import find_written, list_written
+from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.module_paths import name_fused_group, split_expert
 from fp8calib.numerics.schemes import (
     Scheme,
@@ -116,7 +116,7 @@ def make_settings(
     default = chosen.pop("")
     written = find_written(dialect, default)
     if chosen and not written.has_groups:
-        others = (each.name for each in list_written() if each.has_groups)
+        others = (each.name for each in list_written_fp8() if each.has_groups)
         raise UsageError(
             f"{_OPTION}: --format {written.name} has one scheme for all linears",
             hint=f"leave out {_OPTION}, or use --format {join_or(list(others))}",

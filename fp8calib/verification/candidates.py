@@ -15,7 +15,7 @@ from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
     calibrate_first,
     is_stats_file,
-    load_stats,
+    load_stats_file,
 )
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -95,7 +95,7 @@ def open_candidate(
         return _open_stats(name or "statistics", given, target, scheme)
     name, path, numerics = str(given), find_candidate(str(given)), target.numerics
     if is_stats_file(path):
-        return _open_stats(name, load_stats(path), target, scheme, folder=path.parent)
+        return _open_stats(name, load_stats_file(path), target, scheme, folder=path.parent)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,

@@ -150,7 +150,7 @@ class Verified:
         return {"reference": self.scores.reference.logprobs, **mine}
 
 
-def verify(
+def run_verification(
     asked: Verification,
     model: PreparedModel | StreamedModel,
     progress: Progress,

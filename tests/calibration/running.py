@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration.calibrate import calibrate, make_header
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.journal import Journal
@@ -54,7 +54,7 @@ class Subject:
             recipe_name="test",
         )
 
-    def calibrate(
+    def collect_stats(
         self,
         share: WorkShare | None = None,
         *,
@@ -65,7 +65,7 @@ class Subject:
     ) -> CalibrationStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
         plan = plan or rows_of(LENGTHS)
-        return calibrate(
+        return collect_stats(
             *(self.prepared, plan, self.checkpoint, self.header(plan, observe)),
             observe=observe,
             batch_size=batch_size,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
     is_stats_file,
-    load_stats,
+    load_stats_file,
     save_stats,
 )
 from fp8calib.calibration.header import Skipped, StatsHeader
@@ -76,7 +76,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_saved_is_loaded(path: Path) -> None:
-    saved, loaded = make_stats(), load_stats(path)
+    saved, loaded = make_stats(), load_stats_file(path)
     assert loaded.header == saved.header
     assert loaded.sites.keys() == saved.sites.keys()
     for site, expected in saved.sites.items():
@@ -94,7 +94,7 @@ def test_saving_again_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     save_stats(CalibrationStats(header=stats.header, sites=backwards), again)
     assert again.read_bytes() == path.read_bytes()
-    save_stats(load_stats(path), again)
+    save_stats(load_stats_file(path), again)
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -128,7 +128,7 @@ PROGRESS, HISTOGRAM = f"{K}/progress", f"{K}/histogram"
 def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> None:
     damage(path, lambda tensors, _: tensors[PROGRESS].__setitem__(1, value))
     with pytest.raises(ModelError, match="progress holds values that are not magnitudes"):
-        load_stats(path)
+        load_stats_file(path)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
 def test_a_damaged_file_is_refused(path: Path, change: Callable[..., object], told: str) -> None:
     damage(path, change)
     with pytest.raises(ModelError, match=told) as caught:
-        load_stats(path)
+        load_stats_file(path)
     assert caught.value.message.startswith(f"{path} is damaged")
     assert "calibrate" in caught.value.hint
 
@@ -163,9 +163,9 @@ def test_other_files_and_none_are_refused(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file({"x": torch.ones(1)}, other)
     with pytest.raises(ModelError, match="is not a stats file of this tool"):
-        load_stats(other)
+        load_stats_file(other)
     other.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError, match="truncated"):
-        load_stats(other)
+        load_stats_file(other)
     with pytest.raises(UsageError, match="no stats file at"):
-        load_stats(tmp_path / "none.safetensors")
+        load_stats_file(tmp_path / "none.safetensors")

@@ -160,7 +160,7 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="amax, positions, sequences, histogram differ"):
         assert not agree(*reductions.make_trial(torch.device(DEVICE)))
-    assert not reductions.has_kernel(torch.device("cpu"))
+    assert not reductions.has_reduction_kernel(torch.device("cpu"))
 
 
 def test_kernels_compile_for_gpus() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
-    load_stats,
+    load_stats_file,
     save_stats,
 )
 from fp8calib.calibration.header import StatsShard
@@ -104,9 +104,9 @@ def test_parts_make_the_whole_in_any_order() -> None:
 def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
     _, part = make_parts()[1]
     save_stats(part, tmp_path / "part.safetensors")
-    assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
+    assert load_stats_file(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
     with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
-        load_stats(tmp_path / "part.safetensors")
+        load_stats_file(tmp_path / "part.safetensors")
     assert "fp8calib export" in refused.value.hint
 
 
@@ -182,7 +182,7 @@ def through_files(
     found = []
     for number, part in enumerate(parts):
         save_stats(part, folder / f"{number}.safetensors")
-        loaded = load_stats(folder / f"{number}.safetensors", accepts_shard=True)
+        loaded = load_stats_file(folder / f"{number}.safetensors", accepts_shard=True)
         found.append((f"file {number}", loaded))
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import calibrate, make_header
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import save_stats
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming
@@ -58,7 +58,7 @@ def stats_bytes(
         header = make_header(
             *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
         )
-        stats = calibrate(
+        stats = collect_stats(
             *(prepared, plan, checkpoint, header),
             observe=observe,
             batch_size=batch_size,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
+from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
 from fp8calib.commands.options import recipe_files
 from fp8calib.model.shapes import Role
 from tests import zoo
@@ -36,7 +36,7 @@ def calibrate(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def stats_of(out: Path) -> CalibrationStats:
-    return load_stats(out / "stats.safetensors")
+    return load_stats_file(out / "stats.safetensors")
 
 
 # --- what is printed and written ---------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.quantization.sources.decoded import open_model
 from tests.cli.conftest import write_rows
@@ -76,7 +76,7 @@ def test_the_statistics_are_those_of_the_dequantized_model(
     for name, values in outs["plain"].items():
         assert torch.equal(values, outs["whole"][name]), name
         assert torch.equal(values, outs["streamed"][name]), name
-    header = load_stats(tmp_path / "whole").header
+    header = load_stats_file(tmp_path / "whole").header
     assert header.measured_quantized.startswith(described)
     shard = next((tmp_path / "whole" / "kv-overlay").glob("*-00002-of-00002.safetensors"))
     fits = json.loads(TensorFile(shard).header.metadata["fp8calib.fits"])

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
@@ -98,7 +98,7 @@ def bench(calibrated: tuple[Path, Outcome], model: Path, tmp_path_factory: Any) 
     target = Target(
         checkpoint=checkpoint,
         fingerprint=fingerprint_model(checkpoint.load_config(), checkpoint),
-        geometry=load_stats(calibrated[0] / "stats.safetensors").geometry,
+        geometry=load_stats_file(calibrated[0] / "stats.safetensors").geometry,
         model=build_skeleton(open_source(str(model))),
         numerics=find_emulated("vllm")[1],
     )

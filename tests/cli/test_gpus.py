@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.calibration import memory_plan
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.data.sequences import Batch
 from fp8calib.model.shapes import Role
@@ -166,7 +166,7 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu(
     folders = (calibrated / "cpu", tmp_path / "out")
     reports = [json.loads((folder / "report.json").read_text()) for folder in folders]
     assert reports[0]["hashes"]["model"] == reports[1]["hashes"]["model"]
-    stored = [load_stats(folder / "stats.safetensors") for folder in folders]
+    stored = [load_stats_file(folder / "stats.safetensors") for folder in folders]
     assert stored[0].header.unquantized == stored[1].header.unquantized
     for site, here in stored[0].sites.items():
         if site.role is Role.WEIGHT:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.commands.recipe import Recipe
 from fp8calib.engines.registry import ENGINES, ONLY_READ
 from fp8calib.formats.compute import compute_kv_scales
@@ -26,7 +26,7 @@ from fp8calib.formats.dialect import Dialect
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from fp8calib.formats.read import read_scales
-from fp8calib.formats.registry import list_read, list_written
+from fp8calib.formats.registry import list_read, list_written_dialects
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
@@ -38,7 +38,7 @@ from tests.formats.foreign import FOLDER, find_geometry
 MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
-WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
+WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written_dialects()}
 ASKED = ("vllm", "sglang", "transformers")
 ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"
@@ -195,7 +195,7 @@ def _name_dtype(name: str) -> tuple[str, ...]:
 
 def _read(name: str, place: Path) -> ScaleTable:
     if name == STATS:
-        return compute_kv_scales(load_stats(place), E4M3FN, per_head=True)
+        return compute_kv_scales(load_stats_file(place), E4M3FN, per_head=True)
     return read_scales(place, find_geometry("llama")).table
 
 

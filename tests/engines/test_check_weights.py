@@ -27,7 +27,7 @@ from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
 from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
 from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
@@ -51,7 +51,7 @@ WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_si
 """A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""
 PAIRS = [
     (form.name, scheme)
-    for form in list_written()
+    for form in list_written_fp8()
     for scheme in form.schemes
     if not find_scheme(scheme).is_mx
 ]

@@ -14,7 +14,7 @@ import torch
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
-from fp8calib.formats.fp8.registry import list_written
+from fp8calib.formats.fp8.registry import list_written_fp8
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.projections import LinearWeight
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part, Role, Site
@@ -112,7 +112,7 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        for form in list_written():
+        for form in list_written_fp8():
             kv = find_kv_scales(stats, checkpoint, form).kv
             assert len(kv) == 4
             for layer, pairs in truth.kv.items():

@@ -27,7 +27,7 @@ from fp8calib.engines.facts.classes import (
     READS,
     UNBUILT,
     CreatedLinear,
-    read_facts,
+    read_class_facts,
 )
 from fp8calib.engines.facts.release import FOLDER, VLLM_RUN, parse_version
 from fp8calib.engines.status import Evidence
@@ -261,7 +261,7 @@ def update_file(
     versions = sorted(releases, key=parse_version)
     true = {
         each: {(fact, name) for name, own in found.items() for fact in own}
-        for each, found in read_facts(engine).items()
+        for each, found in read_class_facts(engine).items()
     }
     true[version] = {(fact, value) for fact, values in facts.items() for value in values}
     spans: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -277,7 +277,7 @@ def update_file(
     written = json.dumps([releases[each] for each in versions])
     text = ",\n".join(lines)
     path.write_text(f'{{"releases": {written}, "facts": [\n{text}\n]}}\n')
-    read_facts.cache_clear()
+    read_class_facts.cache_clear()
 
 
 def list_spans(is_true: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -342,7 +342,7 @@ def read_classes(requirement: str) -> None:
         update_file("vllm", requirement, run_vllm("all"), Evidence.RUN)
         return
     seen: defaultdict[str, list[str]] = defaultdict(list)
-    for architecture, facts_of_it in read_facts("vllm")[VLLM_RUN.version].items():
+    for architecture, facts_of_it in read_class_facts("vllm")[VLLM_RUN.version].items():
         for fact in facts_of_it:
             if not fact.startswith(UNBUILT):
                 seen[fact].append(architecture)

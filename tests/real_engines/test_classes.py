@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from fp8calib.engines.facts.classes import UNBUILT, find_class_map, read_facts
+from fp8calib.engines.facts.classes import UNBUILT, find_class_map, read_class_facts
 from fp8calib.engines.facts.release import VLLM_RUN
 from tests.real_engines.class_facts import VllmClasses, run_vllm
 from tests.real_engines.package import open_release
@@ -14,7 +14,7 @@ _STATES = {"config": "config", "joined": "config", "plain": "none"}
 
 
 def test_vllm_builds_the_tiny_models_as_the_map_says() -> None:
-    facts = read_facts("vllm")[VLLM_RUN.version]
+    facts = read_class_facts("vllm")[VLLM_RUN.version]
     known = {(fact, architecture) for architecture, own in facts.items() for fact in own}
     seen = {
         (fact, value)
@@ -33,7 +33,7 @@ def test_what_is_read_of_vllm_never_contradicts_what_was_seen() -> None:
     """
     classes = VllmClasses(open_release(VLLM_RUN))
     counts: Counter[str] = Counter()
-    for architecture in read_facts("vllm")[VLLM_RUN.version]:
+    for architecture in read_class_facts("vllm")[VLLM_RUN.version]:
         created = find_class_map("vllm", VLLM_RUN.version, architecture)
         read = classes.read(architecture)
         if created is None or isinstance(read, str):  # transformers' class

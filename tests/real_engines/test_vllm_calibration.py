@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.cli import main_inner
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
@@ -134,7 +134,7 @@ def test_every_site_is_what_transformers_computes(
         assert REFUSED[family] in printed
         return
     assert code == 0, printed
-    own, found = (load_stats(tmp_path / name) for name in ("own", "engine"))
+    own, found = (load_stats_file(tmp_path / name) for name in ("own", "engine"))
     missing = {site for site in own.sites if site not in found.sites}
     named = {skipped.site for skipped in found.header.skipped}
     assert all("experts" in site.module and str(site) in named for site in missing)
@@ -166,7 +166,7 @@ def test_a_quantized_checkpoint_is_calibrated_as_vllm_runs_it(
         return
     assert code == 0, printed
     main_inner(["calibrate", str(model), "--out", str(tmp_path / "own"), *map(str, options)])
-    own, found = (load_stats(tmp_path / name) for name in ("own", "engine"))
+    own, found = (load_stats_file(tmp_path / name) for name in ("own", "engine"))
     assert found.header.measured_quantized == f"{form} weights (compressed-tensors)"
     assert found.sites.keys() == own.sites.keys()
     for site in (site for site in own.sites if site.role in ("k", "v", "q")):
@@ -193,7 +193,7 @@ def test_the_run_is_resumed_after_a_rank_died(calibrate: Calibrator, tmp_path: P
     code, printed = calibrate(model, out, *options, "--resume", ranks=case.tp)
     assert code == 0, printed
     assert "of 2700 sequences are done, continuing" in printed
-    assert sum(stats.count for stats in load_stats(out).sites.values()) > 0
+    assert sum(stats.count for stats in load_stats_file(out).sites.values()) > 0
 
 
 def kill_rank(partial: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats
+from fp8calib.calibration.calibration_stats import CalibrationStats, load_stats_file
 from fp8calib.model.shapes import Role, Site
 from tests.kit.checkpoints import change_config
 from tests.plugins.vllm.vllm_cases import CASES, SEQ_LEN, make_rows
@@ -30,7 +30,7 @@ def run(calibrate: Calibrator, model: Path, data: Path, drafter: str) -> Calibra
     size = ["--data", data, "--seq-len", SEQ_LEN, "--no-pack", "--dtype", "float32"]
     code, printed = calibrate(model, out, *size, "--format", "kv-scales", "--engine-option", option)
     assert code == 0, printed
-    return load_stats(out)
+    return load_stats_file(out)
 
 
 def save(folder: Path, tensors: Tensors) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.formats.fp8.registry import list_written
+from fp8calib.formats.fp8.registry import list_written_fp8
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
 from tests.engines.test_check_weights import make
@@ -59,7 +59,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic"), ("mxfp8", "mxfp8")}
 """Of experts, by vLLM, as `fp8calib.engines.weights.rules` says."""
-WRITTEN = [(form.name, scheme) for form in list_written() for scheme in form.schemes]
+WRITTEN = [(form.name, scheme) for form in list_written_fp8() for scheme in form.schemes]
 DENSE: list[Case] = [
     # The names of scales in MXFP8's own form are refused: `test_vllm_mx.py`.
     *(("llama", *written, True) for written in WRITTEN if written[0] != "mxfp8"),

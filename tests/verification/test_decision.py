@@ -39,7 +39,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.verify import Verification, Verified, verify
+from fp8calib.verification.verify import Verification, Verified, run_verification
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.kit.reports import make_candidate, make_layer, make_small
@@ -126,7 +126,7 @@ def compare(subject: by_hand.Subject, *candidates: Candidate) -> Verified:
         plan=make_plan(SEQUENCES),
         batch_size=4,
     )
-    return verify(asked, subject.prepared, Silent())
+    return run_verification(asked, subject.prepared, Silent())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fp8calib.verification.page.charts import (
     Figure,
     log_axis,
 )
-from fp8calib.verification.page.page import Section, list_sections, render_page, write_page
+from fp8calib.verification.page.page import PageSection, list_sections, render_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
@@ -262,7 +262,7 @@ OCTAVE = (RIGHT - LEFT) / 30
 """Of histograms, whose axis is log2(|x| / scale) from -16 to 14."""
 
 
-def find_section(report: VerifyReport, start: str, gate: Gate | None = None) -> Section:
+def find_section(report: VerifyReport, start: str, gate: Gate | None = None) -> PageSection:
     return next(each for each in list_sections(report, gate) if each.title.startswith(start))
 
 

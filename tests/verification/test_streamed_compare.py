@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import calibrate, make_header
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
@@ -121,7 +121,7 @@ def _measure(
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     prepared = prepare(model, checkpoint, ())
     header = make_header(*(prepared, plan, source, checkpoint), observe=OBSERVE, recipe_name="test")
-    stats = calibrate(
+    stats = collect_stats(
         *(prepared, plan, checkpoint, header), observe=OBSERVE, batch_size=3, progress=Silent()
     )
     _measured[folder] = stats, prepared.geometry

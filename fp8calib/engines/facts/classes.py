@@ -110,7 +110,7 @@ def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | N
     What its layers have is said of the layers of its drafter too.
     """
     found: dict[str, tuple[CreatedLinear, ...]] = {}
-    facts = read_facts(engine).get(version, {}).get(architecture, ())
+    facts = read_class_facts(engine).get(version, {}).get(architecture, ())
     for fact in facts:
         if not fact.startswith(OTHERS):
             created = CreatedLinear.parse(fact)
@@ -125,12 +125,12 @@ def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | N
 
 def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
-    facts = read_facts(engine).get(version, {}).get(architecture, ())
+    facts = read_class_facts(engine).get(version, {}).get(architecture, ())
     return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
 
 
 @cache
-def read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
+def read_class_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
     """Read the file of an engine: the facts by release and architecture."""
     written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
     versions = [each["version"] for each in written["releases"]]
@@ -146,4 +146,4 @@ def read_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
 
 def list_versions(engine: str) -> list[str]:
     """List the releases whose classes are known, the oldest first."""
-    return sorted(read_facts(engine), key=parse_version)
+    return sorted(read_class_facts(engine), key=parse_version)

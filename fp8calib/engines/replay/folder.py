@@ -42,7 +42,7 @@ _NO_KV: tuple[object, ...] = (None, "", "auto", [], {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredScale:
+class FoundScale:
     """A tensor with the name of a scale, as a file stores it."""
 
     name: str
@@ -71,7 +71,7 @@ class ScaleFolder:
     """What `hf_quant_config.json` holds; None where there is none."""
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     """By readable file, then by name: dtype and shape."""
-    scales: Mapping[str, Mapping[str, StoredScale]]
+    scales: Mapping[str, Mapping[str, FoundScale]]
     """By file, then by name."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """The files that cannot be read, with the reason."""
@@ -136,7 +136,7 @@ def open_folder(path: Path) -> ScaleFolder:
     files, unread = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
     tensors: dict[str, Mapping[str, TensorEntry]] = {}
-    scales: dict[str, dict[str, StoredScale]] = {}
+    scales: dict[str, dict[str, FoundScale]] = {}
     faults: dict[str, str] = {}
     recorded: dict[str, str] = {}
     for file in files:
@@ -212,7 +212,7 @@ def _list_files(path: Path) -> tuple[list[str], str]:
     return [entry.name for entry in weights], unread if pickled else ""
 
 
-def _read_scales(file: TensorFile) -> dict[str, StoredScale]:
+def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
     named = [
         name for name in file.tensors if parse_name(name) is not None or is_probability_scale(name)
     ]
@@ -220,9 +220,9 @@ def _read_scales(file: TensorFile) -> dict[str, StoredScale]:
     return {name: _read_scale(file, name) for name in named}
 
 
-def _read_scale(file: TensorFile, name: str) -> StoredScale:
+def _read_scale(file: TensorFile, name: str) -> FoundScale:
     entry = file.tensors[name]
     values: list[float] = []
     if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
         values = file.read_floats(name).flatten().tolist()
-    return StoredScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
+    return FoundScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))

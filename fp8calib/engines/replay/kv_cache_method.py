@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fp8calib.engines.replay.folder import StoredScale
+from fp8calib.engines.replay.folder import FoundScale
 from fp8calib.engines.replay.load_context import MEASURE_AGAIN, LoadContext, Slot
 from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
 from fp8calib.engines.status import Status
@@ -33,7 +33,7 @@ class PairRules:
     """That of the parameters, to which stored numbers are rounded."""
 
 
-def require_scalar(stored: StoredScale, engine: str) -> float:
+def require_scalar(stored: FoundScale, engine: str) -> float:
     """Return the number of a per-tensor scale.
 
     Raises:
@@ -46,7 +46,7 @@ def require_scalar(stored: StoredScale, engine: str) -> float:
 
 
 def judge_pair(
-    context: LoadContext, index: int, loaded: dict[Slot, StoredScale], rules: PairRules
+    context: LoadContext, index: int, loaded: dict[Slot, FoundScale], rules: PairRules
 ) -> LayerVerdict:
     """Judge the k and v of a layer.
 
@@ -93,7 +93,7 @@ def _round(context: LoadContext, value: float, dtype: str) -> float:
 
 
 def _unset(
-    context: LoadContext, slot: Slot, stored: StoredScale | None, value: float, rules: PairRules
+    context: LoadContext, slot: Slot, stored: FoundScale | None, value: float, rules: PairRules
 ) -> LoadVerdict:
     if stored is None:
         return context.judge_absent(slot, why=rules.absent_why, fix=rules.absent_fix)
@@ -102,5 +102,5 @@ def _unset(
     return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
 
 
-def _describe_scale(stored: StoredScale | None, value: float) -> str:
+def _describe_scale(stored: FoundScale | None, value: float) -> str:
     return "has no scale" if stored is None else f"is {value:g}"

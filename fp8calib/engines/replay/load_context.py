@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
@@ -99,9 +99,9 @@ class LoadContext:
         """Report the verdicts, and each problem once."""
         return EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(self.problems)))
 
-    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, StoredScale]:
+    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, FoundScale]:
         """Assign each scale to a layer by the engine's rules for names; the last one wins."""
-        loaded: dict[Slot, StoredScale] = {}
+        loaded: dict[Slot, FoundScale] = {}
         for name, stored in sorted(self.scales.items()):
             slot = find_slot(name)
             if slot is None:
@@ -113,7 +113,7 @@ class LoadContext:
             loaded[slot] = stored
         return loaded
 
-    def list_queries(self) -> list[StoredScale]:
+    def list_queries(self) -> list[FoundScale]:
         """List the scales of q, which are noted but not judged."""
         return [
             stored
@@ -121,17 +121,17 @@ class LoadContext:
             if parsed.roles == (Role.Q,) and parsed.spelling is not Spelling.ZERO_POINT
         ]
 
-    def list_zero_points(self) -> list[StoredScale]:
+    def list_zero_points(self) -> list[FoundScale]:
         """List the zero points of q, k and v."""
         found = self._list_parsed()
         return [stored for stored, parsed in found if parsed.spelling is Spelling.ZERO_POINT]
 
-    def _list_parsed(self) -> Iterator[tuple[StoredScale, ScaleName]]:
+    def _list_parsed(self) -> Iterator[tuple[FoundScale, ScaleName]]:
         for name, stored in self.scales.items():
             if (parsed := parse_name(name)) is not None:
                 yield stored, parsed
 
-    def list_optional_scales(self) -> tuple[tuple[str, list[StoredScale]], ...]:
+    def list_optional_scales(self) -> tuple[tuple[str, list[FoundScale]], ...]:
         """List the scales of q and of attention probabilities, each kind with its name."""
         probabilities = [each for name, each in self.scales.items() if is_probability_scale(name)]
         return ("q_scale", self.list_queries()), ("prob_scale", probabilities)
@@ -189,8 +189,8 @@ def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:
 
 
 def match_to_layers(
-    geometry: ModelGeometry, scales: Iterable[StoredScale]
-) -> dict[Slot, StoredScale]:
+    geometry: ModelGeometry, scales: Iterable[FoundScale]
+) -> dict[Slot, FoundScale]:
     """Match scales to layers by name, in any tool's spelling; the first of several wins."""
     owners = {
         spelling: layer.index
@@ -198,7 +198,7 @@ def match_to_layers(
         for path in (attention.module, attention.checkpoint_module)
         for spelling in (path, f"{path}.attn")
     }
-    meant: dict[Slot, StoredScale] = {}
+    meant: dict[Slot, FoundScale] = {}
     for stored in scales:
         parsed = parse_name(stored.name)
         if parsed is None or parsed.path not in owners or parsed.spelling is Spelling.ZERO_POINT:

@@ -27,12 +27,12 @@ from fp8calib.engines.weights.reader import (
     covers_parts,
     list_strings,
 )
-from fp8calib.formats.fp8.compressed_tensors import FORMATS
+from fp8calib.formats.fp8.compressed_tensors import CONFIG_FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import Granularity, InputScaling
 
-_FORMATS = (*FORMATS, "pack-quantized")
+_FORMATS = (*CONFIG_FORMATS, "pack-quantized")
 _GROUP_FORMATS = "the format of a config group is read"
 _CHANNELS_ALONE = "FP8 weights alone, per channel, are not taken for packed integers"
 _ENDS_IGNORED = "an entry of ignore matches the end of a path, and no part of it in either case"

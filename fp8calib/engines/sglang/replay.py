@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.dtypes import amend_for_dtype, note_drafter
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import (
@@ -299,7 +299,7 @@ def _refuse_strays(
         raise Refusal(why, fix=_FIX.format(path=next(paths, "attn")) if has else _PLACELESS_FIX)
 
 
-def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
+def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:
     """Check whether a strict loader skips this name without an error, or asserts that it is 1.0."""
     if model_type == "qwen3_next" and "mtp" in stored.name:
         return True
@@ -310,7 +310,7 @@ def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
 
 def _judge(
     context: LoadContext,
-    loaded: dict[Slot, StoredScale],
+    loaded: dict[Slot, FoundScale],
     index: int,
     attention: Attention,
     fault: _Fault | None,

@@ -29,7 +29,7 @@ from fp8calib.errors import shorten
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class MetaModel:
     """A model on the meta device, and what its loading reported."""
 
     model: torch.nn.Module
@@ -56,7 +56,7 @@ class LoadedModel:
         return found if isinstance(found, torch.Tensor) else None
 
 
-def load_on_meta(folder: ScaleFolder) -> LoadedModel:
+def load_on_meta(folder: ScaleFolder) -> MetaModel:
     """Load a folder as `from_pretrained` with `dtype="auto"` does.
 
     Raises:
@@ -88,7 +88,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
                 raise Unjudged(_OWN_CODE) from error
             why = _describe_fault(faults[0]) if faults else ""
             raise Refusal(why or _describe(error), fix=_FIX) from error
-    return LoadedModel(
+    return MetaModel(
         model=model,
         missing=frozenset(loading["missing_keys"]),
         unexpected=frozenset(loading["unexpected_keys"]),

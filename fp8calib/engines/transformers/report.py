@@ -17,7 +17,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.dtypes import amend_for_dtype
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -30,7 +30,7 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, load_on_meta
+from fp8calib.engines.transformers.loader import MetaModel, find_run_error, load_on_meta
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
@@ -80,9 +80,7 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
         return report.model_copy(update={"weights": verdict})
 
 
-def _report_loaded(
-    folder: ScaleFolder, geometry: ModelGeometry, loaded: LoadedModel
-) -> EngineReport:
+def _report_loaded(folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaModel) -> EngineReport:
     for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
         parameter = loaded.find_parameter(name)
         if parameter is not None and parameter.dtype in _FP8_DTYPES:
@@ -111,7 +109,7 @@ def _report_loaded(
 
 
 def _judge(
-    context: LoadContext, loaded: LoadedModel, index: int, attention: Attention
+    context: LoadContext, loaded: MetaModel, index: int, attention: Attention
 ) -> LayerVerdict:
     owner = index if attention.producer is None else attention.producer
     if owner != index:
@@ -125,7 +123,7 @@ def _judge(
 
 
 def _judge_role(
-    context: LoadContext, loaded: LoadedModel, attention: Attention, slot: Slot
+    context: LoadContext, loaded: MetaModel, attention: Attention, slot: Slot
 ) -> LoadVerdict:
     leaf = f"{slot[1]}_scale"
     parameter = loaded.find_parameter(f"{attention.module}.{leaf}")
@@ -157,7 +155,7 @@ def _judge_role(
     return verdict
 
 
-def _judge_rounded(context: LoadContext, stored: StoredScale, dtype: torch.dtype) -> LoadVerdict:
+def _judge_rounded(context: LoadContext, stored: FoundScale, dtype: torch.dtype) -> LoadVerdict:
     values = torch.tensor(stored.values).to(dtype).float().tolist()
     if dtype is not torch.float32:
         name = str(dtype).removeprefix("torch.")
@@ -167,7 +165,7 @@ def _judge_rounded(context: LoadContext, stored: StoredScale, dtype: torch.dtype
     return judge_number(bad[0] if bad else max(values), source)
 
 
-def _note_unexpected(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
+def _note_unexpected(folder: ScaleFolder, loaded: MetaModel) -> Iterator[str]:
     """Note the tensors that are left out, but for scales of K and V, which have verdicts."""
     found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
     if found:
@@ -187,7 +185,7 @@ def _note_unexpected(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
         )
 
 
-def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
+def _list_weight_faults(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
     """List what makes weights wrong without an error."""
     missing = sorted(name for name in loaded.missing if parse_name(name) is None)
     for name in missing if _have_weights(context.tensors.values()) else ():
@@ -216,7 +214,7 @@ def _have_weights(entries: Iterable[TensorEntry]) -> bool:
 
 
 def _list_dtype_faults(
-    context: LoadContext, loaded: LoadedModel, name: str, entry: TensorEntry
+    context: LoadContext, loaded: MetaModel, name: str, entry: TensorEntry
 ) -> Iterator[str]:
     """List where values are cast to others, or taken for what they are not.
 
@@ -259,7 +257,7 @@ def _are_exponents(values: torch.Tensor) -> bool:
     return bool(((values == values.round()) & (values >= 1) & (values <= _LARGEST_EXPONENT)).all())
 
 
-def _list_scaling_faults(loaded: LoadedModel, name: str, entry: TensorEntry) -> Iterator[str]:
+def _list_scaling_faults(loaded: MetaModel, name: str, entry: TensorEntry) -> Iterator[str]:
     """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
     if len(entry.shape) < 2 or is_companion(name):
         return
@@ -294,7 +292,7 @@ def _list_spread_faults(
             yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
 
 
-def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
+def _list_joined_faults(loaded: MetaModel) -> Iterator[str]:
     """List the experts that transformers joins in one tensor without a scale for each of them.
 
     transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run: it

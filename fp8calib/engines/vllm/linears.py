@@ -21,14 +21,14 @@ from fp8calib.engines.weights.auto_round import ACCEPTED, AUTO_ROUND_FIX, requir
 from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
+    ConfigSection,
     Found,
     LinearReader,
-    Section,
     Unquantized,
     covers_parts,
     list_strings,
 )
-from fp8calib.formats.fp8.compressed_tensors import FORMATS
+from fp8calib.formats.fp8.compressed_tensors import CONFIG_FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.model.shapes import ModelGeometry
@@ -60,7 +60,7 @@ class VllmReader(LinearReader):
         return cls(folder, section, geometry, release)
 
     def __init__(
-        self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
+        self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
     ) -> None:
         self._mx_form = str(section.get("quant_method", "modelopt"))
         if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
@@ -215,7 +215,7 @@ class VllmReader(LinearReader):
             target = by_name or self.find_class_target(group)
         if target is None:
             return Unquantized(why="no config group has it")
-        return self.read_group(target, FORMATS, reads_own_format=True)
+        return self.read_group(target, CONFIG_FORMATS, reads_own_format=True)
 
     def skips(self, group: LinearGroup) -> bool:
         """Tell whether the config names a group, or the parts of one that is joined."""

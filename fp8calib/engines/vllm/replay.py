@@ -8,7 +8,7 @@ from itertools import islice
 
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
 from fp8calib.engines.replay.dtypes import amend_for_dtype, find_served_dtype, note_drafter
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
 from fp8calib.engines.replay.load_context import Slot, match_to_layers, open_indexed
 from fp8calib.engines.replay.quantization_config import (
@@ -280,7 +280,7 @@ class _Replay:
     def _judge_compressed(
         self,
         index: int,
-        loaded: Mapping[Slot, StoredScale],
+        loaded: Mapping[Slot, FoundScale],
         heads: Attention | None,
         tp: int,
     ) -> LayerVerdict:
@@ -316,7 +316,7 @@ class _Replay:
 
         return LayerVerdict(layer=index, k=judge(Role.K), v=judge(Role.V))
 
-    def _judge_heads(self, stored: StoredScale, num_heads: int, tp: int) -> LoadVerdict:
+    def _judge_heads(self, stored: FoundScale, num_heads: int, tp: int) -> LoadVerdict:
         """Judge per-head scales: each rank takes its slice; one rank repeats a single number."""
         if stored.numel < num_heads and not (stored.numel == 1 and tp == 1):
             why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
@@ -431,7 +431,7 @@ class _Replay:
         return report
 
 
-def _fits_query(stored: StoredScale, attention: Attention) -> bool:
+def _fits_query(stored: FoundScale, attention: Attention) -> bool:
     """Check that vLLM can reduce a scale of q to one maximum per KV head."""
     groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
@@ -439,7 +439,7 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
 
 def _list_held(
     layer: LayerVerdict,
-    loaded: Mapping[Role, StoredScale],
+    loaded: Mapping[Role, FoundScale],
     heads: Attention | None,
     *,
     doubles: bool,

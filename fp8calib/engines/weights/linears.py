@@ -233,7 +233,7 @@ def find_decoder(geometry: ModelGeometry) -> str | None:
     return None if found is None else found[1]
 
 
-def find_layer(decoder: str | None, path: str) -> int:
+def find_layer_index(decoder: str | None, path: str) -> int:
     """Find the number of the decoder layer that a path is in; -1 where it is elsewhere."""
     found = _LAYER.match(path)
     return int(found[2]) if found is not None and found[1] == decoder else -1

@@ -20,7 +20,7 @@ from fp8calib.engines.weights.linears import (
     Shape,
     count_experts,
     find_decoder,
-    find_layer,
+    find_layer_index,
 )
 from fp8calib.engines.weights.rules import NameRules
 from fp8calib.errors import shorten
@@ -170,7 +170,7 @@ def _list_other_names(
             yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
     decoder, counts = find_decoder(geometry), count_experts(geometry)
     for name in sorted(tensors.keys() - set(geometry.leftovers)):
-        expert, layer = split_expert(name.rpartition(".")[0]), find_layer(decoder, name)
+        expert, layer = split_expert(name.rpartition(".")[0]), find_layer_index(decoder, name)
         if expert is not None and layer in counts and expert[1] >= counts[layer]:
             why = "is of an expert that the model does not have"
             yield Finding.doubt(name, why, fix=_NAMES_FIX)
@@ -247,7 +247,7 @@ def _list_absent(geometry: ModelGeometry, tensors: Tensors) -> Iterator[str]:
     decoder, counts = find_decoder(geometry), count_experts(geometry)
     projections = sorted({projection for _, _, projection in numbered})
     for path in sorted(owners):
-        count = counts.get(find_layer(decoder, path), 0)
+        count = counts.get(find_layer_index(decoder, path), 0)
         for number, projection in product(range(count), projections):
             if (path, number, projection) not in numbered:
                 yield f"{path}.{number}.{projection}.weight"
@@ -280,7 +280,7 @@ def _list_misfits(geometry: ModelGeometry, tensors: Tensors) -> Iterator[tuple[s
         if entry.dtype not in _FORMATS or entry.shape in expected:
             continue
         # Towers and draft layers have experts of their own.
-        if 0 <= find_layer(decoder, name) < len(geometry.layers):
+        if 0 <= find_layer_index(decoder, name) < len(geometry.layers):
             found = entry.shape
             nearest = min(expected, key=lambda each: sum(map(operator.ne, each, found)))
             yield name, found, nearest

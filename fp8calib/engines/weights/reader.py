@@ -36,7 +36,7 @@ from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Granularity, InputScaling
 
-Section = Mapping[str, object]
+ConfigSection = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
 """Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
 _KNOWN = ("compressed-tensors", "fp8")
@@ -91,7 +91,7 @@ class LinearReader(ABC):
     """Whose classes create the linears."""
 
     def __init__(
-        self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
+        self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
     ) -> None:
         self.release = release
         self.classes = find_class_map(self.engine, release.version, geometry.architecture) or {}
@@ -100,7 +100,7 @@ class LinearReader(ABC):
         self.is_nested = isinstance(nested, dict)
         method = str(section.get("quant_method") or ("modelopt" if self.is_nested else "")).lower()
         self.method = _METHODS.get(method, method)
-        self.section: Section = nested if isinstance(nested, dict) else section
+        self.section: ConfigSection = nested if isinstance(nested, dict) else section
         self.algorithm = str(self.section.get("quant_algo")).upper()
         self.excluded = self.list_excluded()
         groups = section.get("config_groups")
@@ -410,7 +410,7 @@ def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
     return found == {True}
 
 
-def list_strings(section: Section, key: str) -> list[str]:
+def list_strings(section: ConfigSection, key: str) -> list[str]:
     """List the texts of a list in a config."""
     value = section.get(key)
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

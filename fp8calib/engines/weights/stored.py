@@ -65,7 +65,7 @@ def locate_tensors(folder: ScaleFolder, *, prefers_single: bool = False) -> Loca
     }
 
 
-class StoredWeights:
+class OpenedWeights:
     """The weights in the files that an engine opens.
 
     Args:

@@ -27,7 +27,7 @@ from fp8calib.model.module_paths import name_fused_path, split_expert
 from fp8calib.numerics.schemes import GROUP_SIZE, MX_BLOCK, Granularity, InputScaling, Scheme
 
 MX_FORMAT = "mxfp8-quantized"
-FORMATS = (
+CONFIG_FORMATS = (
     *("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized"),
     MX_FORMAT,
 )
@@ -62,8 +62,8 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         if group is None:
             raise weight_contradiction(path, module, "no config group has it")
         own = group.get("format")
-        form = config.get("format", FORMATS[0]) if own is None else own
-        if form not in FORMATS:
+        form = config.get("format", CONFIG_FORMATS[0]) if own is None else own
+        if form not in CONFIG_FORMATS:
             raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
         weights = _read_arguments(path, module, group.get("weights"))
         inputs = group.get("input_activations")

@@ -29,7 +29,7 @@ FP8_DIALECTS: dict[str, Fp8Dialect] = {
 """All dialects by name; of several with one method, `load_finder` gives the first."""
 
 
-def list_written() -> tuple[Fp8Dialect, ...]:
+def list_written_fp8() -> tuple[Fp8Dialect, ...]:
     """List the dialects that can be written: the formats of `quantize --format`."""
     return tuple(each for each in FP8_DIALECTS.values() if each.make_config is not None)
 
@@ -40,7 +40,7 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
     Raises:
         UsageError: there is none that can be written, or it cannot.
     """
-    written = {each.name: each for each in list_written()}
+    written = {each.name: each for each in list_written_fp8()}
     if name not in written:
         raise UsageError(
             f"--format {name}: unknown format", hint=suggest(name, written, what="formats")

@@ -124,7 +124,7 @@ KV_SCALES = Dialect(
     read=read_kv_scales,
     has_query=True,
 )
-COMPRESSED_TENSORS = Dialect(
+COMPRESSED_TENSORS_KV = Dialect(
     name="compressed-tensors",
     description="llm-compressor's checkpoint, k_scale and v_scale per layer or per head",
     recognise=_recognise_tool("compressed-tensors"),
@@ -132,7 +132,7 @@ COMPRESSED_TENSORS = Dialect(
     formats=(E4M3FN,),
     scale_suffixes=("_scale", ".scale"),
 )
-AUTOFP8 = Dialect(
+AUTOFP8_KV = Dialect(
     name="autofp8",
     description="AutoFP8's checkpoint, k_scale and v_scale or the older kv_scale",
     recognise=_recognise_tool("fp8"),
@@ -140,14 +140,14 @@ AUTOFP8 = Dialect(
     formats=(E4M3FN,),
     scale_suffixes=("_scale", "_scale_inv"),
 )
-QUARK = Dialect(
+QUARK_KV = Dialect(
     name="quark",
     description="Quark's checkpoint, output_scale of k_proj and v_proj",
     recognise=_recognise_tool("quark", Spelling.OUTPUT),
     read=read_kv_scales,
     formats=(E4M3FN,),
 )
-MODELOPT = Dialect(
+MODELOPT_KV = Dialect(
     name="modelopt",
     description="ModelOpt's checkpoint, k_scale of k_proj and v_scale of v_proj",
     recognise=_recognise_tool("modelopt", Spelling.PROJECTION),

@@ -44,7 +44,7 @@ from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
-from fp8calib.plugins.gptq.layer_rounding import Rounding, count_code_bytes, open_codes
+from fp8calib.plugins.gptq.layer_rounding import GptqJob, count_code_bytes, open_codes
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.calibrated_scales import (
@@ -239,7 +239,7 @@ def _make_job(
         resume=request.resume,
         force=request.force,
         reporter=reporter,
-        layer_job=Rounding(settings),
+        layer_job=GptqJob(settings),
     )
 
 

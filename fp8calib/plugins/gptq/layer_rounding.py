@@ -42,7 +42,7 @@ from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.weights import WeightReader, WeightScales, spread_scales
 
-MIN_TOKENS = 256
+MIN_HESSIAN_TOKENS = 256
 """A weight with fewer tokens in its Hessian is rounded to nearest."""
 
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
@@ -54,7 +54,7 @@ _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 
 
-class Rounding:
+class GptqJob:
     """Rounds the weights of each layer after the text has run through it (a `LayerJob`)."""
 
     why_streamed = "layer by layer: each layer is rounded after the text has run through it"
@@ -258,8 +258,8 @@ class _InputRounding:
             return "no token reached it"
         if key in self._changing:
             return "it reads the input of another linear in some batches only"
-        if self._sums.num_used < MIN_TOKENS:
-            return f"fewer than {MIN_TOKENS} tokens reached it"
+        if self._sums.num_used < MIN_HESSIAN_TOKENS:
+            return f"fewer than {MIN_HESSIAN_TOKENS} tokens reached it"
         return "" if self._sums.num_held else "no held-back token reached it"
 
 

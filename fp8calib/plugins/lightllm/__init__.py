@@ -7,5 +7,5 @@ PLUGIN = Plugin(
         "fp8calib.plugins.lightllm.format:LIGHTLLM",
         "fp8calib.plugins.lightllm.format:LIGHTLLM_HEAD",
     ),
-    engines=("fp8calib.plugins.lightllm.engine:ENGINE",),
+    engines=("fp8calib.plugins.lightllm.engine:LIGHTLLM_ENGINE",),
 )

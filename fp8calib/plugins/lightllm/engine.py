@@ -114,7 +114,7 @@ def _is_table(rows: object, count: int, width: int) -> bool:
     )
 
 
-ENGINE = Engine(
+LIGHTLLM_ENGINE = Engine(
     key="lightllm",
     title="LightLLM",
     version="88b2fc6",

@@ -11,7 +11,7 @@ from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationStats,
-    load_stats,
+    load_stats_file,
     save_stats,
 )
 from fp8calib.checkpoint.disk import format_size
@@ -23,7 +23,7 @@ from fp8calib.commands.result import RunPlan
 from fp8calib.commands.stats import read_stats
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, list_uniform
-from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_model
+from fp8calib.plugins.plan.measure import MEASURED_NAME, Measure, Measurements, open_measured_model
 from fp8calib.plugins.plan.opened import OpenedPlan, open_plan
 from fp8calib.plugins.plan.recipe import (
     RECIPE_NAME,
@@ -38,7 +38,7 @@ from fp8calib.text import Answer, Block, Cell, Line, Table
 from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.opened import require_head
 from fp8calib.verification.page.charts import BASELINE, STYLES, Figure, kld_curve, place_chart
-from fp8calib.verification.page.page import Section, render
+from fp8calib.verification.page.page import PageSection, render
 from fp8calib.verification.report import describe_pair
 
 PAGE_NAME = "plan.html"
@@ -100,7 +100,7 @@ def _calibrate(
         stats, _ = job.run(job.choose_mode(), job.make_header(), None)
     else:
         reporter.say("calibrated before")
-        stats = load_stats(earlier)
+        stats = load_stats_file(earlier)
     save_stats(stats, places[0])
     return stats
 
@@ -126,7 +126,7 @@ def _plan(
     request, choices = opened.request, Choices(opened, stats)
     for text in choices.describe_refused():
         reporter.say(text)
-    with open_model(opened, choices, reporter) as model:
+    with open_measured_model(opened, choices, reporter) as model:
         run_on = partial(Measure, model, choices, measurements, reporter, request.batch_size)
         searched, held_out = run_on(opened.search, "searching"), run_on(opened.held_out, "judging")
         can_skip = all(engine.can_skip_caches for engine in opened.engines)
@@ -246,8 +246,8 @@ def _write_plan_page(result: PlanResult, path: Path) -> None:
         ExportError: the file cannot be written.
     """
     sections = [
-        Section(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
-        Section(title="Groups, by their most costly choice", table=_groups_table(result)),
+        PageSection(title="KLD against bytes, on held-out text", figures=_draw_frontier(result)),
+        PageSection(title="Groups, by their most costly choice", table=_groups_table(result)),
     ]
     page = render(
         title="FP8 plan of ",

@@ -123,7 +123,9 @@ class Measure:
 
 
 @contextmanager
-def open_model(opened: OpenedPlan, choices: Choices, reporter: Reporter) -> Iterator[StreamedModel]:
+def open_measured_model(
+    opened: OpenedPlan, choices: Choices, reporter: Reporter
+) -> Iterator[StreamedModel]:
     """Open the model layer by layer, in as much memory as a full round of plans needs.
 
     Raises:

@@ -16,7 +16,7 @@ _MOST_PROBABILITY = 1.01
 """The sum of probabilities exceeds 1 by less than this through rounding."""
 _LARGEST_TOKEN = 2**31 - 1
 Token = Annotated[int, Field(strict=True, ge=0, le=_LARGEST_TOKEN)]
-Key = Annotated[int, Field(ge=0, le=_LARGEST_TOKEN)]
+TokenKey = Annotated[int, Field(ge=0, le=_LARGEST_TOKEN)]
 """A token as the key of a JSON object."""
 Logprob = Annotated[float, Field(strict=True)]
 FormT = TypeVar("FormT", bound=BaseModel)
@@ -102,7 +102,7 @@ def check_tokens(tokens: Sequence[int], ids: Sequence[int], cache_flag: str) -> 
             )
 
 
-def join_scores(
+def join_answer(
     logprobs: Sequence[float],
     tops: Sequence[Sequence[tuple[int, float]]],
     num_top: int,

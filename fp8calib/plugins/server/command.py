@@ -50,7 +50,7 @@ from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.report import describe_pair
-from fp8calib.verification.verify import Verification, Verified, verify
+from fp8calib.verification.verify import Verification, Verified, run_verification
 
 
 def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunPlan:
@@ -111,7 +111,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = servers.ask(asked.plan, writer, reporter)
             asked = replace(asked, plan=text)
-            verified = verify(
+            verified = run_verification(
                 *(asked, scored, reporter),
                 others=others,
                 watched=answers.watched,

@@ -15,7 +15,7 @@ import torch
 from fp8calib.plugins.server.faults import Fault
 from fp8calib.verification.summary import standard_error
 
-UNQUANTIZED = "unquantized"
+UNCHANGED = "unquantized"
 """The candidate that changes nothing."""
 _SURE = 3.0
 """One candidate's squared residual must be below another's by this many standard errors."""
@@ -121,7 +121,7 @@ class Changes:
 
     def find(self, name: str) -> torch.Tensor:
         """Give the changes of a candidate."""
-        return torch.zeros_like(self.server) if name == UNQUANTIZED else self.candidates[name]
+        return torch.zeros_like(self.server) if name == UNCHANGED else self.candidates[name]
 
     def fit(self, name: str) -> Fit:
         """Compare a candidate with the server."""
@@ -158,7 +158,7 @@ def diagnose(changes: Changes) -> Diagnosis:
     if not changes.candidates:
         size = math.sqrt(mean_square(changes.server))
         return Diagnosis(finding=ServerFinding.NOTHING_EMULATED, name="", size=size)
-    names = (UNQUANTIZED, *changes.candidates)
+    names = (UNCHANGED, *changes.candidates)
     fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
     return _judge(changes, fits, fits[0])
 
@@ -178,7 +178,7 @@ def explain_with_faults(
     """
     layers = {name: layer for name in effects if (layer := faults[name].layer) is not None}
     everything = replace(changes, candidates={**changes.candidates, **effects})
-    fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
+    fits = sorted(map(changes.fit, (UNCHANGED, *changes.candidates)), key=lambda f: f.residual)
     tried = [n for n in effects if n in layers or _leaves_roundings(everything, base, n, faults)]
     if not tried:
         return found
@@ -259,7 +259,7 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
             finding=finding, name=name, other=other, fits=tuple(fits), size=math.sqrt(squares)
         )
 
-    emulated = [fit for fit in fits if fit.name != UNQUANTIZED]
+    emulated = [fit for fit in fits if fit.name != UNCHANGED]
     closest = emulated[0].name
     energies = [fit.energy for fit in emulated]
     if max(energies) <= _ABOVE_NOISE * changes.noise:
@@ -269,21 +269,21 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
         rival = next((name for name in rivals if not changes.is_less(best.name, name)), "")
         return conclude(ServerFinding.EQUAL if rival else ServerFinding.CANDIDATE, best.name, rival)
     if squares <= min(energies) / _FAR_LESS:
-        return conclude(ServerFinding.UNQUANTIZED, UNQUANTIZED)
+        return conclude(ServerFinding.UNQUANTIZED, UNCHANGED)
     is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
     noise = _ABOVE_NOISE * changes.noise
     if squares <= max(min(energies) / _LARGER, noise) and not is_related:
         if min(energies) <= min(noise, squares):
             smallest = min(emulated, key=lambda fit: fit.energy)
-            return conclude(ServerFinding.EQUAL, smallest.name, UNQUANTIZED)
-        return conclude(ServerFinding.UNQUANTIZED, UNQUANTIZED)
+            return conclude(ServerFinding.EQUAL, smallest.name, UNCHANGED)
+        return conclude(ServerFinding.UNQUANTIZED, UNCHANGED)
     is_alike = squares <= _LARGER * max(energies)
     return conclude(ServerFinding.UNLIKE if is_alike else ServerFinding.UNKNOWN, closest)
 
 
 def _is_explained(best: Fit, squares: float) -> bool:
     """Tell whether a candidate explains changes of this mean square."""
-    if best.name == UNQUANTIZED:
+    if best.name == UNCHANGED:
         return False
     is_alike = (best.correlation or 0.0) >= _RELATED and squares <= _LARGER * best.energy
     return is_alike or _explains_most(best, squares)
@@ -297,7 +297,7 @@ def needs_faults(found: Diagnosis) -> bool:
     """Tell whether faults may explain the server better."""
     if found.finding in {ServerFinding.UNKNOWN, ServerFinding.UNLIKE}:
         return True
-    roundings = min(fit.energy for fit in found.fits if fit.name != UNQUANTIZED)
+    roundings = min(fit.energy for fit in found.fits if fit.name != UNCHANGED)
     enough = max((1 - _CLOSE) * found.size**2, _ARITHMETIC * roundings)
     return found.finding is ServerFinding.CANDIDATE and found.fits[0].residual ** 2 > enough
 

@@ -11,14 +11,14 @@ from pydantic import BaseModel, Field
 from fp8calib.plugins.server.answers import (
     PLAIN_SAMPLING,
     AnswerError,
-    Key,
     Logprob,
     SequenceScores,
     Token,
+    TokenKey,
     check_count,
     check_tokens,
+    join_answer,
     join_decoded,
-    join_scores,
     read,
 )
 
@@ -35,7 +35,7 @@ class _TokenLogprobs(BaseModel):
 
 
 class _Choice(BaseModel):
-    prompt_logprobs: list[dict[Key, _Entry] | None] | None = None
+    prompt_logprobs: list[dict[TokenKey, _Entry] | None] | None = None
     token_ids: list[Token] | None = None
     logprobs: _TokenLogprobs | None = None
 
@@ -87,7 +87,7 @@ class VllmServer:
         check_tokens(tokens, ids, self.cache_flag)
         logprobs = [row[token] for row, token in zip(rows, tokens, strict=True)]
         tops = [list(row.items()) for row in rows]
-        return join_scores(logprobs, tops, num_top, self.logprobs_flag)
+        return join_answer(logprobs, tops, num_top, self.logprobs_flag)
 
     def make_writing(
         self, model: str, ids: Sequence[int], count: int, seed: int
@@ -182,7 +182,7 @@ class SglangServer:
                 f"has the most likely tokens of {count} positions, not of {len(rows)}"
             )
         likely = [list(map(_read_pair, row)) for row in tops] if num_top else [[] for _ in rows]
-        return join_scores([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
+        return join_answer([logprob for _, logprob in rows], likely, num_top, self.logprobs_flag)
 
     def make_writing(self, _: str, ids: Sequence[int], count: int, seed: int) -> Mapping[str, Any]:
         """Ask for a continuation."""

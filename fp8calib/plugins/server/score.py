@@ -24,7 +24,7 @@ from fp8calib.plugins.server.kinds import ServerKind
 from fp8calib.plugins.server.recognise import check_tokenizer, recognise
 from fp8calib.plugins.server.request import ServerRequest
 from fp8calib.plugins.server.served_hooks import count_prompt
-from fp8calib.plugins.server.written import SEED, count_given
+from fp8calib.plugins.server.written import SAMPLING_SEED, count_given
 
 T = TypeVar("T")
 _CONNECTING_S = 60.0
@@ -96,7 +96,7 @@ class Server:
 
         async def ask(client: ServerClient, number: int) -> torch.Tensor:
             start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-            body = kind.make_writing(self.model, start, count, SEED + number)
+            body = kind.make_writing(self.model, start, count, SAMPLING_SEED + number)
             more = await self._ask(
                 client, body, lambda answer: kind.read_written(answer, count), number
             )

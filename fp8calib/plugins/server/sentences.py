@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.plugins.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
+from fp8calib.plugins.server.diagnose import UNCHANGED, Diagnosis, ServerFinding
 from fp8calib.plugins.server.faults import Fault
 from fp8calib.verification.report import SCALE_ONE
 
@@ -52,7 +52,7 @@ def describe_diagnosis(
                 "neither has an FP8 KV cache, or both are one server."
             )
         case ServerFinding.UNQUANTIZED:
-            emulated = [fit for fit in found.fits if fit.name != UNQUANTIZED]
+            emulated = [fit for fit in found.fits if fit.name != UNCHANGED]
             least = min(emulated, key=lambda fit: fit.energy)
             is_sure = has_scales or found.size < _NOTHING
             other = "" if is_sure else ", or has scales that fit it: name them with --scales"
@@ -67,7 +67,7 @@ def describe_diagnosis(
                 "other scales there, or it serves another checkpoint."
             )
         case ServerFinding.EQUAL:
-            other = "the unquantized model" if found.other == UNQUANTIZED else found.other
+            other = "the unquantized model" if found.other == UNCHANGED else found.other
             text = f"{found.name} and {other} explain the server equally well {how}: use more text."
         case ServerFinding.NOISE:
             text = (

@@ -13,7 +13,7 @@ from fp8calib.model.topology.find import name_cache_argument
 
 NUM_GIVEN = 16
 """Tokens of every sequence that begin the text."""
-SEED = 0
+SAMPLING_SEED = 0
 _AT_ONCE = 16
 
 
@@ -27,7 +27,7 @@ def write_text(
     sequences: Sequence[torch.Tensor],
     progress: Progress,
     *,
-    seed: int = SEED,
+    seed: int = SAMPLING_SEED,
 ) -> tuple[torch.Tensor, ...]:
     """Replace every sequence, but for its first tokens, by what the model writes.
 

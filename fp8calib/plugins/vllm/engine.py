@@ -34,7 +34,7 @@ from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role, Site
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
-from fp8calib.plugins.vllm.observer import Expected, checksum
+from fp8calib.plugins.vllm.observer import SequenceKey, checksum
 
 WORKER = "fp8calib.plugins.vllm.worker.FP8CalibWorker"
 _GROUP_S = 3.0
@@ -218,7 +218,7 @@ class _Run:
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
-        expected: list[Expected] = [
+        expected: list[SequenceKey] = [
             (each.first, each.lengths[0], checksum(each.input_ids[0])) for each in group
         ]
         started = time.monotonic()

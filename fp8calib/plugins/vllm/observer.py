@@ -35,7 +35,7 @@ from fp8calib.model.shapes import Role, Site
 class Observer:
     """The methods of a worker that observe its part of the model."""
 
-    def fp8calib_describe(self, tensors: Tensors, drafted: Tensors) -> str:
+    def fp8calib_describe(self, tensors: RankTensors, drafted: RankTensors) -> str:
         """Describe this rank and its modules, and where the loader puts each tensor.
 
         Args:
@@ -78,7 +78,7 @@ class Observer:
             for prefix, model in _find_models(self).items()
         ]
 
-    def fp8calib_expect(self, sequences: Sequence[Expected]) -> None:
+    def fp8calib_expect(self, sequences: Sequence[SequenceKey]) -> None:
         """Expect sequences in this order."""
         for observation in vars(self)["_fp8calib"]:
             observation.expected.extend(map(tuple, sequences))
@@ -89,7 +89,7 @@ class Observer:
             return _collect(vars(self)["_fp8calib"])
 
 
-Expected = tuple[int, int, int]
+SequenceKey = tuple[int, int, int]
 """Of a sequence: global index, length, checksum of the ids."""
 
 
@@ -98,7 +98,7 @@ def checksum(ids: torch.Tensor) -> int:
     return zlib.crc32(ids.to("cpu", torch.int64).numpy().tobytes())
 
 
-Tensors = Sequence[tuple[str, str, Sequence[int]]]
+RankTensors = Sequence[tuple[str, str, Sequence[int]]]
 _DRAFTER = "drafter."
 
 
@@ -109,7 +109,7 @@ def _find_models(worker: Any) -> dict[str, nn.Module]:
     return {"": worker.model_runner.get_model(), **found}
 
 
-def _describe_drafter(worker: Any, tensors: Tensors) -> Iterator[tuple[str, dict[str, Any]]]:
+def _describe_drafter(worker: Any, tensors: RankTensors) -> Iterator[tuple[str, dict[str, Any]]]:
     """Describe a drafter's attention, and name it as its checkpoint does."""
     model = _find_models(worker).get(_DRAFTER)
     if model is None:
@@ -210,7 +210,7 @@ def _names_of(value: Any) -> frozenset[str]:
     return getattr(value, "held", frozenset()) if isinstance(value, _Named) else frozenset()
 
 
-def _trace_loader(model: Any, tensors: Tensors) -> tuple[dict[str, list[str]], str]:
+def _trace_loader(model: Any, tensors: RankTensors) -> tuple[dict[str, list[str]], str]:
     """Ask the model's own loader which parameter each tensor goes into; nothing is loaded.
 
     Returns:
@@ -281,7 +281,7 @@ class _Observation:
         self, model: nn.Module, prefix: str, observed: set[str], num_sequences: int
     ) -> None:
         self._is_drafter = bool(prefix)
-        self.expected = deque[Expected]()
+        self.expected = deque[SequenceKey]()
         self.faults: list[str] = []
         self.recorder = Recorder(num_sequences)
         self._has_batch = False

@@ -215,7 +215,7 @@ class EmulationHooks:
 
     def _has_kernel(self, quantizer: Quantizer, x: torch.Tensor) -> bool:
         """Whether the kernel of a GPU quantizes a tensor; it measures padding too."""
-        return self._kept is None and quantizer.fits_kernel and has_kernel(x.device)
+        return self._kept is None and quantizer.fits_kernel and has_emulation_kernel(x.device)
 
     def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
         """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
@@ -247,7 +247,7 @@ def _quantize_in_kernel(
 
 
 @cache
-def has_kernel(device: torch.device) -> bool:
+def has_emulation_kernel(device: torch.device) -> bool:
     """Whether tensors of a device are quantized by the kernel."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 40, 600, generator=numbers).to(torch.bfloat16)

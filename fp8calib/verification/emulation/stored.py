@@ -70,7 +70,7 @@ def emulate_stored(
         )
     limits = source.reading_from(ClipLimits(checkpoint))
     weights = [
-        StoredWeights(
+        DequantizedWeight(
             parameters=(parameter,),
             source=source,
             fmt=checkpoint.fmt,
@@ -157,7 +157,7 @@ def _join_inputs(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeights(WeightChange):
+class DequantizedWeight(WeightChange):
     """A weight of an FP8 checkpoint, dequantized, with what `Fp8Checkpoint` does for an engine."""
 
     source: WeightSource

@@ -53,7 +53,7 @@ _HTML = Environment(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """Sentences, a table and figures that answer one question."""
 
     title: str
@@ -160,23 +160,23 @@ def _draw_gauges(report: VerifyReport, gate: Gate) -> Iterator[Figure]:
             yield charts.gauge(title, one.verdict, kld, one.kld_se, limit)
 
 
-def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Section]:
+def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[PageSection]:
     """List the sections in their order on the page, those without content too."""
     free, names = cycle(charts.STYLES), [one.name for one in report.candidates]
     styles = {name: charts.BASELINE if name == SCALE_ONE else next(free) for name in names}
     lost = {name: find_unfit(name, report) for name in names}
     hurt = [row for row in report.layers if row.site in lost[row.candidate]]
     if gate is not None:
-        yield Section(title=f"The {gate.name} gate", figures=list(_draw_gauges(report, gate)))
-    yield Section(
+        yield PageSection(title=f"The {gate.name} gate", figures=list(_draw_gauges(report, gate)))
+    yield PageSection(
         title="KLD by sequence and by position",
         lead="A few sequences that lose more than the others are text of another kind. Where KLD "
         "rises with the position, errors in the KV cache accumulate.",
         figures=[*_draw_sequences(report, styles), *_draw_positions(report, styles)],
     )
     of = report.worst_texts[0].candidate if report.worst_texts else ""
-    yield Section(title=f"Texts that lose most with {of}", table=tables.texts_table(report))
-    yield Section(
+    yield PageSection(title=f"Texts that lose most with {of}", table=tables.texts_table(report))
+    yield PageSection(
         title="SQNR by layer",
         lead="The signal to quantization noise ratio: higher is better, 3 dB more is half the "
         "noise. Of several tensors in a layer the worst is shown, of what loses nothing none.",
@@ -188,7 +188,7 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Se
     worst = sorted((r for r in hurt or report.layers if r.sqnr_db is not None), key=_rank)
     magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
     drawn = [site for site in dict.fromkeys(row.site for row in worst) if site in magnitudes]
-    yield Section(
+    yield PageSection(
         title="Tensors that lose most" if hurt else "Tensors of lowest SQNR",
         lead="The charts show all values of a tensor in calibration, divided by its scale. In the "
         "shaded ranges FP8 has no values: on the left they become zero, on the right they clip. "
@@ -200,8 +200,8 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Se
         is_folded=not hurt,
     )
     rules = tables.rules_table(report.rules) if report.rules else None
-    yield Section(title="Scale rules", table=rules)
-    yield Section(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
+    yield PageSection(title="Scale rules", table=rules)
+    yield PageSection(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
 
 
 def _rank(row: LayerResult) -> float:

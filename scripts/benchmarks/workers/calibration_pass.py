@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.calibrate import calibrate, make_header
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             *(ready, plan, source, checkpoint), observe=recipe.observe, recipe_name=recipe.name
         )
         run = partial(
-            calibrate,
+            collect_stats,
             *(ready, plan, checkpoint, header),
             observe=recipe.observe,
             batch_size=size,

@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8calib.commands.recipe import load_recipe
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.registry import find_emulated
-from fp8calib.verification.verify import Verification, verify
+from fp8calib.verification.verify import Verification, run_verification
 from scripts.benchmarks.workers.calibration_pass import set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 from scripts.benchmarks.workers.verification_pass import build_candidates
@@ -42,7 +42,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 dtype=dtype,
                 device=device,
             )
-            runs[name] = partial(verify, asked, setup.prepared, PythonReporter(None))
+            runs[name] = partial(run_verification, asked, setup.prepared, PythonReporter(None))
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}
         print_seconds(prepared, rounds=rounds, device=device)
 

@@ -26,7 +26,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.verify import Verification, verify
+from fp8calib.verification.verify import Verification, run_verification
 from scripts.benchmarks.workers.calibration_pass import Setup, set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
@@ -49,7 +49,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 dtype=dtype,
                 device=device,
             )
-            return lambda: verify(asked, setup.prepared, PythonReporter(None))
+            return lambda: run_verification(asked, setup.prepared, PythonReporter(None))
 
         candidates = build_candidates(setup, numerics)
         runs = {

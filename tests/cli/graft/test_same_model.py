@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.calibration.calibration_stats import load_stats, save_stats
+from fp8calib.calibration.calibration_stats import load_stats_file, save_stats
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests.cli.graft.grafting import (
     SHARD,
@@ -72,7 +72,7 @@ def test_statistics_without_hashes_are_refused(
     calibrated: Path, refused: Refused, child: Path, tmp_path: Path
 ) -> None:
     """Earlier versions recorded none."""
-    stats = load_stats(calibrated)
+    stats = load_stats_file(calibrated)
     header = stats.header.model_copy(update={"unquantized": {}})
     path = tmp_path / "old" / "stats.safetensors"
     path.parent.mkdir()

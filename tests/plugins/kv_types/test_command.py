@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
@@ -150,7 +150,7 @@ def test_next_serves_the_overlay_whose_scales_are_recommended(
     assert _spell_next(rows["nvfp4 with measured"], asked, engine) == f"{served} nvfp4"
     assert _spell_next(rows["measured"], asked, engine) == f"{served} fp8"
     assert _spell_next(rows["nvfp4"], asked, engine) == "vllm serve model --kv-cache-dtype nvfp4"
-    in_memory = load_stats(Path("measured/stats.safetensors"))
+    in_memory = load_stats_file(Path("measured/stats.safetensors"))
     result = kv_types(model, in_memory, kv_cache_dtype=["nvfp4"], **ASKED)
     (found,) = (row for row in result.types if row.name == "nvfp4 with statistics")
     assert _spell_next(found, asked, engine) == ""

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from fp8calib.calibration.calibration_stats import load_stats
+from fp8calib.calibration.calibration_stats import load_stats_file
 from fp8calib.plugins.plan.choices import Choices
 from fp8calib.plugins.plan.opened import open_plan
 from fp8calib.plugins.plan.recipe import make_planned_scheme, require_loaded
@@ -270,7 +270,7 @@ def test_any_two_schemes_that_are_choices_load_together(
     asked = PlanRequest(path, str(text), max_bytes=0.5, kv_tokens=0, engine=engine, seq_len=32)
     names = ("--recipe", "w8a8-static", "--samples", 4, "--seq-len", 32, "--out", tmp_path / "out")
     succeed("calibrate", path, "--data", text, *names)
-    stats = load_stats(tmp_path / "out" / "stats.safetensors")
+    stats = load_stats_file(tmp_path / "out" / "stats.safetensors")
     with open_plan(asked) as opened:
         units = Choices(opened, stats).open(opened.model.prepared.model).units
         names = dict.fromkeys(name for unit in units for name in unit.sizes)

@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.model.shapes import Site
 from fp8calib.plugins.server.diagnose import (
-    UNQUANTIZED,
+    UNCHANGED,
     Changes,
     Diagnosis,
     ServerFinding,
@@ -71,7 +71,7 @@ def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
 @pytest.mark.parametrize(
     ("given", "finding", "names"),
     [
-        (changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)), "unquantized", {UNQUANTIZED, ""}),
+        (changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)), "unquantized", {UNCHANGED, ""}),
         (changes(draw(3), a=draw(1)), "unlike", None),
         (changes(draw(3, 4.0), a=draw(1)), "unknown", None),
         (changes(draw(1), a=draw(1), b=draw(1)), "equal", {"a", "b"}),
@@ -80,7 +80,7 @@ def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
         (
             changes(draw(1, 0.1) + draw(3, 0.5), noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)),
             "equal",
-            {"a", UNQUANTIZED},
+            {"a", UNCHANGED},
         ),
         (changes(draw(1)), "nothing-emulated", None),
     ],
@@ -96,7 +96,7 @@ def test_little_changes_are_no_fp8_even_if_related() -> None:
     found = diagnose(changes(draw(1, 0.08) + draw(3, 0.16), a=draw(1), b=draw(2, 2.0)))
     assert found.fits[-1].energy > 30 * found.size**2
     assert max(fit.correlation or 0.0 for fit in found.fits) > 0.35
-    assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNQUANTIZED)
+    assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNCHANGED)
     assert not needs_faults(found)
 
 

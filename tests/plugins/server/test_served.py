@@ -23,7 +23,7 @@ from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
-from fp8calib.verification.verify import Verification, verify
+from fp8calib.verification.verify import Verification, run_verification
 from tests import zoo
 from tests.doors import Silent, make_plan
 from tests.plugins.kv_types import by_hand as types_by_hand
@@ -213,7 +213,7 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel, tmp_pat
             plan=make_plan(text),
         )
         others = list(list_served([own]))
-        scores = verify(asked, subject.prepared, Silent(), others=others).scores
+        scores = run_verification(asked, subject.prepared, Silent(), others=others).scores
     unscaled, found = compare_served(candidates, scores, asked.plan.lengths)
     assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
     assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written
+from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.formats.write import write_table
 from fp8calib.model.geometry_from_config import read_geometry
@@ -201,7 +201,7 @@ _FP8_FORMS = tuple(
         has_kv=has_kv,
         write=_write_fp8(dialect.name, scheme, has_kv=has_kv),
     )
-    for dialect in list_written()
+    for dialect in list_written_fp8()
     for scheme in dialect.schemes
     for has_kv in (False, True)
 )
