@@ -147,8 +147,8 @@ def _chosen(*, has_kernels: bool) -> Iterator[None]:
         return has_kernels and device.type == "cuda"
 
     with (
-        mock.patch.object(reductions, "has_kernel", has_kernel),
-        mock.patch.object(emulate, "has_kernel", has_kernel),
+        mock.patch.object(reductions, "has_reduction_kernel", has_kernel),
+        mock.patch.object(emulate, "has_emulation_kernel", has_kernel),
     ):
         yield
 

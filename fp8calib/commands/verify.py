@@ -35,7 +35,7 @@ def _split_layers(names: str) -> tuple[int, ...]:
         ) from None
 
 
-def check_scales(path: str) -> None:
+def require_scales(path: str) -> None:
     """Refuse a path that does not exist."""
     require_path(Path(path), option="--scales", hint="calibrate and quantize write such")
 
@@ -54,7 +54,7 @@ class VerifyRequest(TextOptions):
         "--scales PATH",
         "Statistics, scales or FP8 checkpoint; repeat for more.",
         reads=list[str],
-        check=check_scales,
+        check=require_scales,
         default=(),
     )
     data: shared.TextData | None = option(shared.DATA, default=None)

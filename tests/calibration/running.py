@@ -54,7 +54,7 @@ class Subject:
             recipe_name="test",
         )
 
-    def collect_stats(
+    def calibrate(
         self,
         share: WorkShare | None = None,
         *,

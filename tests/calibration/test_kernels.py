@@ -72,7 +72,7 @@ def both(observe: Any, *arguments: Any) -> tuple[reductions.Reductions, reductio
     """Reduce by the kernel and by torch."""
     answers = []
     for has_kernel in (True, False):
-        with mock.patch.object(reductions, "has_kernel", return_value=has_kernel):
+        with mock.patch.object(reductions, "has_reduction_kernel", return_value=has_kernel):
             answers.append(observe(*arguments))
     return answers[0], answers[1]
 
@@ -123,7 +123,7 @@ def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(9, 2, 514, 8, generator=numbers).to(DEVICE, torch.bfloat16)
     answers = []
-    with mock.patch.object(reductions, "has_kernel", return_value=has_kernel):
+    with mock.patch.object(reductions, "has_reduction_kernel", return_value=has_kernel):
         for size in (9, 1, 4):
             joined: dict[str, torch.Tensor] = {}
             for first in range(0, 9, size):

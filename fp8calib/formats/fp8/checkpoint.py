@@ -25,7 +25,7 @@ from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, Fp8Weight, pair_tensor
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
-from fp8calib.formats.kv.validate import validate_scales
+from fp8calib.formats.kv.validate import check_scales
 from fp8calib.formats.metadata import find_origin
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.module_paths import name_fused_group, span_experts
@@ -246,7 +246,7 @@ class Fp8Checkpoint(Checkpoint):
         stored = self._checkpoint.tensors[name].dtype
         values = decode_scale(self._checkpoint.read(name))
         smallest = SMALLEST_EXPONENT if stored in EXPONENT_DTYPES else SMALLEST_SCALE
-        validate_scales(self.file_of(name), name, values, stored=stored, smallest=smallest)
+        check_scales(self.file_of(name), name, values, stored=stored, smallest=smallest)
         return values
 
     def _list_requantized(self, *, keeps_equal: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ from fp8calib.errors import cut_list, shorten
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
 from fp8calib.formats.kv.config import read_config
 from fp8calib.formats.kv.parse_names import RANK_FILE_MARK
-from fp8calib.formats.kv.validate import check_precision, join_ranks, validate_scales
+from fp8calib.formats.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import ModelGeometry
 
@@ -75,7 +75,7 @@ def _read_layers(path: Path) -> dict[int, torch.Tensor]:
         if index in layers:
             raise refusal(path, f"{shorten(name)}: a second scale for layer {index}")
         layers[index] = torch.tensor(number)
-        validate_scales(path, name, layers[index])
+        check_scales(path, name, layers[index])
     return layers
 
 

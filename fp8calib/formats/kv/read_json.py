@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.errors import cut_list
 from fp8calib.formats.dialect import ParsedScales, ScaleFiles
-from fp8calib.formats.kv.validate import check_model_type, join_ranks, validate_scales
+from fp8calib.formats.kv.validate import check_model_type, check_scales, join_ranks
 from fp8calib.formats.metadata import find_format, parse_origin
 from fp8calib.formats.refusals import refusal
 from fp8calib.model.shapes import ModelGeometry
@@ -78,7 +78,7 @@ def _read_number(path: Path, where: str, value: object) -> torch.Tensor:
         number = torch.tensor(float(value), dtype=torch.float64)
     except OverflowError:
         raise refusal(path, f"{where}: the number is too large for a scale") from None
-    validate_scales(path, where, number)
+    check_scales(path, where, number)
     scale = number.float()
-    validate_scales(path, where, scale)
+    check_scales(path, where, scale)
     return scale

@@ -22,8 +22,8 @@ from fp8calib.formats.kv.parse_names import (
 from fp8calib.formats.kv.validate import (
     ONE_FILLS_BOTH,
     check_precision,
+    check_scales,
     missing_layers,
-    validate_scales,
 )
 from fp8calib.formats.metadata import find_origin, find_recorded_format
 from fp8calib.formats.refusals import refusal
@@ -155,7 +155,7 @@ def _read(
     values = file.read(full).float().reshape((1, heads) if entry.shape[1:] else (1,))
     if is_scale:
         if not (drops_bad_query and Role.Q in name.roles):
-            validate_scales(path, full, values, stored=entry.dtype)
+            check_scales(path, full, values, stored=entry.dtype)
         check_precision(path, full, float(values.min()), stored=entry.dtype)
     elif bool((values != 0).any()):
         raise refusal(path, f"{full} is not zero", hint="engines read only symmetric KV scales")

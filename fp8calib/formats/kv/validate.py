@@ -30,7 +30,7 @@ def check_model_type(path: Path, model_type: object, geometry: ModelGeometry) ->
         raise refusal(path, fault, hint=OTHER_MODEL)
 
 
-def validate_scales(
+def check_scales(
     path: Path,
     where: str,
     values: torch.Tensor,

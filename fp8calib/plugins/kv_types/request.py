@@ -10,7 +10,7 @@ from typing import Any
 from fp8calib.commands import options as shared
 from fp8calib.commands.options import TextOptions
 from fp8calib.commands.request import option, request_class
-from fp8calib.commands.verify import check_scales
+from fp8calib.commands.verify import require_scales
 
 
 @request_class
@@ -24,7 +24,7 @@ class KvTypesRequest(TextOptions):
         "--scales PATH",
         "Statistics or a file of scales, for the types that use some.",
         reads=str,
-        check=check_scales,
+        check=require_scales,
         default=None,
     )
     data: shared.TextData | None = option(shared.DATA, default=None)

@@ -132,7 +132,7 @@ def _read_rows(
     """Read the rows [count, width] of layers, before `more` of a draft."""
     import torch  # noqa: PLC0415
 
-    from fp8calib.formats.kv.validate import OTHER_MODEL, validate_scales  # noqa: PLC0415
+    from fp8calib.formats.kv.validate import OTHER_MODEL, check_scales  # noqa: PLC0415
 
     rows: Any = document.get("scales")
     if document.get("scales_shape") != [count + more, width]:
@@ -148,8 +148,8 @@ def _read_rows(
         found = torch.tensor(rows, dtype=torch.float64)
     except (OverflowError, RuntimeError):
         raise refusal(path, f"{where}: a number is too large for a scale") from None
-    validate_scales(path, where, found)
-    validate_scales(path, where, found.float())
+    check_scales(path, where, found)
+    check_scales(path, where, found.float())
     return found.float()[:count]
 
 
