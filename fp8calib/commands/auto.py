@@ -191,8 +191,9 @@ def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # no
     yield Line()
     yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
     yield Line()
-    yield Line(f"written to {result.out}; all figures: {result.out / _PAGE}")
-    yield from map(Line, describe_checks(result.checked) if result.checked else [result.serve])
+    yield Line(f"all figures: {result.out / _PAGE}")
+    served = describe_checks(result.checked) if result.checked else [result.serve]
+    yield from map(Line, filter(None, served))
 
 
 auto = as_function("auto", AutoRequest, run)

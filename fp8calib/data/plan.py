@@ -300,6 +300,13 @@ class RowEncoder:
         )
 
 
+def _has_default(tokenizer: Any, tools: Sequence[Any] | None) -> bool:
+    """Tell whether transformers chooses one of several chat templates without its name."""
+    names = tokenizer.chat_template
+    default = "tool_use" if tools and "tool_use" in names else "default"
+    return not isinstance(names, Mapping) or default in names
+
+
 def render_messages(
     tokenizer: Any, messages: Sequence[Message], origin: str, *, tools: Sequence[Any] | None = None
 ) -> tuple[list[int], bool]:
@@ -324,6 +331,8 @@ def render_messages(
         given = None if tools is None else list(tools)
         return str(tokenizer.apply_chat_template(list(messages), tools=given, tokenize=False))
 
+    from jinja2 import TemplateSyntaxError  # noqa: PLC0415 -- only conversations need it
+
     try:
         text = render(messages)
     except Exception as error:  # a template is a program that may raise anything
@@ -331,6 +340,12 @@ def render_messages(
             raise DataError(
                 f"{origin}: the row is a conversation, but the tokenizer has no chat template",
                 hint="use rows with `text`, or a chat model",
+            ) from error
+        if isinstance(error, TemplateSyntaxError) or not _has_default(tokenizer, tools):
+            raise DataError(
+                f"the tokenizer's chat template cannot be used: {error}",
+                hint="use rows with `text`, or copy the chat template that the model was published "
+                "with",
             ) from error
         raise RejectedRowError(
             f"{origin}: the chat template rejects the conversation ({error})",

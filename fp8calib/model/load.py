@@ -240,6 +240,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         if "trust_remote_code" in str(error):
             hint = _TRUST
         elif (source.folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
+            load_json_object(source.folder / _TEKKEN)  # a damaged one is named as such
             hint = "pip install mistral-common, which reads tekken.json, or copy a tokenizer.json"
         elif "pip install" in str(error):
             hint = "install the package that it names, or copy a tokenizer.json"

@@ -61,7 +61,7 @@ class Frozen(BaseModel):
 
     def __dir__(self) -> Iterable[str]:
         """List the names of the record, without those of pydantic."""
-        return [name for name in super().__dir__() if name[0] == "_" or name not in _PYDANTIC]
+        return [name for name in super().__dir__() if name[0] != "_" and name not in _PYDANTIC]
 
 
 class Part(Frozen):

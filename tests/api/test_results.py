@@ -72,7 +72,8 @@ def test_a_result_fits_on_a_screen(results: dict[str, object], name: str) -> Non
     for shown in (repr(results[name]), str(results[name])):
         assert len(shown.splitlines()) <= 25
         assert len(shown) < 1000
-    names = [each for each in dir(results[name]) if not each.startswith("_")]
+    names = dir(results[name])
+    assert not [each for each in names if each.startswith("_")]
     assert not [each for each in names if each.startswith("model_") and each != "model_hash"]
     assert {"copy", "json", "parse_obj"}.isdisjoint(names)
     assert {"passed", "to_json"} <= set(names)

@@ -114,13 +114,14 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
     "templates without a default": (
         own(then=edit("tokenizer_config.json", chat_template=named("tool_use", "rag"))),
         ROW,
-        "multiple chat templates with no default",
+        "the tokenizer's chat template cannot be used: This model has multiple",
     ),
     "template that raises": (
         own(template=NO_SYSTEM + CHAT),
         {"system": "s", "messages": TURNS},
         "rejects the conversation (no system)",
     ),
+    "template with a mistake": (own(template="{% if %}"), ROW, "cannot be used: Expected an expr"),
     "template of parts": (own(template=PARTS), ROW, "ab"),
     "template that drops thoughts": (
         own(template=THOUGHTS),
@@ -153,6 +154,7 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
     "tokenizer.json alone": (own(then=remove("tokenizer_config.json")), TEXT, "ab"),
     "a pointer of Git LFS": (own(then=put("tokenizer.json", LFS)), TEXT, "copy all files"),
     "tekken.json alone": (put("tekken.json", "{}"), TEXT, "pip install mistral-common"),
+    "damaged tekken.json": (put("tekken.json", "{"), TEXT, "cannot be read as JSON"),
 }
 
 ROWS: dict[str, tuple[str | None, Any, str]] = {
