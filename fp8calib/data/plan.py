@@ -207,12 +207,12 @@ class RowEncoder:
             if isinstance(row, DataError):
                 self._skip(row)
                 continue
-            self.counts.conversations += row.messages is not None
             try:
                 encoded = self._encode(row)
             except RejectedRowError as error:
                 self._skip(error)
                 continue
+            self.counts.conversations += row.messages is not None
             self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
             yield encoded
 
@@ -233,7 +233,7 @@ class RowEncoder:
             return None
         text = holder.chat_template
         if not isinstance(text, str):  # several, by their names
-            text = text["default"]
+            text = text.get("default") or text["tool_use"]  # as `_has_default` requires
         return hashlib.sha256(text.encode()).hexdigest()
 
     def refuse_many(self) -> None:

@@ -111,6 +111,11 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
         ROW,
         f"default {SEEN}",
     ),
+    "a template for tools alone": (
+        own(then=edit("tokenizer_config.json", chat_template=named("tool_use", "rag"))),
+        {**ROW, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        f"tool_use {SEEN}",
+    ),
     "templates without a default": (
         own(then=edit("tokenizer_config.json", chat_template=named("tool_use", "rag"))),
         ROW,

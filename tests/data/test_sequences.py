@@ -211,6 +211,16 @@ def test_the_rows_used_are_counted(tmp_path: Path) -> None:
     ]
 
 
+def test_the_template_is_not_applied_to_a_conversation_that_it_rejects(tmp_path: Path) -> None:
+    turns = ["a b", "no", *"cdefghijklm"]
+    rows = ({"messages": [{"role": "user", "content": each}]} for each in turns)
+    spec = write_rows(tmp_path / "x.jsonl", *rows)
+    rejecting = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = make_tokenizer(template=rejecting + PLAIN_TEMPLATE)
+    plan = plan_of(spec, tokenizer=lambda: tokenizer, samples=13)
+    assert describe(plan)[1].endswith("applied to 12 of 13 rows")
+
+
 # --- shares of a plan hold every sequence once, in unchanged batches -----------------------------
 
 
