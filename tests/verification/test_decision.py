@@ -571,3 +571,8 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen(
         assert found.headline == f"Serve {place}: KLD {KLDS[chosen]:.4f} ± 0.0010."
     unusable = report.model_copy(update={"unusable": tuple(spell(each) for each in verdicts)})
     assert not choose_smallest(unusable, sizes).candidate
+
+
+def test_the_cost_of_scales_that_fit_is_told_once() -> None:
+    mine = MINE.model_copy(update={"kld_se": 0.0002})
+    assert conclude(YES, mine).details == f"{ADDS} that FP8 costs with scales that fit."

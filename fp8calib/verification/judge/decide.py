@@ -274,11 +274,14 @@ def _choose_scaled(
         headline = f"{_NEEDED}. {name} fits, but whether it passes cannot be told."
         return _decide(headline, where, f"{cost}.")
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
-    details = (where, f"{cost}: {removed} against scale 1.0.")
+    # `where` has the cost of the scales that fit best
+    gain = "" if cost.rpartition("KLD ")[2] in where else f"{cost}: {removed} against scale 1.0."
     others = _compare_with_best(best, passing, report)
     warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
     headline = f"{_NEEDED}: use {name}{warned}."
-    return _decide(headline, *details, *others, remedy=Remedy.USE, candidate=name)
+    return _decide(
+        headline, where, *filter(None, [gain]), *others, remedy=Remedy.USE, candidate=name
+    )
 
 
 def describe_losing(rows: Sequence[LayerResult]) -> str:
