@@ -81,6 +81,7 @@ def run_calibration(
     weights: bool = True,
     dtype: torch.dtype = torch.float32,
     streamed: bool = False,
+    ram_bytes: int = 1 << 20,
     shard: tuple[int, int] | None = None,
 ) -> tuple[Any, CalibrationStats]:
     """Open, load and calibrate a folder, with all statistics.
@@ -94,7 +95,7 @@ def run_calibration(
     if streamed:
         model = build_skeleton(source, dtype=dtype)
         streaming = Streaming(
-            dtype=dtype, device="cpu", hidden_ram_bytes=1 << 20, scratch=folder.parent
+            dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
         )
     else:
         model = load_model(source, dtype=dtype, device="cpu", device_map=None)

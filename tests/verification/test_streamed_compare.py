@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.streamed_model import Streaming, open_streamed
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, batches
@@ -34,12 +32,11 @@ from fp8calib.verification.score import Scores, score
 from fp8calib.verification.score_streamed import StreamedLanes
 from tests import zoo
 from tests.calibration.test_streamed import MODELS
-from tests.doors import Silent, make_plan
+from tests.doors import make_plan, run_calibration
 from tests.kit.minutes import in_minutes
 from tests.verification.by_hand import Subject, emulate_scheme
 from tests.zoo import draw
 
-OBSERVE = Observe(weights=True, inputs=True)
 VLLM = find_emulated("vllm")[1]
 FURTHER = [
     f"further-{name}" for name in ("bamba", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
@@ -83,7 +80,8 @@ def compare(
     """Compare a folder's model with candidates of every kind, whole or streamed."""
     source = open_source(str(folder))
     with Checkpoint.open(folder) as checkpoint:
-        stats, geometry = _measure(folder, plan, checkpoint)
+        stats = measure(folder, plan)
+        geometry = stats.geometry
         if streamed:
             model = build_skeleton(source, dtype=dtype)
         else:
@@ -108,23 +106,13 @@ def compare(
         return found, looking
 
 
-_measured: dict[Path, tuple[CalibrationStats, ModelGeometry]] = {}
+_measured: dict[Path, CalibrationStats] = {}
 
 
-def _measure(
-    folder: Path, plan: DataPlan, checkpoint: Checkpoint
-) -> tuple[CalibrationStats, ModelGeometry]:
+def measure(folder: Path, plan: DataPlan) -> CalibrationStats:
     """Calibrate a folder's model once; a test has one plan."""
-    if folder in _measured:
-        return _measured[folder]
-    source = open_source(str(folder))
-    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    prepared = prepare(model, checkpoint, ())
-    header = make_header(*(prepared, plan, source, checkpoint), observe=OBSERVE, recipe_name="test")
-    stats = collect_stats(
-        *(prepared, plan, checkpoint, header), observe=OBSERVE, batch_size=3, progress=Silent()
-    )
-    _measured[folder] = stats, prepared.geometry
+    if folder not in _measured:
+        _measured[folder] = run_calibration(folder, plan, batch_size=3)[1]
     return _measured[folder]
 
 
