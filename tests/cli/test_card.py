@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from fp8calib.commands.command_line import publish_command
+import fp8calib
+from fp8calib.commands.command_line import publish_command, remember_arguments
 from tests.cli.conftest import QUICK
 from tests.cli.program import succeed
 
@@ -131,3 +132,15 @@ def test_paths_of_a_command_are_cut(
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert publish_command(f"fp8calib quantize {given}") == f"fp8calib quantize {shown}"
+
+
+def test_a_model_in_memory_has_a_card_without_commands(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- slow
+
+    remember_arguments(())  # of the commands before it in this process
+    live = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer"):
+        fp8calib.quantize(live, "w8a16", tmp_path / "out", check=False)
+    card = read(tmp_path / "out")
+    assert card.data.base_model == "tiny-llama"
+    assert "Made by" not in card.text
