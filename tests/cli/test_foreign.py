@@ -16,6 +16,7 @@ from tests.formats.foreign import (
     GPT2_ATTENTION,
     KV_SCALES,
     LLAMA_ATTENTION,
+    NO_KV_SCALES,
     load_kv_scales,
 )
 
@@ -68,3 +69,36 @@ def test_modelopt_measures_the_scales_that_calibrate_measures(tmp_path: Path, ro
 LINEARS = {
     f"{LLAMA_ATTENTION.format(layer)}.{name}" for layer in range(2) for name in ("q_proj", "o_proj")
 } | {f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in ("up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llmcompressor-fp8-static-kv",
+        "llmcompressor-fp8-block",
+        "llmcompressor-w8a16",
+        "modelopt-fp8-channel-kv",
+        "quark-fp8-kv",
+        "quark-autofp8-kv",
+        "modelopt-mixtral-fp8-kv",
+        "llmcompressor-mixtral-fp8-static-kv",
+    ],
+)
+def test_verify_emulates_the_whole_checkpoint(rows: Path, name: str) -> None:
+    model = KV_SCALES[name][0] if name in KV_SCALES else NO_KV_SCALES[name]
+    command = ("verify", FOLDER / model, "--scales", FOLDER / name, "--data", rows)
+    options = ("--samples", 2, "--seq-len", 32, "--dtype", "float32", "--json")
+    report = succeed(*command, *options).json
+    candidate = report["candidates"][0]
+    assert candidate["name"] == str(FOLDER / name)
+    assert 0.9 < candidate["ppl_ratio"] < 1.1
+    assert candidate["ppl_ratio"] != 1
+    sites = {item["site"] for item in report["layers"] if item["candidate"] == candidate["name"]}
+    has_kv = name in KV_SCALES
+    assert {f"{LLAMA_ATTENTION.format(layer)}.k" for layer in range(2)} <= sites or not has_kv
+    if model == "llama":
+        assert {f"{linear}.weight" for linear in LINEARS} <= sites
+        assert ({f"{linear}.input" for linear in LINEARS} <= sites) is ("w8a16" not in name)
+    else:
+        assert "model.layers.1.mlp.experts.down_proj.weight" in sites
+        assert "model.layers.1.mlp.experts.gate_proj.input" in sites

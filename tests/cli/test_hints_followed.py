@@ -29,7 +29,7 @@ from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import Outcome, run, succeed
 from tests.cli.test_remote_code import carried
 from tests.kit.checkpoints import Tensors, change_config, change_quantization, change_tensors
-from tests.kit.hints import follow, read_hint
+from tests.kit.hints import MODULES, PACKAGE, follow, list_hints, read_hint
 from tests.kit.multimodal import draw_image, save_multimodal
 
 Maker = Callable[["Places", Path], object]
@@ -41,6 +41,57 @@ STATS = "stats.safetensors"
 FOREIGN = Path(__file__).parents[1] / "foreign"
 _SIZE = re.compile(r"(?<=--memory )[\d.]+")
 """That of a process, which no two machines agree on."""
+
+
+NOT_RUN = {
+    "it runs a server": ["plugins/server/"],
+    "it runs vLLM": ["plugins/vllm/", "; `fp8calib vllm check` asks its loader"],
+    "it needs a GPU, or several processes": [
+        "use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
+        "use a smaller --batch-size or --seq-len, or --device cpu",
+        "use --device-map auto, --dtype bfloat16, or --device cpu",
+        "leave out --device-map: the model is then streamed layer by layer",
+        "leave out --device-map, or start one process",
+        "use torchrun --nproc-per-node {}, or --device cpu",
+        "the statistics gathered so far are kept: run the same command with --resume",
+    ],
+    "it needs a full disk, or a model larger than the process": [
+        "use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
+        "use fewer --samples, a larger --memory, or another disk",
+        "{}, or a smaller --batch-size or --seq-len",
+        "use another --format or --out",
+        "the output is kept in {}: fix the cause, then use --resume",
+    ],
+    "it needs the Hub, or a Python without its own text": [
+        "check name, configuration and split, or use --data with a local file",
+        "use --data with a data file",
+    ],
+    "it is about the command of an earlier run": [
+        "finish that run first: repeat its command with --resume",
+        "the runs of all shards must differ only in --shard",
+    ],
+    "no small model or file gets there": [
+        "it cannot be streamed: leave out --memory, or use a larger machine",
+        "use --batch-size 1, which needs no padding",
+        "{} stores FP8 latents of sparse attention in tiles {}: the scales of {} and of files are "
+        "not used there; `fp8calib kv-types ... --engine reference` emulates it",
+        "use one --scheme, or another --engine",
+        "add --scheme fp8-dynamic if it has no KV cache: this emulates FP8 weights",
+        "`fp8calib show PATH` shows its scales",
+    ],
+    "only Python functions or recipes get there": [
+        "rounding is no key any more: `fp8calib gptq` rounds by GPTQ",
+        "use --fallback layer-max or one",
+        "a plan of the run (--dry-run) is all that a config alone gives",
+        "leave out --engine to plan for vllm",
+    ],
+    "it is about another program": [
+        "serve it with --dtype bfloat16, or write it as compressed-tensors",
+        "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0",
+        "serve it with --kv-cache-dtype auto, or without scales",
+        "export it with --format llm_compressor, or fp8 where weights are in blocks",
+    ],
+}
 
 
 class Places(Mapping[str, str]):
@@ -363,3 +414,20 @@ def test_a_hint_leads_to_an_answer(block: Block, places: Places, request: Any) -
             assert answer.code in {0, *JUDGED}, f"{shlex.join(followed)}: {answer.err}"
             assert "error: " not in answer.err or answer.code in JUDGED
         clear(places)
+
+
+def test_every_hint_is_followed_or_cannot_be() -> None:
+    known = [each for listed in NOT_RUN.values() for each in listed]
+    shown = [block.hint for block in BLOCKS]
+    met, open_ones = set(), []
+    for path in MODULES:
+        folder = str(path.relative_to(PACKAGE))
+        for text in list_hints(path):
+            listed = [each for each in known if each in text or folder.startswith(each)]
+            met |= {*listed}
+            parts = re.split(r"{\w*}", text.strip())
+            found = re.compile(".*?".join(map(re.escape, parts)))
+            if not listed and not any(map(found.search, shown)):
+                open_ones.append(f"{folder}: {text}")
+    assert open_ones == []
+    assert met == {*known}

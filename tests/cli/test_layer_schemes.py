@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,17 @@ import yaml
 from safetensors.torch import load_file
 
 import fp8calib
+from tests import zoo
 from tests.cli.conftest import QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.plugins.gptq.test_checkpoints import command
 
 CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
 OPTIONS = [part for pair in CHOICE.items() for part in ("--layer-scheme", "=".join(pair))]
+
+
+def round_mixed(folder: Path, out: str = "mixed") -> tuple[Any, ...]:
+    return (*command(folder / "model", folder, "fp8-dynamic", out), *OPTIONS)
 
 
 @pytest.fixture
@@ -134,3 +141,14 @@ def test_verify_and_check_read_it(model: Path, data: Path, stats: Path, tmp_path
     assert report.json["candidates"][0]["name"] == str(out)
     checked = succeed("check", out, "--json").json
     assert all(engine["ok"] for engine in checked["engines"].values())
+
+
+def test_gptq_rounds_each_linear_as_a_run_of_its_scheme_does(tmp_path: Path) -> None:
+    """A run does not change the model, so inputs and Hessians are the same in all runs."""
+    zoo.save("llama", tmp_path / "model")
+    report = succeed(*round_mixed(tmp_path), "--json").json
+    for scheme in ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block"):
+        succeed(*command(tmp_path / "model", tmp_path, scheme, scheme))
+    compare(tmp_path, 14)
+    chosen = {find_scheme(e["module"]) for e in report["rounded"] if e["rounding"] == "gptq"}
+    assert chosen == {"fp8-static", "fp8-dynamic", "w8a16", "fp8-block"}

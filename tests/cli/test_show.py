@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,16 @@ def test_tables_of_statistics_have_every_row(stats: Path) -> None:
     _, _, table = succeed("show", stats, "--all").out.partition("linears\n")
     shown = [line.split()[0] for line in table.splitlines()[1 : 1 + len(rows["linears"])]]
     assert shown == [row["linear"] for row in rows["linears"]]
+
+
+def test_statistics_are_shown_without_torch(stats: Path) -> None:
+    code = (
+        "import sys\nfrom fp8calib.cli import main_inner\n"
+        "print(main_inner(['show', sys.argv[1], '--json']), file=sys.stderr)\n"
+        "print(sys.modules.keys() & {'torch', 'transformers'}, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, stats], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-2:] == ["0", "set()"]
+    assert json.loads(done.stdout) == succeed("show", stats, "--json").json

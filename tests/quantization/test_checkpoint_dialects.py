@@ -98,3 +98,20 @@ def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
     found = run(source, tmp_path / "out", "w8a16")
     assert set(found.written.files) == {"config.json", "model.safetensors", "modules.json", *kept}
     assert found.plan.skipped.keys() == {"openvino"}
+
+
+def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:
+    tower = "vision_tower.encoder.layers.0.fc1"
+    tensors = make_tensors() | {f"{tower}.weight": random(16, 16, seed=0)}
+    source = save(tmp_path / "source", tensors)
+    ignored = run(source, tmp_path / "a", "w8a16").config()["ignore"]
+    assert ignored == ["lm_head", "model.embed_tokens", "re:(.*[.]|)vision_tower([.].*|)$"]
+    from compressed_tensors.utils import match_name  # noqa: PLC0415
+
+    for name in (tower, f"model.{tower}", "vision_tower"):
+        assert any(match_name(name, pattern) for pattern in ignored), name
+        assert any(matches_target(pattern, name) for pattern in ignored), name
+    for name in (f"{LAYER}.mlp.gate_proj", "my_vision_tower2.fc"):
+        assert not any(match_name(name, pattern) for pattern in ignored), name
+    listed = run(source, tmp_path / "b", "fp8-block", "autofp8").config()["ignored_layers"]
+    assert tower in listed

@@ -210,3 +210,23 @@ def test_commands_read_it_and_add_kv_scales(
     assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
     shown = succeed("show", out).out
     assert "0.000244141" in shown  # 2^-12
+
+
+def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
+    rows = [{"input_ids": row} for row in drawn]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
+    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
+    succeed(*made, *text, "--out", tmp_path / "gptq")
+    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
+    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
+    changed = 0
+    for linear in list_linears(nearest):
+        name = f"{linear}.weight"
+        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
+        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
+        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
+        assert error.norm() < 0.06 * source[name].double().norm()
+    assert changed == 14

@@ -41,6 +41,7 @@ from tests.verification.by_hand import (
     quantize_by_hand,
     tensor_scale,
 )
+from tests.verification.models_by_hand import ROUTERS
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
@@ -344,3 +345,26 @@ def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form
         )
         for name in filter(is_quantized, stored)
     }
+
+
+@pytest.mark.parametrize("family", sorted(zoo.ZOO))
+def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
+    """A list made by hand of what stays: routers, and what is no projection."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        planned = plan_scheme(subject, find_scheme("w8a16")).weights
+    parameters = [parameter for each in planned for parameter in each.parameters]
+    listed = [parameter.name for parameter in parameters if parameter.sites]
+    assert len(listed) == len(set(listed))
+    layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
+    left = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, parameter in subject.model.named_parameters()
+        if name.startswith(layers) and parameter.ndim > 1 and name not in listed
+    }
+    assert left <= {*ROUTERS, "conv1d", "experts"}
+    biases = {
+        name
+        for name, parameter in subject.model.named_parameters()
+        if "experts" in name and parameter.ndim > 1 and name not in listed
+    }
+    assert all("bias" in n or "shared_expert_gate" in n for n in biases)

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file
 
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
+from tests import zoo
+from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import (
     SHARD,
     expected_scales,
@@ -19,8 +23,9 @@ from tests.cli.graft.grafting import (
     statuses,
     stored_scales,
 )
-from tests.cli.program import snapshot
+from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_children import BASE, FORMS, save_fp4, save_int
+from tests.kit.checkpoints import change_config
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -111,3 +116,31 @@ def test_both_models_are_recorded(calibrated: Path, child: Path, tmp_path: Path)
         "compared": "14 of 14 recorded linears",
         "replaces_scales": False,
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--scheme", "fp8-block", "--format", "autofp8"),
+        ("--scheme", "fp8-dynamic", "--format", "modelopt"),
+        ("--scheme", "w8a16"),
+    ],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """With compressed-tensors it also rounds K and V, unless the new entry is removed again."""
+    pytest.importorskip("compressed_tensors")
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 64}
+    zoo.save("llama", tmp_path / "base", **sizes)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    succeed("quantize", tmp_path / "base", *options, "--out", tmp_path / "child")
+    graft(tmp_path / "measured", tmp_path / "child", tmp_path / "out")
+    out = tmp_path / "out" / "kv-overlay"
+    if options[-1] == "w8a16":
+        change_config(out, lambda config: config["quantization_config"].pop("kv_cache_scheme"))
+    ids = torch.arange(12).reshape(1, 12)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        before, after = (load(folder)(ids).logits for folder in (tmp_path / "child", out))
+    assert torch.equal(before, after)
