@@ -213,27 +213,20 @@ def test_another_disk_gets_a_copy_and_a_full_one_is_told_before_copying(
 
 
 def test_a_scale_the_source_already_has_is_refused(source_folder: Path, tmp_path: Path) -> None:
-    _write(source_folder, tmp_path / "overlay")
+    """A listed shard may hide it from the index, too."""
+    overlay, name = tmp_path / "overlay", "model.layers.0.self_attn.k_scale"
+    _write(source_folder, overlay)
 
     with pytest.raises(ExportError, match=r"already has a tensor model\.layers\.0"):
-        _write(tmp_path / "overlay", tmp_path / "again")
+        _write(overlay, tmp_path / "again")
+    index = _read_index(overlay)
+    del index["weight_map"][name]
+    (overlay / INDEX).write_text(json.dumps(index))
+    again = {"scales": {name: SCALES[name]}, "config_updates": {}}
+    hidden = pytest.raises(ExportError, match="already has a tensor")
+    with Checkpoint.open(overlay) as source, hidden:
+        write_overlay(source, tmp_path / "again", **again)
     assert not (tmp_path / "again").exists()
-
-
-def test_a_scale_hidden_in_a_listed_shard_is_refused_too(
-    source_folder: Path, tmp_path: Path
-) -> None:
-    _write(source_folder, tmp_path / "overlay")
-    index = _read_index(tmp_path / "overlay")
-    del index["weight_map"]["model.layers.0.self_attn.k_scale"]
-    (tmp_path / "overlay" / INDEX).write_text(json.dumps(index))
-    name = "model.layers.0.self_attn.k_scale"
-
-    with (
-        Checkpoint.open(tmp_path / "overlay") as source,
-        pytest.raises(ExportError, match="already has a tensor"),
-    ):
-        write_overlay(source, tmp_path / "x", scales={name: SCALES[name]}, config_updates={})
 
 
 def test_the_plan_names_what_an_output_folder_may_replace(

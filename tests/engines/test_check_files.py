@@ -116,8 +116,10 @@ def test_a_damaged_file_that_is_opened_is_refused(folder: Path, engine: str, raw
     assert len(report.layers[0].k.why) < 1000
 
 
-def test_a_damaged_file_that_is_not_opened_does_no_harm(folder: Path) -> None:
+def test_what_no_engine_opens_does_no_harm(folder: Path) -> None:
     (folder / "other.safetensors").write_bytes(b"")
+    (folder / "dangling.safetensors").symlink_to(folder / "nowhere")
+    (folder / "folder.safetensors").mkdir()
 
     assert ask("vllm", folder).ok
 
@@ -163,18 +165,6 @@ def test_the_format_may_stand_in_a_files_header(folder: Path, dtype: str, is_ok:
     save_file(tensors, folder / SCALES, metadata={"fp8calib.kv_cache_dtype": dtype})
 
     assert ask("vllm", folder).ok == is_ok
-
-
-def test_a_link_to_nothing_is_no_file(folder: Path) -> None:
-    (folder / "dangling.safetensors").symlink_to(folder / "nowhere")
-
-    assert ask("vllm", folder).ok
-
-
-def test_a_folder_that_is_called_like_a_file_is_left_aside(folder: Path) -> None:
-    (folder / "folder.safetensors").mkdir()
-
-    assert ask("vllm", folder).ok
 
 
 @pytest.mark.parametrize(

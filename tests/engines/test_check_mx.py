@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.engines.status import Status
-from fp8calib.formats.fp8.registry import FP8_DIALECTS
 from tests import zoo
 from tests.engines.test_check_weights import ask
 from tests.formats.foreign import FOLDER
@@ -56,25 +55,19 @@ def test_who_loads_which_dialect(engine: str, form: str, written: dict[str, Path
         assert report.weights is None
 
 
-def test_another_class_than_llamas_finds_the_scales_in_sglang(tmp_path: Path) -> None:
-    zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)
-    for form in ("modelopt", "mxfp8"):
-        report = ask(run(tmp_path / "model", tmp_path / form, "mxfp8", form).out, "sglang")
-        assert report.weights is None
-        assert not report.unknown
-
-
 @pytest.mark.parametrize(
     ("engine", "form", "why"),
     [
         *(("vllm==0.26", form, "") for form in ("compressed-tensors", "modelopt")),
+        # in another class than llama's it finds the scales
+        *(("sglang", form, "") for form in ("modelopt", "mxfp8")),
         ("sglang==0.5.18", "modelopt", ""),
         ("sglang==0.5.17", "modelopt", "takes it for FP8 with a scale per tensor"),
         ("sglang==0.5.16", "mxfp8", ""),
         ("sglang==0.5.16", "compressed-tensors", "NotImplementedError"),
     ],
 )
-def test_older_releases(engine: str, form: str, why: str, tmp_path: Path) -> None:
+def test_releases(engine: str, form: str, why: str, tmp_path: Path) -> None:
     """SGLang 0.5.17 found FP8 in the name of the algorithm."""
     zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)
     report = ask(run(tmp_path / "model", tmp_path / "out", "mxfp8", form).out, engine)
@@ -241,20 +234,25 @@ def test_transformers_spreads_exponents_of_other_blocks(
     assert torch.equal(model.state_dict()[name].float(), (codes * spread).bfloat16().float())
 
 
-def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_path: Path) -> None:
-    for form, is_refused in (("modelopt", True), ("compressed-tensors", False)):
-        found = ask(change(written[form], tmp_path / form, BYTES, dtype="float16"), "vllm")
-        assert (found.weights is not None) is is_refused
-
-
-def test_an_algorithm_in_small_letters_is_the_same(
-    written: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("form", "changes", "is_refused"),
+    [
+        ("modelopt", {}, True),
+        ("modelopt", {"quant_algo": "mxfp8"}, True),
+        ("compressed-tensors", {}, False),
+    ],
+)
+def test_vllm_runs_modelopts_in_bfloat16_alone(
+    written: dict[str, Path],
+    tmp_path: Path,
+    form: str,
+    changes: dict[str, str],
+    is_refused: bool,
 ) -> None:
-    out = change(written["modelopt"], tmp_path / "out", BYTES, dtype="float16")
-    change_config(out, lambda config: config["quantization_config"].update(quant_algo="mxfp8"))
-    report = ask(out, "vllm")
-    assert report.weights is not None
-    assert "in bfloat16 alone" in report.weights.why
+    folder = change(written[form], tmp_path / "out", BYTES, dtype="float16")
+    found = ask(change_quantization(folder, **changes), "vllm").weights
+    assert bool(found) is is_refused
+    assert found is None or "in bfloat16 alone" in found.why
 
 
 def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:
@@ -273,10 +271,6 @@ def test_blocks_of_mxfp8_under_quant_method_fp8_are_unknown(tmp_path: Path) -> N
         report = ask(out, engine)
         assert report.weights is None
         assert "blocks of 1 x 32 under quant_method 'fp8'" in report.unknown[0]
-
-
-def test_the_dialect_mxfp8_has_one_scheme() -> None:
-    assert FP8_DIALECTS["mxfp8"].schemes == ["mxfp8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import types
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
-from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
@@ -35,7 +34,6 @@ from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.select import select
 from fp8calib.quantization.settings import PlanSettings
 from tests import zoo
-from tests.architectures.families import FAMILIES
 from tests.doors import make_plan, run_calibration
 from tests.kit.checkpoints import (
     WEIGHTS,
@@ -323,21 +321,6 @@ def test_experts_packed_as_integers_are_not_taken_for_misnamed_ones(tmp_path: Pa
     assert any("'auto-round' are not judged offline" in why for why in report.unknown)
 
 
-def test_files_that_the_index_leaves_out_are_not_judged(tmp_path: Path) -> None:
-    """Mistral's folders hold the weights twice, once with `qscale_weight` beside them."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
-    again = {"layers.0.attention.wq.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
-    save_file(again, folder / "consolidated.safetensors", metadata={"format": "pt"})
-    named = "model-00001-of-00001.safetensors"
-    (folder / "model.safetensors").rename(folder / named)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / named), named)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ask(folder, "sglang").ok
-    assert (
-        "layers.0.attention.wq.weight is not in the model's class" in ask(folder, "vllm").unknown[0]
-    )
-
-
 def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
     """Transformers 5.23 loads such weights right, and vLLM 0.32.0 those of Mistral 3 alone."""
     folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
@@ -414,16 +397,6 @@ def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> 
     assert not any("made anew" in problem for problem in report.problems)
 
 
-def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    names = [f"model.layers.{i}.self_attn.{role}_scale" for i in (0, 1) for role in "kv"]
-    change_tensors(tmp_path / "model", {name: torch.ones(1) for name in names})
-    for engine in list_defaults():
-        report = ask(tmp_path / "model", engine)
-        assert report.weights is None
-        assert not any("weights" in problem for problem in report.problems)
-
-
 def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
     """250 channels between 4 ranks; transformers has none."""
     sizes = {**WHOLE, "intermediate_size": 250}
@@ -455,13 +428,6 @@ def exclude_all(family: str, folder: Path, key: str, **fields: Any) -> Path:
     return change_quantization(folder, **{key: names}, **fields)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
-def test_a_linear_that_the_config_takes_for_fp8_is_misread(tmp_path: Path, form: str) -> None:
-    folder = make(tmp_path, form, "fp8-static", **WHOLE)
-    forget(folder)
-    assert read_weights(folder, "vllm")[1].startswith(f"{DOWN} is not quantized")
-
-
 @pytest.mark.parametrize(
     ("form", "key"), [("compressed-tensors", "ignore"), ("autofp8", "ignored_layers")]
 )
@@ -474,18 +440,6 @@ def test_a_linear_that_the_config_leaves_out_is_not(
     forget(folder)
     change_quantization(folder, **{key: ["lm_head", name]})
     assert (ask(folder, "vllm").weights is None) is (name == DOWN)
-
-
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: str) -> None:
-    """Routers and mixers have parameters of their own beside the weight."""
-    zoo.save(name, tmp_path / "model")
-    opened = open_folder(tmp_path / "model")
-    geometry = read_geometry(tmp_path / "model", opened.config)
-
-    engines = check_folder(opened, geometry, [*list_defaults(), "vllm==0.32"], 1).engines
-
-    assert {key: report.weights for key, report in engines.items() if report.weights} == {}
 
 
 FP8_LISTS = {"key": "ignored_layers", "quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -539,17 +493,6 @@ def test_a_quark_config_for_the_cache_excludes_convolutions(
         change_config(folder, lambda config: keep_linears(config["quantization_config"]))
     unknown = ask(folder, "vllm==0.32").unknown
     assert any("conv.conv" in why and "vllm check" in why for why in unknown) is not is_excluded
-
-
-def test_types_are_read_in_capitals_too(tmp_path: Path) -> None:
-    """As vLLM 0.32.0 does (run)."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
-
-    def capitalize(config: dict[str, Any]) -> None:
-        config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "Float"
-
-    change_config(folder, capitalize)
-    assert ask(folder, "vllm==0.32").weights is None
 
 
 @zoo.NEEDS_5_23

@@ -20,6 +20,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
+from tests.architectures.families import FAMILIES
 from tests.kit.checkpoints import Tensors, change_config, change_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -186,9 +187,10 @@ def test_transformers_does_what_check_says(saved: Callable[[str], Path], tmp_pat
     assert info["missing_keys"] == {name}
 
 
-@pytest.mark.parametrize("family", sorted(zoo.ZOO))
+@pytest.mark.parametrize("family", sorted({*zoo.ZOO, *FAMILIES}))
 def test_a_whole_checkpoint_has_no_fault(saved: Callable[[str], Path], family: str) -> None:
-    reports = ask(saved(family))
+    """Routers and mixers have parameters of their own beside the weight."""
+    reports = ask(saved(family), *(ENGINES if family in zoo.ZOO else ("vllm", "sglang")))
 
     assert all(each.weights is None for each in reports.values())
     assert not any("index" in why for each in reports.values() for why in each.problems)
@@ -394,35 +396,21 @@ def test_an_output_layer_of_its_own_where_the_class_ties_it(
     assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
 
 
-UP = "model.layers.1.mlp.up_proj"
-
-
-@pytest.mark.parametrize("form", ["qweight", "weight_packed", "_weight_qdata"])
-def test_a_weight_in_another_format_is_not_missing(
-    saved: Callable[[str], Path], tmp_path: Path, form: str
+@pytest.mark.parametrize(
+    ("form", "tensor", "verdict"),
+    [
+        ("qweight", torch.ones(48, 4, dtype=torch.int32), "ok"),
+        ("weight_packed", torch.ones(48, 4, dtype=torch.int32), "ok"),
+        ("_weight_qdata", torch.ones(48, 4).to(torch.float8_e4m3fn), "ok"),
+        ("weight", torch.ones(48, 32).to(torch.float8_e4m3fn), "unknown"),  # without a config
+        ("weight_scale", torch.ones(48, 1), "unknown"),
+    ],
+)
+def test_what_takes_the_place_of_a_weight(
+    saved: Callable[[str], Path], tmp_path: Path, form: str, tensor: torch.Tensor, verdict: str
 ) -> None:
+    up = f"{LAYER}mlp.up_proj"
     folder = damage(saved("llama"), tmp_path / "x")
-    kind = torch.float8_e4m3fn if form == "_weight_qdata" else torch.int32
-    codes = torch.ones(48, 4).to(kind)
-    change_tensors(folder, {f"{UP}.weight": None, f"{UP}.{form}": codes})
+    change_tensors(folder, {f"{up}.weight": None, f"{up}.{form}": tensor})
 
-    assert judge(folder, "vllm", "sglang") == {"vllm": "ok", "sglang": "ok"}
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_fp8_codes_without_a_config_are_served_nowhere(
-    saved: Callable[[str], Path], tmp_path: Path, engine: str
-) -> None:
-    folder = damage(saved("llama"), tmp_path / "x")
-    change_tensors(folder, {f"{UP}.weight": torch.ones(48, 32).to(torch.float8_e4m3fn)})
-
-    assert judge(folder, engine) == {engine: "unknown"}
-
-
-def test_a_scale_alone_does_not_replace_its_weight(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = damage(saved("llama"), tmp_path / "x")
-    change_tensors(folder, {f"{UP}.weight": None, f"{UP}.weight_scale": torch.ones(48, 1)})
-
-    assert "ok" not in judge(folder).values()
+    assert judge(folder, "vllm", "sglang") == {"vllm": verdict, "sglang": verdict}

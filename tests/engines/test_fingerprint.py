@@ -6,9 +6,6 @@ import hashlib
 import struct
 from pathlib import Path
 
-import pytest
-import torch
-
 import fp8calib
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.fingerprint import add_fingerprints, fingerprint_scales
@@ -16,7 +13,6 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import Role
-from tests import zoo
 from tests.engines.check_handmade import (
     MODELOPT,
     PER_HEAD,
@@ -40,41 +36,21 @@ def test_equal_heads_are_as_one_number() -> None:
     assert fingerprint_scales(one) == fingerprint_scales(heads)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an overlay."""
-    folder = tmp_path_factory.mktemp("written")
-    zoo.build("llama").save_pretrained(folder / "model")
-    text = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
-    formats = ["kv-overlay"]
-    fp8calib.calibrate(folder / "model", text, seq_len=32, out=folder / "out", formats=formats)
-    return folder
+def check_on(tp: int, folder: Path, engine: str = "vllm") -> EngineReport:
+    report = check_folder(open_folder(folder), plain_geometry(), [engine], tp)
+    return add_fingerprints(report, tp).engines[engine]
 
 
-def test_dialects_with_the_same_numbers_have_the_same(tmp_path: Path) -> None:
-    names = {"compressed": PAIR, "modelopt": ("k_proj.k_scale", "v_proj.v_scale")}
-    sections = {"compressed": PER_TENSOR, "modelopt": MODELOPT}
-    found = {
-        check_on(
-            1, save_folder(tmp_path / name, spell(*pair), quantization=sections[name])
-        ).fingerprint
-        for name, pair in names.items()
-    }
-    assert len(found) == 1
-    assert "" not in found
-
-
-def test_engines_that_load_the_same_have_the_same(written: Path) -> None:
-    checked = fp8calib.check(written / "out" / "kv-overlay", engine=["vllm", "sglang"])
-    assert len({each.fingerprint for each in checked.engines.values()}) == 1
-    assert checked.to_json()["engines"]["vllm"]["fingerprint"] in {
-        each.fingerprint for each in checked.engines.values()
-    }
-
-
-def check_on(tp: int, folder: Path) -> EngineReport:
-    report = check_folder(open_folder(folder), plain_geometry(), ["vllm"], tp)
-    return add_fingerprints(report, tp).engines["vllm"]
+def test_dialects_and_engines_with_the_same_numbers_have_the_same(tmp_path: Path) -> None:
+    compressed = save_folder(tmp_path / "a", spell(*PAIR, layers=32), quantization=PER_TENSOR)
+    names = spell("k_proj.k_scale", "v_proj.v_scale", layers=32)
+    modelopt = save_folder(tmp_path / "b", names, quantization=MODELOPT)
+    whole = [fp8calib.check(each, engine="vllm").to_json() for each in (compressed, modelopt)]
+    first, second = (each["engines"]["vllm"]["fingerprint"] for each in whole)
+    assert first == second != ""
+    short = save_folder(tmp_path / "c", spell(*PAIR), quantization=PER_TENSOR)
+    first, second = (check_on(1, short, each).fingerprint for each in ("vllm", "sglang"))
+    assert first == second != ""
 
 
 def test_other_numbers_ranks_and_heads_have_another(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from dataclasses import fields
 import pytest
 
 from fp8calib.engines.numerics import Numerics
-from fp8calib.engines.registry import ENGINES, find_emulated
-from fp8calib.errors import UsageError
+from fp8calib.engines.registry import ENGINES
 from fp8calib.numerics.formats import Rounding
 
 NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
@@ -18,19 +17,6 @@ SETTINGS = [f.name for f in fields(Numerics) if f.name not in {"name", "run", "s
 
 def _differences(numerics: Numerics) -> set[str]:
     return {name for name in SETTINGS if getattr(numerics, name) != getattr(PLAIN, name)}
-
-
-def test_the_engines_are_those_the_command_line_promises() -> None:
-    assert list(NUMERICS) == ["reference", "vllm", "vllm-cpu", "sglang"]
-    assert all(find_emulated(name)[1].name == name for name in NUMERICS)
-
-
-def test_an_unknown_engine_is_a_usage_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="--engine vlm: unknown engine") as caught:
-        find_emulated("vlm")
-
-    known = "reference, vllm, vllm-cpu, sglang"
-    assert caught.value.hint == f"did you mean vllm? known engines: {known}"
 
 
 def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_the_file() -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from fp8calib.calibration.statistic import SiteStats
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.dialect import WriteJob
 from fp8calib.model.shapes import Role
@@ -27,7 +25,6 @@ from tests.formats.handmade import (
     save_source,
     write_scales,
 )
-from tests.zoo import save
 
 JSON = """{
   "model_type": "llama",
@@ -133,33 +130,3 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
     }
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 00000040 0000003d")
     assert left_out == {"model.gguf": "belongs to weights in another format"}
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_transformers_loads_every_scale_bit_for_bit(
-    tmp_path: Path, family: str, per_head: bool
-) -> None:
-    pytest.importorskip("compressed_tensors")
-    save(family, tmp_path / "model")
-    geometry = make_geometry([make_attention(0), make_attention(1)], model_type=family)
-    torch.manual_seed(0)
-    sites = {
-        attention.site(role): SiteStats(count=8, amax=torch.rand(2) * 30)
-        for _, attention in geometry.attentions()
-        for role in (Role.K, Role.V)
-    }
-    table = compute_kv_scales(make_stats(geometry, sites), E4M3FN, per_head=per_head)
-    with Checkpoint.open(tmp_path / "model") as source:
-        write_scales("kv-overlay", table, tmp_path / "out", source=source)
-
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    state = model.state_dict()
-    for site, seen in sites.items():
-        stored = state[f"{site.module}.{site.role}_scale"]
-        expected = seen.amax / 448 if per_head else seen.amax.max() / 448
-        assert stored.dtype is torch.float32
-        assert stored.flatten().equal(expected.flatten()), site
