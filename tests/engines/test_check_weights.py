@@ -281,21 +281,6 @@ def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
     assert not report.ok
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt"])
-@pytest.mark.parametrize("scale", ["weight_scale", "input_scale"])
-def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale: str) -> None:
-    folder = make(tmp_path, form, "fp8-static", **WHOLE)
-    name = f"model.layers.1.mlp.down_proj.{scale}"
-    assert ask(folder, "vllm").weights is None
-    change_tensors(folder, {name: None})
-    for engine in ("vllm", "sglang", "transformers"):
-        report = ask(folder, engine)
-        assert not report.ok
-        assert report.weights is not None
-        if engine != "transformers" or form == "compressed-tensors":
-            assert name in report.weights.why
-
-
 def test_experts_packed_as_integers_are_not_taken_for_misnamed_ones(tmp_path: Path) -> None:
     """As auto-round 0.16.1 writes W4A16; vLLM 0.32.0 has its kernels on GPUs alone."""
     folder = tmp_path / "model"
@@ -407,39 +392,11 @@ def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
     assert not explain_refusal(ask(folder, "transformers", 4))
 
 
-DOWN = "model.layers.1.mlp.down_proj"
-
-
-def forget(folder: Path) -> None:
-    """Store a linear as the model has it, and say nothing of that in the config."""
-
-    def change(tensors: Tensors) -> Tensors:
-        shape = tensors[f"{DOWN}.weight"].shape
-        kept = {name: each for name, each in tensors.items() if not name.startswith(f"{DOWN}.")}
-        return kept | {f"{DOWN}.weight": torch.ones(shape, dtype=torch.bfloat16)}
-
-    change_tensors(folder, change)
-
-
 def exclude_all(family: str, folder: Path, key: str, **fields: Any) -> Path:
     """Save a model whose config excludes every tensor from quantization by its stored name."""
     zoo.save(family, folder)
     names = [name.removesuffix(".weight") for name in load_file(folder / WEIGHTS)]
     return change_quantization(folder, **{key: names}, **fields)
-
-
-@pytest.mark.parametrize(
-    ("form", "key"), [("compressed-tensors", "ignore"), ("autofp8", "ignored_layers")]
-)
-@pytest.mark.parametrize("name", [DOWN, f"language_model.{DOWN}"])
-def test_a_linear_that_the_config_leaves_out_is_not(
-    tmp_path: Path, form: str, key: str, name: str
-) -> None:
-    """By its own path; engines know paths of a text part only in multimodal models."""
-    folder = make(tmp_path, form, "fp8-static", **WHOLE)
-    forget(folder)
-    change_quantization(folder, **{key: ["lm_head", name]})
-    assert (ask(folder, "vllm").weights is None) is (name == DOWN)
 
 
 FP8_LISTS = {"key": "ignored_layers", "quant_method": "fp8", "activation_scheme": "dynamic"}

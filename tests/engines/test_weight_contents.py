@@ -19,7 +19,7 @@ from tests.engines.test_check_weights import WHOLE, ask, make
 
 CT, AUTOFP8 = "compressed-tensors", "autofp8"
 PAIRS = ((CT, "fp8-static"), (CT, "fp8-dynamic"), (CT, "fp8-block"), (AUTOFP8, "fp8-block"))
-STATIC = PAIRS[:1]
+STATIC, MODELOPT = PAIRS[:1], ("modelopt", "fp8-static")
 DOWN = "model.layers.1.mlp.down_proj"
 K = "model.layers.0.self_attn.k_proj"
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -54,9 +54,19 @@ def exclude(config: Config, _: Tensors) -> None:
     config[LIST[config["quant_method"]]].append(DOWN)
 
 
-def exclude_plain(config: Config, tensors: Tensors) -> None:
-    exclude(config, tensors)
-    store_plain(config, tensors)
+def exclude_plain(root: str = "") -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        config[LIST[config["quant_method"]]].append(f"{root}{DOWN}")
+        store_plain(config, tensors)
+
+    return edit
+
+
+def remove_input_scale(module: str) -> Edit:
+    def edit(_: Config, tensors: Tensors) -> None:
+        del tensors[f"{module}.input_scale"]
+
+    return edit
 
 
 def remove_scale(_: Config, tensors: Tensors) -> None:
@@ -104,12 +114,18 @@ CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
         "holds 0: the engine uses the largest",
     ),
     "no input scale beside others": (
-        lambda _, tensors: tensors.pop(f"{K}.input_scale") and None,
+        remove_input_scale(K),
         STATIC,
         "ok",
         "the largest of those of q_proj, v_proj",
     ),
-    "no scale": (remove_scale, PAIRS, "misread", "is missing: the engine uses uninit"),
+    "no scale": (remove_scale, (*PAIRS, MODELOPT), "misread", "is missing: the engine uses uninit"),
+    "no input scale": (
+        remove_input_scale(DOWN),
+        (*STATIC, MODELOPT, (AUTOFP8, "fp8-static")),
+        "misread",
+        f"{DOWN}.input_scale",
+    ),
     "no weight": (
         lambda _, tensors: tensors.pop(f"{DOWN}.weight") is None and None,
         PAIRS,
@@ -117,7 +133,14 @@ CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
         "weight is missing",
     ),
     "a linear in 16 bits": (store_plain, PAIRS, "misread", "it is cast without a scale"),
-    "an excluded linear in 16 bits": (exclude_plain, PAIRS, "ok", ""),
+    "an excluded linear in 16 bits": (exclude_plain(), PAIRS, "ok", ""),
+    # engines know paths of a text part only in multimodal models
+    "a linear that is excluded as part of another model": (
+        exclude_plain("language_model."),
+        PAIRS[2:],
+        "misread",
+        "it is cast without a scale",
+    ),
     "an excluded linear in FP8": (exclude, PAIRS, "misread", "the config excludes"),
     "another name": (rename_scale, PAIRS, "unknown", f"{DOWN}.scale has no place"),
     "one more scale": (

@@ -35,6 +35,7 @@ Scales = Mapping[str, object]
 """By name in the attention layer, or whole with a leading `/`: a number, or a list of any depth."""
 PAIR: Scales = {"k_scale": 0.25, "v_scale": 0.5}
 PROJECTIONS: Scales = {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}
+JOINED: Scales = {"qkv_proj.k_scale": 0.25, "qkv_proj.v_scale": 0.5}
 OUTPUTS: Scales = {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5}
 HEADS = [[[0.25]], [[0.5]]]
 PER_HEAD_PAIR: Scales = {"k_scale": HEADS, "v_scale": HEADS}
@@ -112,8 +113,8 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "modelopt": UNQUANTIZED,
     "quark": LISTED,
 }
-REFUSED, DROPPED, UNKNOWN = (("refused",) * 2, ("dropped",) * 2, ("unknown",) * 2)
-DEFAULTED, MISREAD = (("defaulted",) * 2, ("misread",) * 2)
+USED, REFUSED, DROPPED = (("used",) * 2, ("refused",) * 2, ("dropped",) * 2)
+DEFAULTED, MISREAD, UNKNOWN = (("defaulted",) * 2, ("misread",) * 2, ("unknown",) * 2)
 TEXT_TARGETS = {"g": {"targets": "Linear", "weights": PER_TENSOR["kv_cache_scheme"]}}
 SCHEME = {"type": "float", "num_bits": 8}
 LAYERS = {"lm_head": {"quant_algo": "FP8"}}
@@ -161,54 +162,26 @@ def _list_cases() -> Iterator[tuple[str, Case]]:
 
 def _list_names() -> Iterator[tuple[str, Case]]:
     for method, config in METHODS.items():
-        is_ct = method == "ct"
-        of = {"quantization": config}
-        yield f"{method} pair", Case(**of, scales=PAIR)
-        yield f"{method} nothing", Case(**of, status=DEFAULTED)
-        yield (
-            f"{method} names of the inside",
-            Case(**of, scales={"attn.k_scale": 0.25, "attn.v_scale": 0.5}),
-        )
-        yield f"{method} names of projections", Case(**of, scales=PROJECTIONS)
-        yield (
-            f"{method} names of the joined projection",
-            Case(**of, scales={"qkv_proj.k_scale": 0.25, "qkv_proj.v_scale": 0.5}),
-        )
-        maps_outputs = method in ("fp8", "quark")
-        yield (
-            f"{method} names of outputs",
-            Case(**of, scales=OUTPUTS, status=("used", "used") if maps_outputs else REFUSED),
-        )
-        yield (
-            f"{method} kv_scale",
-            Case(
-                **of, scales={"kv_scale": 0.25}, status=("used", "defaulted" if is_ct else "used")
-            ),
-        )
-        yield (
-            f"{method} k alone",
-            Case(
-                **of, scales={"k_scale": 0.25}, status=("used", "defaulted" if is_ct else "misread")
-            ),
-        )
-        yield (
-            f"{method} v alone",
-            Case(
-                **of,
-                scales={"v_scale": 0.5},
-                status=("defaulted", "used") if is_ct else REFUSED,
-                why="" if is_ct else "asserts k_scale > 0",
-            ),
-        )
-        yield (
-            f"{method} probabilities",
-            Case(
-                **of,
-                scales={**PAIR, "prob_output_scale": 0.5},
-                status=("used", "used") if maps_outputs else REFUSED,
-            ),
-        )
-        yield f"{method} two names for one place", Case(**of, scales={**PAIR, "attn.k_scale": 0.25})
+        alone = "defaulted" if method == "ct" else "misread"
+        maps_outputs = USED if method in ("fp8", "quark") else REFUSED
+        v_alone = ("defaulted", "used") if method == "ct" else REFUSED
+        for name, scales, status, why in (
+            ("pair", PAIR, USED, ""),
+            ("nothing", {}, DEFAULTED, ""),
+            ("names of the inside", {"attn.k_scale": 0.25, "attn.v_scale": 0.5}, USED, ""),
+            ("names of projections", PROJECTIONS, USED, ""),
+            ("names of the joined projection", JOINED, USED, ""),
+            ("names of outputs", OUTPUTS, maps_outputs, ""),
+            ("kv_scale", {"kv_scale": 0.25}, ("used", "defaulted") if method == "ct" else USED, ""),
+            ("k alone", {"k_scale": 0.25}, ("used", alone), ""),
+            ("v alone", {"v_scale": 0.5}, v_alone, "" if method == "ct" else "asserts k_scale > 0"),
+            ("probabilities", {**PAIR, "prob_output_scale": 0.5}, maps_outputs, ""),
+            ("two names for one place", {**PAIR, "attn.k_scale": 0.25}, USED, ""),
+        ):
+            yield (
+                f"{method} {name}",
+                Case(quantization=config, scales=scales, status=status, why=why),
+            )
     ct = {"quantization": PER_TENSOR}
     yield "ct names of hunyuan", Case(**ct, scales={"k_cache.scale": 0.25, "v_cache.scale": 0.5})
     yield "ct q", Case(**ct, scales={**PAIR, "q.scale": 2.0})
@@ -227,89 +200,52 @@ def _list_numbers() -> Iterator[tuple[str, Case]]:
         of = {"quantization": config}
         if method != "ct":
             for (k, v), status in TRUTH_TABLE.items():
-                yield (
-                    f"{method} k {k:g}, v {v:g}",
-                    Case(**of, scales={"k_scale": k, "v_scale": v}, status=status),
-                )
+                yield f"{method} k {k:g}, v {v:g}", Case(**of, scales=_pair(k, v), status=status)
         yield f"{method} heads", Case(**of, scales=PER_HEAD_PAIR, status=REFUSED, why="[2, 1, 1]")
         yield f"{method} rounded", Case(**of, scales=ODD)
-        for shape in ("[]", "[1, 1, 1]"):
-            value: object = [[[0.25]]] if shape == "[1, 1, 1]" else 0.25
-            yield f"{method} shape {shape}", Case(**of, scales={"k_scale": value, "v_scale": value})
+        yield f"{method} shape []", Case(**of, scales=_pair(0.25))
+        yield f"{method} shape [1, 1, 1]", Case(**of, scales=_pair([[[0.25]]]))
+    ct, fp8 = {"quantization": PER_TENSOR}, {"quantization": FP8}
     for number in (NAN, 0.0, -0.5, INF):
-        yield (
-            f"ct {number:g}",
-            Case(
-                quantization=PER_TENSOR,
-                scales={"k_scale": number, "v_scale": 0.5},
-                status=("misread", "used"),
-            ),
-        )
+        yield f"ct {number:g}", Case(**ct, scales=_pair(number, 0.5), status=("misread", "used"))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        yield f"fp8 scales in {dtype}", Case(quantization=FP8, scales=PAIR, dtype=dtype)
-    yield (
-        "ct by layer",
-        Case(quantization=PER_TENSOR, scales=PAIR, later={"k_scale": 2.0, "v_scale": 4.0}),
-    )
-    yield (
-        "ct one layer of two",
-        Case(
-            quantization=PER_TENSOR, scales=PAIR, later={}, later_status=DEFAULTED, why="no k_scale"
-        ),
-    )
-    heads = {"quantization": PER_HEAD}
-    yield "per head", Case(**heads, scales=PER_HEAD_PAIR)
-    yield "per head, one number", Case(**heads, scales=PAIR)
-    yield (
-        "per head, three heads",
-        Case(
-            **heads,
-            scales={"k_scale": [0.25, 0.5, 0.75], "v_scale": [0.25, 0.5, 0.75]},
-            status=MISREAD,
-        ),
-    )
-    broken = [[[0.25]], [[NAN]]]
-    yield (
-        "per head, NaN",
-        Case(**heads, scales={"k_scale": broken, "v_scale": broken}, status=MISREAD),
-    )
-    yield (
-        "per head without groups",
-        Case(quantization=NO_GROUPS, scales=PER_HEAD_PAIR, status=REFUSED, why="config_groups"),
-    )
-    for count in (2, 3, 4):
-        yield (
-            f"per head, {count} of q",
-            Case(
-                **heads,
-                scales={**PER_HEAD_PAIR, "q_scale": [[[0.5]]] * count},
-                status=REFUSED if count == 3 else ("used", "used"),
-            ),
-        )
-    yield (
-        "ct q per head",
-        Case(quantization=PER_TENSOR, scales={**PAIR, "q_scale": [[[0.5]]] * 4}, status=REFUSED),
-    )
+        yield f"fp8 scales in {dtype}", Case(**fp8, scales=PAIR, dtype=dtype)
+    yield "ct by layer", Case(**ct, scales=PAIR, later=_pair(2.0, 4.0))
+    alone = {"later": {}, "later_status": DEFAULTED, "why": "no k_scale"}
+    yield "ct one layer of two", Case(**ct, scales=PAIR, **alone)
     points = {"k_zero_point": [0.0, 0.0], "v_zero_point": [0.0, 0.0]}
-    yield (
-        "ct zero points per head",
-        Case(quantization=PER_TENSOR, scales={**PAIR, **points}, status=REFUSED),
-    )
-    yield "fp8 zero points", Case(quantization=FP8, scales={**PAIR, "k_zero_point": 0.0})
+    for name, quantization, scales, status, why in (
+        ("per head", PER_HEAD, PER_HEAD_PAIR, USED, ""),
+        ("per head, one number", PER_HEAD, PAIR, USED, ""),
+        ("per head, three heads", PER_HEAD, _pair([0.25, 0.5, 0.75]), MISREAD, ""),
+        ("per head, NaN", PER_HEAD, _pair([[[0.25]], [[NAN]]]), MISREAD, ""),
+        ("per head without groups", NO_GROUPS, PER_HEAD_PAIR, REFUSED, "config_groups"),
+        *(
+            (
+                f"per head, {count} of q",
+                PER_HEAD,
+                {**PER_HEAD_PAIR, "q_scale": [[[0.5]]] * count},
+                REFUSED if count == 3 else USED,
+                "",
+            )
+            for count in (2, 3, 4)
+        ),
+        ("ct q per head", PER_TENSOR, {**PAIR, "q_scale": [[[0.5]]] * 4}, REFUSED, ""),
+        ("ct zero points per head", PER_TENSOR, {**PAIR, **points}, REFUSED, ""),
+        ("fp8 zero points", FP8, {**PAIR, "k_zero_point": 0.0}, USED, ""),
+    ):
+        yield name, Case(quantization=quantization, scales=scales, status=status, why=why)
     for value, served, status in (
         (2e-8, "float16", REFUSED),
         (7e4, "float16", MISREAD),
-        (0.1, "float32", ("used", "used")),
+        (0.1, "float32", USED),
     ):
-        yield (
-            f"fp8 {value:g} in {served}",
-            Case(
-                quantization=FP8,
-                scales={"k_scale": value, "v_scale": value},
-                status=status,
-                config={"dtype": served},
-            ),
-        )
+        name, config = f"fp8 {value:g} in {served}", {"dtype": served}
+        yield name, Case(**fp8, scales=_pair(value), status=status, config=config)
+
+
+def _pair(k: object, v: object = None) -> Scales:
+    return {"k_scale": k, "v_scale": k if v is None else v}
 
 
 def _list_configs() -> Iterator[tuple[str, Case]]:
@@ -319,7 +255,6 @@ def _list_configs() -> Iterator[tuple[str, Case]]:
     def scheme(**changes: object) -> dict[str, Any]:
         return ct(kv_cache_scheme={**PER_TENSOR["kv_cache_scheme"], **changes})
 
-    used = ("used", "used")
     sparsity = {"format": "sparse-24-bitmask", "targets": ["Linear"]}
     one_group = {"group_0": {"targets": ["re:^none$"], "weights": None}}
     of_attention = {"group_0": {"targets": ["LlamaAttention"], "weights": None}}
@@ -329,34 +264,34 @@ def _list_configs() -> Iterator[tuple[str, Case]]:
     }
     layers_in_quark = {**LISTED, "exclude": [*LISTED["exclude"], "model.layers.0.self_attn.attn"]}
     rows: tuple[tuple[str, object, Scales, tuple[str, str], str], ...] = (
-        ("ct with an underscore", ct(quant_method="compressed_tensors"), PAIR, used, ""),
-        ("ct in capitals", ct(quant_method="Compressed-Tensors"), PAIR, used, ""),
-        ("ct in a format for TGI", ct(format="naive-quantized"), PAIR, used, ""),
-        ("ct empty groups", ct(config_groups={}), PAIR, used, ""),
+        ("ct with an underscore", ct(quant_method="compressed_tensors"), PAIR, USED, ""),
+        ("ct in capitals", ct(quant_method="Compressed-Tensors"), PAIR, USED, ""),
+        ("ct in a format for TGI", ct(format="naive-quantized"), PAIR, USED, ""),
+        ("ct empty groups", ct(config_groups={}), PAIR, USED, ""),
         ("ct no groups", ct(config_groups=None), PAIR, UNKNOWN, ""),
         ("ct group without a match", ct(config_groups=one_group), PAIR, UNKNOWN, ""),
-        ("ct group of attention", ct(config_groups=of_attention), PAIR, used, ""),
+        ("ct group of attention", ct(config_groups=of_attention), PAIR, USED, ""),
         ("ct targets numbers", ct(config_groups={"g": {"targets": [7]}}), PAIR, UNKNOWN, ""),
         ("ct empty group", ct(config_groups={"g": {}}), PAIR, UNKNOWN, ""),
         ("ct targets a text", ct(config_groups=TEXT_TARGETS), PAIR, UNKNOWN, ""),
         ("ct sparse", ct(sparsity_config=sparsity), PAIR, REFUSED, ""),
-        ("ct no sparsity", ct(sparsity_config={}), PAIR, used, ""),
+        ("ct no sparsity", ct(sparsity_config={}), PAIR, USED, ""),
         ("ct ignore null", ct(ignore=None), PAIR, UNKNOWN, ""),
         ("ct ignore a number", ct(ignore=7), PAIR, UNKNOWN, ""),
         ("ct ignore numbers", ct(ignore=[7]), PAIR, UNKNOWN, ""),
         ("ct ignore a text", ct(ignore="re:.*"), PAIR, UNKNOWN, ""),
-        ("ct without a scheme", ct(kv_cache_scheme=None), PAIR, used, ""),
+        ("ct without a scheme", ct(kv_cache_scheme=None), PAIR, USED, ""),
         ("ct scheme a text", ct(kv_cache_scheme="static"), PAIR, REFUSED, ""),
         ("ct scheme of integers", scheme(type="int"), PAIR, REFUSED, "kv_cache_scheme.type"),
         ("ct scheme of 4 bits", scheme(num_bits=4), PAIR, REFUSED, "kv_cache_scheme.num_bits"),
         ("ct scheme per channel", scheme(strategy="channel"), PAIR, REFUSED, "scheme.strategy"),
         ("ct scheme without", scheme(strategy=None), PAIR, REFUSED, "scheme.strategy"),
-        ("fp8 in capitals", {**FP8, "quant_method": "FP8"}, PAIR, used, ""),
-        ("fp8 of deepseek_v4", {**FP8, "quant_method": "deepseek_v4_fp8"}, ODD, used, ""),
+        ("fp8 in capitals", {**FP8, "quant_method": "FP8"}, PAIR, USED, ""),
+        ("fp8 of deepseek_v4", {**FP8, "quant_method": "deepseek_v4_fp8"}, ODD, USED, ""),
         ("fp8 static in blocks", BLOCKS, PAIR, UNKNOWN, ""),
-        ("fp8 nothing ignored", {**FP8, "ignored_layers": IGNORED, "ignore": None}, PAIR, used, ""),
-        ("modelopt in small letters", {**UNQUANTIZED, "quant_algo": "fp8"}, PROJECTIONS, used, ""),
-        ("modelopt mixed", {**MIXED, "kv_cache_scheme": SCHEME}, PROJECTIONS, used, ""),
+        ("fp8 nothing ignored", {**FP8, "ignored_layers": IGNORED, "ignore": None}, PAIR, USED, ""),
+        ("modelopt in small letters", {**UNQUANTIZED, "quant_algo": "fp8"}, PROJECTIONS, USED, ""),
+        ("modelopt mixed", {**MIXED, "kv_cache_scheme": SCHEME}, PROJECTIONS, USED, ""),
         ("modelopt mixed without kv", MIXED, PROJECTIONS, DROPPED, ""),
         (
             "modelopt mixed without layers",
@@ -415,31 +350,23 @@ def _list_configs() -> Iterator[tuple[str, Case]]:
             quantization=layers_in_quark,
             scales=OUTPUTS,
             status=DROPPED,
-            later_status=("used", "used"),
+            later_status=USED,
         ),
     )
 
 
 def _list_files() -> Iterator[tuple[str, Case]]:
+    late = {"quantization": PER_TENSOR, "scales": PAIR}
     yield (
         "an index without the scales",
-        Case(
-            quantization=PER_TENSOR,
-            scales=PAIR,
-            index="without scales",
-            status=DEFAULTED,
-            why=LATE_FILE,
-        ),
+        Case(**late, index="without scales", status=DEFAULTED, why=LATE_FILE),
     )
-    yield (
-        "an index with a file that is missing",
-        Case(quantization=PER_TENSOR, scales=PAIR, index="without file", status=REFUSED),
-    )
+    missing = "an index with a file that is missing"
+    yield missing, Case(**late, index="without file", status=REFUSED)
     yield (
         "scales for fnuz",
         Case(
-            quantization=PER_TENSOR,
-            scales=PAIR,
+            **late,
             metadata={"fp8calib.kv_cache_dtype": "float8_e4m3fnuz"},
             status=MISREAD,
             why="right on AMD gfx94x alone",
@@ -450,53 +377,58 @@ def _list_files() -> Iterator[tuple[str, Case]]:
 
 def _list_own_files() -> Iterator[tuple[str, Case]]:
     """List cases with the file that ModelOpt before 0.31 wrote beside config.json."""
-    used, producer = ("used", "used"), {"producer": {"name": "modelopt"}}
-    for algorithm, cache, status in (
-        ("FP8", "FP8", used),
-        ("FP8", "fp8", used),
-        ("FP8", "NVFP4", used),
-        ("FP8", "INT8", MISREAD),
-        ("NVFP4", "FP8", REFUSED),
-        ("MXFP8", "FP8", REFUSED),
-        (None, "FP8", REFUSED),
-    ):
-        section = {"quant_algo": algorithm, "kv_cache_quant_algo": cache, "exclude_modules": ["*"]}
-        yield (
-            f"modelopt's own file: {algorithm}, cache {cache}",
-            Case(
-                scales=PROJECTIONS,
-                side={**producer, "quantization": section},
-                status=status,
-            ),
-        )
+
+    def own(algorithm: str | None, **section: object) -> dict[str, object]:
+        quantization = {"quant_algo": algorithm, **section}
+        return {"producer": {"name": "modelopt"}, "quantization": quantization}
+
     mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-    yield "modelopt's layers nowhere", Case(quantization=mixed, scales=PROJECTIONS, status=REFUSED)
-    for cache, status in (("FP8", used), (None, DROPPED)):
-        section = {"quantized_layers": LAYERS, "kv_cache_quant_algo": cache}
-        yield (
-            f"modelopt's layers in its own file, cache {cache}",
-            Case(
-                quantization=mixed,
-                scales=PROJECTIONS,
-                side={**producer, "quantization": {"quant_algo": "MIXED_PRECISION", **section}},
-                status=status,
-            ),
-        )
-    section = {"quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
-    why = "does not name modelopt as its producer"
-    yield (
-        "modelopt's own file by nobody",
-        Case(
-            quantization=mixed,
-            scales=PROJECTIONS,
-            side={"quantization": section},
-            status=REFUSED,
-            why=why,
+    of_layers = own("MIXED_PRECISION", quantized_layers=LAYERS)
+    nobody = {"quantization": of_layers["quantization"]}
+    whole = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
+    for name, quantization, side, status, why in (
+        *(
+            (
+                f"modelopt's own file: {algorithm}, cache {cache}",
+                None,
+                own(algorithm, kv_cache_quant_algo=cache, exclude_modules=["*"]),
+                status,
+                "",
+            )
+            for algorithm, cache, status in (
+                ("FP8", "FP8", USED),
+                ("FP8", "fp8", USED),
+                ("FP8", "NVFP4", USED),
+                ("FP8", "INT8", MISREAD),
+                ("NVFP4", "FP8", REFUSED),
+                ("MXFP8", "FP8", REFUSED),
+                (None, "FP8", REFUSED),
+            )
         ),
-    )
-    whole = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
-    side = {**producer, "quantization": {**whole, "group_size": 16}}
-    yield "modelopt's own file: NVFP4, whole", Case(scales=PROJECTIONS, side=side)
+        ("modelopt's layers nowhere", mixed, None, REFUSED, ""),
+        *(
+            (
+                f"modelopt's layers in its own file, cache {cache}",
+                mixed,
+                own("MIXED_PRECISION", quantized_layers=LAYERS, kv_cache_quant_algo=cache),
+                status,
+                "",
+            )
+            for cache, status in (("FP8", USED), (None, DROPPED))
+        ),
+        (
+            "modelopt's own file by nobody",
+            mixed,
+            nobody,
+            REFUSED,
+            "does not name modelopt as its producer",
+        ),
+        ("modelopt's own file: NVFP4, whole", None, own("NVFP4", **whole, group_size=16), USED, ""),
+    ):
+        yield (
+            name,
+            Case(quantization=quantization, scales=PROJECTIONS, side=side, status=status, why=why),
+        )
 
 
 CASES: Mapping[str, Case] = dict(_list_cases())
