@@ -60,58 +60,47 @@ ROWS = torch.tensor([0.5, 4.0])
 BY_ROW = [[value * 0.5 for value in VALUES[0]], [value * 4 for value in VALUES[1]]]
 
 PER_CHANNEL = quantizer(strategy="channel")
+FLOAT: dict[str, object] = {"type": "float"}
 QUARK_TOKEN = {"dtype": "fp8_e4m3", "is_dynamic": True, "qscheme": "per_channel"}
 
+ALONE, BOTH, BY_ROWS = (
+    linear(scale=HALF),
+    linear(scale=HALF, input_scale=INPUT),
+    linear(scale=ROWS.reshape(2, 1)),
+)
+FEW_KEYS = {"targets": ["Linear"]} | dict.fromkeys(("weights", "input_activations"), FLOAT)
+ZERO = torch.zeros(1, dtype=torch.float8_e4m3fn)
+OLD_BLOCKS = quantizer(strategy="BLOCK", type="FLOAT", block_structure="1x4")
 FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activation, str]] = {
-    "compressed-tensors few keys": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {"type": "float"},
-                    "input_activations": {"type": "float"},
-                }
-            },
-        },
-        linear(scale=HALF, input_scale=INPUT),
+    "few keys": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": FEW_KEYS}},
+        BOTH,
         HALVED,
         STATIC,
         "compressed-tensors",
     ),
-    "compressed-tensors groups without a strategy": (
-        compressed_tensors(
-            group(PER_CHANNEL, {"type": "float", "dynamic": True, "group_size": 128})
-        ),
-        linear(scale=ROWS.reshape(2, 1)),
+    "groups without a strategy": (
+        compressed_tensors(group(PER_CHANNEL, FLOAT | {"dynamic": True, "group_size": 128})),
+        BY_ROWS,
         BY_ROW,
         GROUP,
         "compressed-tensors",
     ),
-    "compressed-tensors capitals and old blocks": (
-        compressed_tensors(
-            group(
-                quantizer(strategy="BLOCK", type="FLOAT", block_structure="1x4"),
-                PER_TOKEN,
-            )
-        ),
-        linear(scale=ROWS.reshape(2, 1)),
+    "capitals and old blocks": (
+        compressed_tensors(group(OLD_BLOCKS, PER_TOKEN)),
+        BY_ROWS,
         BY_ROW,
         TOKEN,
         "compressed-tensors",
     ),
-    "compressed-tensors zero point": (
+    "zero point": (
         CT_STATIC,
-        linear(scale=HALF, input_scale=INPUT)
-        | {
-            f"{LINEAR}.weight_zero_point": torch.zeros(1, dtype=torch.float8_e4m3fn),
-            f"{LINEAR}.input_zero_point": torch.zeros(1, dtype=torch.float8_e4m3fn),
-        },
+        BOTH | {f"{LINEAR}.{name}_zero_point": ZERO for name in ("weight", "input")},
         HALVED,
         STATIC,
         "compressed-tensors",
     ),
-    "autofp8 dynamic": (AUTOFP8_DYNAMIC, linear(scale=HALF), HALVED, TOKEN, "autofp8"),
+    "autofp8 dynamic": (AUTOFP8_DYNAMIC, ALONE, HALVED, TOKEN, "autofp8"),
     "transformers per tensor": (
         {
             "quant_method": "fp8",
@@ -132,17 +121,17 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         modelopt("MIXED_PRECISION")
         | {"quant_method": "modelopt_mixed"}
         | {"quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}},
-        linear(scale=HALF, input_scale=INPUT),
+        BOTH,
         HALVED,
         STATIC,
         "modelopt",
     ),
-    "quark token": (quark(QUARK_TOKEN), linear(scale=HALF), HALVED, TOKEN, "quark"),
-    "quark list": (quark([QUARK_TOKEN]), linear(scale=HALF), HALVED, TOKEN, "quark"),
-    "quark weights only": (quark(None), linear(scale=HALF), HALVED, NONE, "quark"),
+    "quark token": (quark(QUARK_TOKEN), ALONE, HALVED, TOKEN, "quark"),
+    "quark list": (quark([QUARK_TOKEN]), ALONE, HALVED, TOKEN, "quark"),
+    "quark weights only": (quark(None), ALONE, HALVED, NONE, "quark"),
     "fbgemm": (
         FBGEMM,
-        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROWS,
         BY_ROW,
         Activation(kind=InputScaling.TOKEN, upper_bound=1200.0),
         "fbgemm_fp8",
@@ -543,7 +532,7 @@ def test_fp8_is_told_by_headers_alone(tmp_path: Path) -> None:
 
 
 def test_fp8_is_told_even_where_a_shard_is_missing(tmp_path: Path) -> None:
-    save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC)
+    save(tmp_path, ALONE, AUTOFP8_DYNAMIC)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     shards = {WEIGHT: "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))

@@ -127,38 +127,27 @@ def test_a_scale_that_the_index_leaves_out_is_found_for_the_user(tmp_path: Path)
 
 ROWS = torch.ones(2, 1)
 BIG = torch.zeros(130, 300, dtype=torch.float8_e4m3fn)
+PLAIN, BOTH = linear(scale=HALF), linear(scale=HALF, input_scale=HALF)
+STACK = {STACKED: codes(CODES).reshape(2, 2, 2)}
+UP = "a.up_proj"
+
+
+def ct(inputs: dict[str, object] | None = None, **weights: object) -> dict[str, object]:
+    return compressed_tensors(group(quantizer(**weights), inputs))
+
+
 FAULTS: dict[str, tuple[Tensors, object, str]] = {
     # a scale is missing
     "weight scale": (linear(), AUTOFP8_DYNAMIC, SCALE),
-    "input scale": (linear(scale=HALF), AUTOFP8_STATIC, INPUT_SCALE),
-    "scale of stacked experts": (
-        {STACKED: codes(CODES).reshape(2, 2, 2)},
-        AUTOFP8_DYNAMIC,
-        STACKED,
-    ),
+    "input scale": (PLAIN, AUTOFP8_STATIC, INPUT_SCALE),
+    "scale of stacked experts": (STACK, AUTOFP8_DYNAMIC, STACKED),
     # a scale has a wrong shape
     "three in a tensor": (linear(scale=torch.ones(3)), AUTOFP8_DYNAMIC, "shape [3]"),
     "row scales as columns": (linear(scale=torch.ones(1, 4)), CT_CHANNEL, "shape [1, 4]"),
-    "blocks of another size": (
-        linear(weight=BIG, scale=torch.ones(3, 5)),
-        CT_BLOCK,
-        "shape [3, 5]",
-    ),
-    "an input scale a row": (
-        linear(scale=HALF, input_scale=torch.ones(2)),
-        AUTOFP8_STATIC,
-        "shape [2]",
-    ),
-    "experts' halves": (
-        {STACKED: codes(CODES).reshape(2, 2, 2), f"{STACKED}_scale": torch.ones(2, 2)},
-        AUTOFP8_DYNAMIC,
-        "shape [2, 2]",
-    ),
-    "a vector": (
-        {"a.weight": codes([[0x38]]).reshape(1), "a.weight_scale": HALF},
-        CT_STATIC,
-        "shape [1]",
-    ),
+    "blocks of another size": (linear(weight=BIG, scale=torch.ones(3, 5)), CT_BLOCK, "[3, 5]"),
+    "an input scale a row": (PLAIN | {INPUT_SCALE: torch.ones(2)}, AUTOFP8_STATIC, "shape [2]"),
+    "experts' halves": (STACK | {f"{STACKED}_scale": torch.ones(2, 2)}, AUTOFP8_DYNAMIC, "[2, 2]"),
+    "a vector": (linear(weight=codes([[0x38]]).reshape(1), scale=HALF), CT_STATIC, "shape [1]"),
     "an empty weight": (linear(weight=BIG[:0], scale=HALF), AUTOFP8_DYNAMIC, "shape [0, 300]"),
     # the config contradicts the tensors
     "channel scales, config says tensor": (
@@ -166,7 +155,7 @@ FAULTS: dict[str, tuple[Tensors, object, str]] = {
         CT_STATIC,
         "per channel; the config says per tensor",
     ),
-    "one scale, config says channel": (linear(scale=HALF), CT_CHANNEL, "per tensor"),
+    "one scale, config says channel": (PLAIN, CT_CHANNEL, "per tensor"),
     "blocks without their size": (
         linear(weight=BIG) | {f"{SCALE}_inv": torch.ones(2, 3)},
         AUTOFP8_DYNAMIC,
@@ -177,54 +166,37 @@ FAULTS: dict[str, tuple[Tensors, object, str]] = {
         FINEGRAINED,
         "per tensor; the config says per block",
     ),
-    "dynamic inputs with a scale": (
-        linear(scale=HALF, input_scale=HALF),
-        AUTOFP8_DYNAMIC,
-        "input_scale",
-    ),
+    "dynamic inputs with a scale": (BOTH, AUTOFP8_DYNAMIC, "input_scale"),
     "weights alone with an input scale": (
         linear(scale=ROWS, input_scale=HALF),
-        compressed_tensors(group(quantizer(strategy="channel"), None)),
+        ct(strategy="channel"),
         "input_scale",
     ),
-    "left out by name": (
-        linear(scale=HALF),
-        AUTOFP8_DYNAMIC | {"ignored_layers": [LINEAR]},
-        "the config excludes",
-    ),
-    "left out with what holds it": (
-        linear(scale=HALF),
-        AUTOFP8_DYNAMIC | {"modules_to_not_convert": ["model.layers.0"]},
-        "the config excludes",
-    ),
-    "left out by expression": (
-        linear(scale=HALF, input_scale=HALF),
-        compressed_tensors(group(quantizer(), quantizer()), ignore=["re:.*o_proj"]),
-        "the config excludes",
-    ),
-    "left out by quark": (
-        linear(scale=HALF, input_scale=HALF),
-        quark(exclude=["*.o_proj"]),
-        "the config excludes",
-    ),
+    **{
+        f"left out, {index}": (tensors, config, "the config excludes")
+        for index, (tensors, config) in enumerate(
+            (
+                (PLAIN, AUTOFP8_DYNAMIC | {"ignored_layers": [LINEAR]}),
+                (PLAIN, AUTOFP8_DYNAMIC | {"modules_to_not_convert": ["model.layers.0"]}),
+                (BOTH, CT_STATIC | {"ignore": ["re:.*o_proj"]}),
+                (BOTH, quark(exclude=["*.o_proj"])),
+            )
+        )
+    },
     "of no group": (
-        linear(scale=HALF, input_scale=HALF),
+        BOTH,
         compressed_tensors(group(quantizer(), quantizer(), "re:.*mlp.*")),
         "no config group",
     ),
-    "int8": (
-        linear(scale=HALF, input_scale=HALF),
-        compressed_tensors(group(quantizer(type="int"), quantizer())),
-        "int",
-    ),
-    "no weights": (linear(scale=HALF), compressed_tensors(group({}, None)), "int"),
-    "nvfp4": (linear(scale=HALF), modelopt("NVFP4"), "NVFP4"),
+    "int8": (BOTH, ct(quantizer(), type="int"), "int"),
+    "no weights": (PLAIN, compressed_tensors(group({}, None)), "int"),
+    "nvfp4": (PLAIN, modelopt("NVFP4"), "NVFP4"),
     "mixed, but not this one": (
-        linear(scale=HALF),
+        PLAIN,
         modelopt("MIXED_PRECISION") | {"quantized_layers": {}},
         "None",
     ),
-    "quark in int8": (linear(scale=HALF), quark({"dtype": "int8"}), "int8"),
+    "quark in int8": (PLAIN, quark({"dtype": "int8"}), "int8"),
     "the inverse in compressed-tensors": (
         linear(input_scale=HALF) | {f"{SCALE}_inv": HALF},
         CT_STATIC,
@@ -232,46 +204,26 @@ FAULTS: dict[str, tuple[Tensors, object, str]] = {
     ),
 }
 UNREAD: dict[str, tuple[Tensors, object, str]] = {
-    "no config": (linear(scale=HALF), None, "quantization_config"),
-    "an unknown method": (linear(scale=HALF), {"quant_method": "awq"}, "awq"),
-    "no activation scheme": (linear(scale=HALF), {"quant_method": "fp8"}, "activation_scheme"),
+    "no config": (PLAIN, None, "quantization_config"),
+    "an unknown method": (PLAIN, {"quant_method": "awq"}, "awq"),
+    "no activation scheme": (PLAIN, {"quant_method": "fp8"}, "activation_scheme"),
     "static inputs in blocks": (
-        linear(scale=HALF),
+        PLAIN,
         FINEGRAINED | {"activation_scheme": "static"},
         "weight_block_size",
     ),
-    "a block of one size": (
-        linear(scale=HALF),
-        FINEGRAINED | {"weight_block_size": [128]},
-        "[128]",
-    ),
-    "groups of 64": (
-        linear(scale=HALF),
-        compressed_tensors(group(quantizer(), PER_GROUP | {"group_size": 64})),
-        "64",
-    ),
-    "weights in groups": (
-        linear(scale=HALF),
-        compressed_tensors(group(quantizer(strategy="group", group_size=128), None)),
-        "group",
-    ),
+    "a block of one size": (PLAIN, FINEGRAINED | {"weight_block_size": [128]}, "[128]"),
+    "groups of 64": (PLAIN, ct(PER_GROUP | {"group_size": 64}), "64"),
+    "weights in groups": (PLAIN, ct(strategy="group", group_size=128), "group"),
     "blocks without a size": (
         linear(scale=torch.ones(1, 1)),
-        compressed_tensors(group(quantizer(strategy="block"), PER_GROUP)),
+        ct(PER_GROUP, strategy="block"),
         "block size is missing",
     ),
-    "dynamic weights": (
-        linear(scale=HALF),
-        compressed_tensors(group(quantizer(dynamic=True), None)),
-        "dynamic",
-    ),
-    "asymmetric": (
-        linear(scale=HALF),
-        compressed_tensors(group(quantizer(symmetric=False), None)),
-        "zero point",
-    ),
+    "dynamic weights": (PLAIN, ct(dynamic=True), "dynamic"),
+    "asymmetric": (PLAIN, ct(symmetric=False), "zero point"),
     "rotated": (
-        linear(scale=HALF, input_scale=HALF),
+        BOTH,
         CT_STATIC | {"transform_config": {"config_groups": {"R1": {}}}},
         "transform_config",
     ),
@@ -280,42 +232,32 @@ UNREAD: dict[str, tuple[Tensors, object, str]] = {
         FBGEMM | {"activation_scale_ub": 10**400},
         "activation_scale_ub",
     ),
-    "not an expression": (
-        linear(scale=HALF, input_scale=HALF),
-        CT_STATIC | {"ignore": ["re:(", "re:*"]},
-        "regular expression",
-    ),
+    "not an expression": (BOTH, CT_STATIC | {"ignore": ["re:(", "re:*"]}, "regular expression"),
     "an expression that never ends": (
-        linear(scale=HALF, input_scale=HALF),
+        BOTH,
         CT_STATIC | {"ignore": ["re:(.*)*(.*)*x$"]},
         "exponential time",
     ),
     "a zero point that is not zero": (
-        linear(scale=HALF, input_scale=HALF) | {f"{LINEAR}.weight_zero_point": torch.ones(1)},
+        BOTH | {f"{LINEAR}.weight_zero_point": torch.ones(1)},
         CT_STATIC,
         "weight_zero_point",
     ),
-    "two scales": (
-        linear(scale=HALF) | {f"{SCALE}_inv": HALF},
-        AUTOFP8_DYNAMIC,
-        "weight_scale, " + SCALE + "_inv",
-    ),
+    "two scales": (PLAIN | {f"{SCALE}_inv": HALF}, AUTOFP8_DYNAMIC, f"weight_scale, {SCALE}_inv"),
     "integer scales": (linear(scale=torch.ones(1, dtype=torch.uint8)), AUTOFP8_DYNAMIC, "U8"),
     "fp8 scales": (linear(scale=codes([[0x38]]).reshape(1)), AUTOFP8_DYNAMIC, "F8_E4M3"),
     "a scale of nothing": (
-        linear(scale=HALF) | {"model.layers.0.mlp.up_proj.weight_scale": HALF},
+        PLAIN | {"model.layers.0.mlp.up_proj.weight_scale": HALF},
         AUTOFP8_DYNAMIC,
         "up_proj.weight_scale",
     ),
     "a scale of an int8 weight": (
-        linear(scale=HALF)
-        | linear("a.up_proj", weight=torch.ones(2, 4, dtype=torch.int8), scale=HALF),
+        PLAIN | linear(UP, weight=torch.ones(2, 4, dtype=torch.int8), scale=HALF),
         AUTOFP8_DYNAMIC,
-        "a.up_proj.weight_scale",
+        f"{UP}.weight_scale",
     ),
     "two formats": (
-        linear(scale=HALF)
-        | linear("a.up_proj", weight=codes(CODES, torch.float8_e4m3fnuz), scale=HALF),
+        PLAIN | linear(UP, weight=codes(CODES, torch.float8_e4m3fnuz), scale=HALF),
         AUTOFP8_DYNAMIC,
         "F8_E4M3FNUZ",
     ),
