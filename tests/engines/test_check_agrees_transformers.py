@@ -34,7 +34,7 @@ from tests.engines.test_check_weights import (
 from tests.engines.test_weight_contents import CT, DOWN
 from tests.formats.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.kit import answers
-from tests.kit.checkpoints import change_quantization, change_tensors
+from tests.kit.checkpoints import change_config, change_quantization, change_tensors
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
@@ -268,53 +268,35 @@ def store(module: str, dtype: torch.dtype) -> Edit:
     return edit
 
 
+O_PROJ = f"{ATTENTION}.o_proj"
+EXPERTS = (CT, "fp8-static", "qwen3_moe", ROUTED)
+BLOCKS = ("autofp8", "fp8-block", "llama", WHOLE)
+
+
 @pytest.mark.parametrize(
-    ("form", "scheme", "family", "sizes", "edit", "words"),
+    ("made", "edit", "words"),
     [
-        (
-            CT,
-            "fp8-block",
-            "qwen3_moe",
-            ROUTED,
-            None,
-            "experts.down_proj cannot be converted",
-        ),
-        (CT, "fp8-block", "qwen3_moe", ONE_BLOCK, None, ""),
-        (CT, "fp8-dynamic", "qwen3_moe", ROUTED, None, ""),
+        ((CT, "fp8-block", "qwen3_moe", ROUTED), None, "experts.down_proj cannot be converted"),
+        ((CT, "fp8-block", "qwen3_moe", ONE_BLOCK), None, ""),
+        ((CT, "fp8-dynamic", "qwen3_moe", ROUTED), None, ""),
         *(
-            (CT, "fp8-static", "qwen3_moe", ROUTED, put(f"{EXPERT}.{name}", ONES), "AttributeError")
+            (EXPERTS, put(f"{EXPERT}.{name}", ONES), "AttributeError")
             for name in ("weight_zero_point", "weight_packed", "weight_shape")
         ),
-        (CT, "fp8-static", "qwen3_moe", ROUTED, put(f"{EXPERT}.output_scale", ONES), ""),
-        (CT, "fp8-static", "llama", WHOLE, put(f"{ATTENTION}.o_proj.weight_shape", ONES), ""),
-        (
-            "autofp8",
-            "fp8-block",
-            "llama",
-            WHOLE,
-            store(f"{ATTENTION}.o_proj", torch.half),
-            "o_proj fails with",
-        ),
-        ("autofp8", "fp8-block", "llama", WHOLE, store(f"{ATTENTION}.o_proj", torch.float32), ""),
-        (
-            "autofp8",
-            "fp8-block",
-            "llama",
-            WHOLE,
-            store("lm_head", torch.half),
-            "lm_head fails with",
-        ),
+        (EXPERTS, put(f"{EXPERT}.output_scale", ONES), ""),
+        ((CT, "fp8-static", "llama", WHOLE), put(f"{O_PROJ}.weight_shape", ONES), ""),
+        (BLOCKS, store(O_PROJ, torch.half), "o_proj fails with"),
+        (BLOCKS, store(O_PROJ, torch.float32), ""),
+        (BLOCKS, store("lm_head", torch.half), "lm_head fails with"),
     ],
 )
 def test_weights_are_refused_where_loading_or_running_fails(
     tmp_path: Path,
-    form: str,
-    scheme: str,
-    family: str,
-    sizes: Mapping[str, int],
+    made: tuple[str, str, str, Mapping[str, int]],
     edit: Edit | None,
     words: str,
 ) -> None:
+    form, scheme, family, sizes = made
     folder = make(tmp_path, form, scheme, family, **sizes)
     if edit is not None:
         change_tensors(folder, edit)
@@ -425,9 +407,7 @@ def test_scales_per_head_fail_on_latents(tmp_path: Path, *, is_per_head: bool) -
     attentions = [f"model.layers.{layer}.self_attn" for layer in range(2)]
     for name in (f"{path}.{role}_scale" for path in attentions for role in "kv"):
         change_tensors(tmp_path, put(name, torch.full(shape, 0.25)))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = PER_HEAD if is_per_head else PER_TENSOR
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path, quantization_config=PER_HEAD if is_per_head else PER_TENSOR)
 
     why = explain_refusal(ask(tmp_path, "transformers"))
 
@@ -452,10 +432,7 @@ def test_a_config_is_refused_where_loading_fails(
 ) -> None:
     """The experts of llama4 are replaced under compressed-tensors alone."""
     zoo.save("llama4_text", tmp_path)
-    document = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**document, "quantization_config": section}))
-
-    report = ask(tmp_path, "transformers")
+    report = ask(change_config(tmp_path, quantization_config=section), "transformers")
 
     assert words in explain_refusal(report)
     assert bool(explain_refusal(report)) is bool(words)
@@ -474,9 +451,7 @@ def test_an_output_layer_with_the_weight_of_the_embedding_is_quantized_by_the_co
 ) -> None:
     """Its scale is not stored, so that it is whatever is in memory."""
     folder = make(tmp_path, CT, "fp8-dynamic", "llama", **WHOLE, tie_word_embeddings=is_tied)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ignore
-    (folder / "config.json").write_text(json.dumps(config))
+    change_quantization(folder, ignore=ignore)
     assert any(name == "lm_head.weight" for name in load_file(folder / "model.safetensors")) is (
         not is_tied
     )
