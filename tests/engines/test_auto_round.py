@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import fp8calib
 from fp8calib.errors import ModelError
@@ -21,6 +21,7 @@ from tests.formats.fp8_handmade import (
     AUTO_ROUND_BLOCK,
     AUTO_ROUND_MX,
 )
+from tests.kit.checkpoints import change_config, change_tensors
 from tests.quantization.by_hand import run
 
 INTEGERS = {
@@ -51,13 +52,7 @@ def blocks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def save(source: Path, folder: Path, section: dict[str, Any]) -> Path:
-    folder.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = section
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return change_config(Path(shutil.copytree(source, folder)), quantization_config=section)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +88,7 @@ def test_a_missing_scale_is_found(tmp_path: Path, blocks: Path) -> None:
     if "mixtral" in str(blocks):
         pytest.skip("it is refused")
     folder = save(blocks, tmp_path / "out", AUTO_ROUND_BLOCK)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[f"{DOWN}.weight_scale_inv"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, {f"{DOWN}.weight_scale_inv": None})
     weights = ask(folder, "vllm==0.32.0")["weights"]
     assert (weights["status"], DOWN in weights["why"]) == ("misread", True)
 
@@ -115,9 +108,7 @@ def test_packed_integers_alone_are_unknown(tmp_path: Path) -> None:
             packed[f"{module}.qweight"] = torch.zeros(rows // 16, columns, dtype=torch.int32)
             packed[f"{module}.scales"] = torch.ones(rows // 128, columns, dtype=torch.float16)
             packed[f"{module}.qzeros"] = torch.zeros(rows // 128, columns // 16, dtype=torch.int32)
-    save_file(packed, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": INTEGERS}))
+    change_config(change_tensors(folder, lambda _: packed), quantization_config=INTEGERS)
     for engine in ("vllm==0.32.0", "sglang==0.5.23"):
         unknown = ask(folder, engine)["unknown"]
         assert "weights of quant_method 'auto-round' are not judged offline" in " ".join(unknown)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.engines.status import Status
 from tests import zoo
 from tests.engines.test_check_weights import ask
 from tests.formats.foreign import FOLDER
-from tests.kit.checkpoints import change_config, change_json, change_quantization
+from tests.kit.checkpoints import change_config, change_json, change_quantization, change_tensors
 from tests.quantization.by_hand import LAYER, quantize_head, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -98,13 +97,12 @@ def test_biases_of_experts_are_no_part_of_the_class(tmp_path: Path) -> None:
     """llm-compressor writes those of gpt_oss so, and vLLM 0.32.0 stops with a KeyError (run)."""
     zoo.save("mixtral", tmp_path / "model", hidden_size=64, intermediate_size=96)
     out = run(tmp_path / "model", tmp_path / "out", "mxfp8", "compressed-tensors").out
-    tensors = load_file(out / "model.safetensors")
-    tensors |= {
+    biases = {
         name.replace(".w2.weight", ".w2.bias"): torch.zeros(64, dtype=torch.bfloat16)
-        for name in tensors
+        for name in load_file(out / "model.safetensors")
         if name.endswith(".w2.weight")
     }
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    change_tensors(out, biases)
     unknown = ask(out, "vllm").unknown
     assert "experts.0.w2.bias is not in the model's class" in " ".join(unknown)
 
@@ -122,16 +120,10 @@ def test_foreign_files_load_in_vllm(name: str) -> None:
 
 def change(source: Path, out: Path, scale: torch.Tensor | None, dtype: str = "bfloat16") -> Path:
     """Copy a checkpoint with another scale of one linear."""
-    out.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     tensors = load_file(source / "model.safetensors")
     name = next(each for each in tensors if each.startswith(f"{LAYER}.mlp.down_proj.weight_s"))
-    del tensors[name]
-    if scale is not None:
-        tensors[name] = scale
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    change_config(Path(shutil.copytree(source, out)), dtype=dtype)
+    return change_tensors(out, {name: scale})
 
 
 BYTES = torch.full((32, 5), 120, dtype=torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
-from tests.engines.test_odd_scales import change, measure, rows, write_overlay
+from tests.engines.test_odd_scales import SCHEME, change, measure, rows, write_overlay
+from tests.kit.checkpoints import change_quantization, change_tensors
 
 __all__ = ["rows"]
 NUM_LAYERS = 18
@@ -154,16 +153,11 @@ def quantized(
     """Save FP8 weights with input scales and KV scales."""
     folder = tmp_path_factory.mktemp("quantized") / "q"
     fp8calib.quantize(model, "fp8-static", folder, stats=stats)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for (layer, role), x in amax.items():
-        tensors[f"model.layers.{layer}.self_attn.{role}_scale"] = torch.tensor([x / 448])
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    config["quantization_config"]["kv_cache_scheme"] = {**scheme, "symmetric": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    kv = {
+        f"model.layers.{layer}.self_attn.{role}_scale": torch.tensor([x / 448])
+        for (layer, role), x in amax.items()
+    }
+    return change_quantization(change_tensors(folder, kv), kv_cache_scheme=SCHEME)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fp8calib.model.drafters import find_promise, is_drafted
 from tests import zoo
 from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
-from tests.kit.checkpoints import change_config, change_quantization
+from tests.kit.checkpoints import change_config, change_quantization, change_tensors
 from tests.quantization.by_hand import run
 
 PLACES = {
@@ -95,10 +95,8 @@ def test_drafters_are_quantized_where_that_is_asked(tmp_path: Path, family: str)
     assert is_fine(report) or all("mtp.fc is a linear of which" in w for w in report.unknown)
     assert report.weights is None
     (file,) = out.glob("*.safetensors")
-    tensors = load_file(file)
     name = next(name for name, dtype in drafted.items() if dtype == torch.float8_e4m3fn)
-    del tensors[f"{name}_scale"]
-    save_file(tensors, file, metadata={"format": "pt"})
+    change_tensors(out, {f"{name}_scale": None}, file.name)
     assert not is_fine(ask(out, "vllm"))
 
 
@@ -109,9 +107,7 @@ def test_what_stands_beside_the_layers_of_a_drafter_is_judged_where_its_class_wa
     out = tmp_path / "out"
     model = save(tmp_path / "model", "qwen3_next")
     assert program("quantize", model, "--scheme", "fp8-dynamic", "--out", out).code == 0
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["ignore"].remove("mtp.fc")
-    (out / "config.json").write_text(json.dumps(config))
+    change_config(out, lambda config: config["quantization_config"]["ignore"].remove("mtp.fc"))
     (why,) = ask(out, "sglang").unknown
     assert "mtp.fc is a linear of which it is not known" in why
     for engine in ("vllm", "vllm==0.32"):

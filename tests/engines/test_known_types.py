@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import fp8calib
 from fp8calib.engines.facts.release import list_newer_types
 from fp8calib.engines.registry import find_replayed
 from tests import zoo
+from tests.kit.checkpoints import change_config
 
 CASES = [  # of transformers' and the engines' own files, read
     ("vllm", "inkling2_text", "<5.21.0,>=5.16.1"),
@@ -40,8 +40,7 @@ def test_what_a_release_demands_decides(engine: str, model_type: str, demanded: 
 
 def test_check_refuses_a_type_that_is_too_new(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "internlm3"}))
+    change_config(tmp_path / "model", model_type="internlm3")
     reports = fp8calib.check(tmp_path / "model", engine=["vllm==0.32", "vllm==0.30"]).engines
     assert {each.status for each in reports["vllm==0.32"].verdicts} == {"refused"}
     assert reports["vllm==0.32"].verdicts[0].why == (
@@ -70,10 +69,7 @@ def test_a_field_that_the_class_reads_without_a_default_is_missed(
     engines = ["vllm", "vllm==0.32", "sglang"]
     whole = fp8calib.check(tmp_path / "model", engine=engines).engines
     assert "refused" not in {each.status for report in whole.values() for each in report.verdicts}
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    del config[name]
-    path.write_text(json.dumps(config))
+    change_config(tmp_path / "model", lambda config: config.pop(name))
     lacking = fp8calib.check(tmp_path / "model", engine=engines).engines
     for engine in ("vllm", "vllm==0.32"):
         assert {each.status for each in lacking[engine].verdicts} == {"refused"}

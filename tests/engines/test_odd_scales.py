@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fp8calib
@@ -22,18 +22,19 @@ from fp8calib.errors import ModelError
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import Role
 from tests import zoo
+from tests.kit.checkpoints import change_quantization, change_tensors
 
 NORM = "model.layers.{}.input_layernorm.weight"
 PROJECTION = "model.layers.{}.self_attn.{}_proj.weight"
 NUM_LAYERS = 2
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+SCHEME["symmetric"] = True
 PARTS = ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def change(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Change each tensor of a model of one file."""
-    path = folder / "model.safetensors"
-    tensors = {name: edit(name, x).contiguous() for name, x in load_file(path).items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    change_tensors(folder, lambda all_: {n: edit(n, x).contiguous() for n, x in all_.items()})
 
 
 def shake(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -85,23 +86,19 @@ def largest_kv(model: Path, rows: Path) -> Mapping[tuple[int, str], float]:
 
 def write_overlay(model: Path, out: Path, scales: Mapping[tuple[int, str], float]) -> Path:
     """Copy a model and add scales as compressed-tensors stores them."""
-    folder = Path(shutil.copytree(model, out))
-    tensors = load_file(folder / "model.safetensors")
-    for (layer, role), scale in scales.items():
-        tensors[f"model.layers.{layer}.self_attn.{role}_scale"] = torch.tensor([scale])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    scheme["symmetric"] = True
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "kv_cache_scheme": scheme,
-        "config_groups": {},
-        "ignore": [],
+    stored = {
+        f"model.layers.{layer}.self_attn.{role}_scale": torch.tensor([scale])
+        for (layer, role), scale in scales.items()
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    folder = change_tensors(Path(shutil.copytree(model, out)), stored)
+    return change_quantization(
+        folder,
+        quant_method="compressed-tensors",
+        format="dense",
+        kv_cache_scheme=SCHEME,
+        config_groups={},
+        ignore=[],
+    )
 
 
 CHANGES: Mapping[str, Callable[[float], float]] = {
@@ -411,9 +408,7 @@ def test_odd_shapes_beside_kv_scales_are_no_error(
 ) -> None:
     scales = {(layer, role): 0.01 for layer in (0, 1) for role in "kv"}
     folder = write_overlay(llama, tmp_path / "o", scales)
-    tensors = load_file(folder / "model.safetensors")
-    for name, shape in edit.items():
-        tensors[f"model.layers.0.{name}"] = torch.ones(shape)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    changed = {f"model.layers.0.{name}": torch.ones(shape) for name, shape in edit.items()}
+    change_tensors(folder, changed)
 
     fp8calib.check(folder)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.plugins.vllm.loader import LoaderAnswer, amend_by_loader
 from tests.engines.test_check_weights import WHOLE, ask, make
+from tests.kit.checkpoints import change_config, change_tensors
 
 CT, AUTOFP8 = "compressed-tensors", "autofp8"
 PAIRS = ((CT, "fp8-static"), (CT, "fp8-dynamic"), (CT, "fp8-block"), (AUTOFP8, "fp8-block"))
@@ -186,13 +187,10 @@ def find_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Pair], Path
 
 
 def damage(base: Path, folder: Path, edit: Edit) -> Path:
+    tensors = load_file(base / "model.safetensors")
     shutil.copytree(base, folder)
-    tensors, path = load_file(base / "model.safetensors"), folder / "config.json"
-    document = json.loads(path.read_text())
-    edit(document["quantization_config"], tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    path.write_text(json.dumps(document))
-    return folder
+    change_config(folder, lambda config: edit(config["quantization_config"], tensors))
+    return change_tensors(folder, lambda _: tensors)
 
 
 def tell(report: EngineReport) -> str:
@@ -293,9 +291,7 @@ def test_integers_are_served_in_the_forms_for_which_vllm_has_schemes(
 
     assert tell(ask(folder, "vllm")) == wanted
     packed = "model.layers.1.mlp.up_proj.weight_packed"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[packed] = tensors[packed][:-1].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(folder, lambda all_: {**all_, packed: all_[packed][:-1].clone()})
     assert tell(ask(folder, "vllm")) == "unknown"
 
 
