@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -21,6 +20,7 @@ from tests import zoo
 from tests.architectures import families
 from tests.architectures.test_vision_language import MODELS
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
+from tests.kit.checkpoints import change_config, change_tensors
 
 LAYER = "model.layers.0.self_attn"
 EITHER = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
@@ -36,24 +36,18 @@ def list_skipped(folder: Path, *, streamed: bool) -> dict[str, str]:
     return {item.site: item.why for item in skipped}
 
 
-def change_config(folder: Path, **changes: Any) -> None:
+def publish(config: dict[str, Any], changes: dict[str, Any]) -> None:
     """Change keys of config.json; None removes one."""
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+    for key, value in changes.items():
+        config[key] = value
+        if value is None:
+            del config[key]
 
 
 def drop_tensors(folder: Path, part: str) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    left = {name: value for name, value in tensors.items() if part not in name}
-    assert len(left) < len(tensors)
-    save_file(left, path, metadata={"format": "pt"})
+    dropped = [name for name in load_file(folder / "model.safetensors") if part in name]
+    assert dropped
+    change_tensors(folder, dict.fromkeys(dropped))
 
 
 def compute_first_keys(folder: Path, row: np.ndarray, head_dim: int) -> np.ndarray:
@@ -90,7 +84,7 @@ def test_a_class_that_serves_two_configs_is_built_from_the_one_that_was_opened(
     """LlamaForCausalLM runs both; LlamaConfig knows neither their names nor their defaults."""
     folder = tmp_path / "m"
     families.save(family, {"head_dim": head_dim, "attention_bias": True, "mlp_bias": True}, folder)
-    change_config(folder, **published)
+    change_config(folder, lambda config: publish(config, published))
     stats = calibrate(folder, streamed=streamed)
     rows = [row.numpy() for row in rows_of(LENGTHS).sequences]
     keys = np.concatenate([compute_first_keys(folder, row, head_dim) for row in rows])
@@ -103,7 +97,7 @@ def test_values_of_a_parameter_that_the_config_switches_off_are_refused(
     streamed: bool, tmp_path: Path
 ) -> None:
     zoo.save("llama", tmp_path / "m")
-    add_tensors(tmp_path / "m", **{f"{LAYER}.q_proj.bias": torch.full((32,), 0.5)})
+    change_tensors(tmp_path / "m", {f"{LAYER}.q_proj.bias": torch.full((32,), 0.5)})
     with pytest.raises(ModelError, match=rf"holds {LAYER}.q_proj.bias, but its config gives the"):
         calibrate(tmp_path / "m", streamed=streamed)
 
@@ -112,7 +106,7 @@ def test_values_of_a_parameter_that_the_config_switches_off_are_refused(
 def test_integers_in_place_of_a_weight_are_refused(streamed: bool, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "m")
     codes = torch.ones(16, 32, dtype=torch.int8)
-    add_tensors(tmp_path / "m", **{f"{LAYER}.k_proj.weight": codes})
+    change_tensors(tmp_path / "m", {f"{LAYER}.k_proj.weight": codes})
     said = rf"{LAYER}.k_proj.weight is stored in I8: the model is quantized, although its config"
     with pytest.raises(ModelError, match=said):
         calibrate(tmp_path / "m", streamed=streamed)
@@ -126,13 +120,14 @@ def test_what_the_model_has_no_parameter_for_is_listed(streamed: bool, tmp_path:
     """Zero biases change nothing; rotary frequencies are computed."""
     zoo.save("llama", tmp_path / "m")
     layers = [f"model.layers.{index}.self_attn" for index in range(2)]
-    add_tensors(
-        tmp_path / "m",
+    added = {
         **{f"{layer}.q_proj.bias": torch.zeros(32) for layer in layers},
         **{f"{layer}.k_scale": torch.ones(1) for layer in layers[:1]},
         **{f"{layer}.rotary_emb.inv_freq": torch.ones(4) for layer in layers},
-        **{"mtp.norm.weight": torch.ones(32), "mtp.proj.weight": torch.ones(32, 32)},
-    )
+        "mtp.norm.weight": torch.ones(32),
+        "mtp.proj.weight": torch.ones(32, 32),
+    }
+    change_tensors(tmp_path / "m", added)
     skipped = list_skipped(tmp_path / "m", streamed=streamed)
     unknown = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
     assert skipped["model.layers.*.self_attn.q_proj.bias"] == unknown
