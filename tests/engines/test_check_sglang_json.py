@@ -205,12 +205,12 @@ def test_a_float_over_a_parameter_stops_the_engine(path: Path) -> None:
     assert "TypeError" in report.layers[0].k.why
 
 
-def test_a_million_layers_are_read_and_refused(path: Path) -> None:
-    layers = {str(index): 0.5 for index in range(1_000_000)}
+def test_any_number_of_layers_is_read_and_refused(path: Path) -> None:
+    layers = {str(index): 0.5 for index in range(100_000)}
 
     report = ask_sglang_json(write(path, change(scaling_factor={"0": layers})), plain_geometry(), 1)
 
-    assert "1000000 layers" in report.layers[0].k.why
+    assert "100000 layers" in report.layers[0].k.why
 
 
 @pytest.mark.parametrize("architecture", ["LlavaForConditionalGeneration", "LlamaForCausalLM"])
