@@ -26,6 +26,7 @@ from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
+    ROUTERS,
     Recipe,
     Subject,
     cast,
@@ -41,7 +42,6 @@ from tests.verification.by_hand import (
     quantize_by_hand,
     tensor_scale,
 )
-from tests.verification.models_by_hand import ROUTERS
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
