@@ -364,7 +364,7 @@ def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = Fa
             Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
             Cell(
                 each.verdict.value,
-                aside=f"{each.verdict_why} ({each.gate} gate)",
+                aside=f"{each.verdict_why} ({each.gate} gate)" if report.has_gate else "",
                 kind=each.verdict,
             ),
             format_mean_kld(each.kld_mean, each.kld_se),

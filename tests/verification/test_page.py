@@ -92,7 +92,7 @@ def test_the_first_screen_is_the_conclusion_the_command_and_the_candidates() -> 
 
 
 def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
-    reader = read(make_small())
+    reader = read(make_small(has_gate=True))
     first = reader.words.index("Top-1") + 1
     assert reader.words[first : first + 8] == [
         "out/overlay",

@@ -65,6 +65,17 @@ def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -
     assert not [each for each in report.engines["vllm"].problems if "defect" in each]
 
 
+def test_a_release_whose_rules_are_known_answers_under_the_same_name(
+    overlay: Path, tmp_path: Path
+) -> None:
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"))
+    python.write_text(python.read_text().replace("echo noise", "echo 0.32.0"))
+
+    found = vllm.check(overlay, python=python).engines["vllm"]
+
+    assert (found.ok, found.engine, found.version) == (True, "vllm", "0.32.0")
+
+
 @pytest.mark.parametrize(
     ("k", "status"), [("1.0", "defaulted"), ("0.25", "used"), ("nan", "misread")]
 )

@@ -58,7 +58,10 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         (replayed,) = report.engines.values()
         answer = ask_loader(path, python, has_kv=replayed.asks_for_kv, tp=request.tp)
         amended = amend_by_loader(replayed, answer, geometry)
-        return report.model_copy(update={"engines": {"vllm": amended}})
+        (version,) = report.versions.values()
+        return report.model_copy(
+            update={"engines": {"vllm": amended}, "versions": {"vllm": version}}
+        )
 
     asked = CheckRequest(request.path, engine=find_release(python), tp=request.tp)
     return check_path(asked, amend=amend)
