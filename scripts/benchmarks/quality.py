@@ -90,7 +90,8 @@ def write_static(options: Namespace) -> dict[str, Path]:
 
 def write_data_free(model: str) -> dict[str, Path]:
     """Write a checkpoint of every scheme that needs no data."""
-    written = {scheme: WORK / scheme for scheme in list_without_calibration()}
+    schemes = [*list_without_calibration(), "fp8-block"]
+    written = {scheme: WORK / scheme for scheme in schemes}
     for scheme, out in written.items():
         call(PROGRAM, "quantize", model, "--allow-unservable", "--scheme", scheme, "--out", out)
     return written

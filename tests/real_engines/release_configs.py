@@ -198,6 +198,7 @@ class _Modules(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
         module.__getattr__ = lambda name: self._space[name]
+        module.__file__ = None  # hypothesis reads that of every module
         return module
 
     def exec_module(self, _: ModuleType) -> None:
