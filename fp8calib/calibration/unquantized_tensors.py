@@ -83,7 +83,7 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
             linears.add(name)
     for alike, names in experts.items():
         linears.add(names[sorted(names)[find_layer_of_tensor(alike) % len(names)]])
-    for name in linears:
+    for name in sorted(linears):  # processes that share a model read its tensors together
         found[name] = f"{_SKETCH}{encode_sketch(sketch_matrix(checkpoint, name)[0])}"
     return dict(sorted(found.items()))
 

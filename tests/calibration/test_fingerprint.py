@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
+from fp8calib.calibration import unquantized_tensors
 from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.unquantized_tensors import (
@@ -229,6 +230,23 @@ def hash_saved(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]
     save_file(tensors, folder / "model.safetensors")
     with Checkpoint.open(folder) as checkpoint:
         return hash_unquantized(checkpoint)
+
+
+def test_linears_are_read_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that share a model have to gather the same tensor at the same time."""
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(10)]
+    read: list[str] = []
+    sketch = unquantized_tensors.sketch_matrix
+
+    def record(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, float]:
+        read.append(name)
+        return sketch(checkpoint, name)
+
+    monkeypatch.setattr(unquantized_tensors, "sketch_matrix", record)
+    hash_saved(tmp_path / "x", {name: torch.ones(40, 8) for name in names})
+    assert read == names
 
 
 @pytest.mark.parametrize("place", [0, 3200, 6399])
