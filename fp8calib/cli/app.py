@@ -78,11 +78,12 @@ class _Command(TyperCommand):
             if (row := each.get_help_record(ctx)) is not None:
                 rows[title].append(row)
         formatter.write("\n")
+        width = formatter.width + 2  # click leaves two columns free
         for title, found in rows.items():
             if found:
                 formatter.write(f"{title}:\n")
                 for term, text in found:
-                    formatter.write(_format_row(term, text, formatter.width + 2))
+                    formatter.write(_format_row(term, text, width))
 
 
 _TERM_WIDTH = 24

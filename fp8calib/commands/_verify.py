@@ -53,8 +53,8 @@ from fp8calib.verification.verify import (
     Verification,
     Verified,
     list_shown_on_page,
+    run_verification,
 )
-from fp8calib.verification.verify import run_verification as compare
 
 
 class VerifyResult(VerifyReport, Result):
@@ -154,7 +154,7 @@ def run(
         announce(mode, model, reporter)
         hashes = hash_inputs(asked, request, model, specs)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
-            verified = compare(asked, scored, reporter, measures_noise=True)
+            verified = run_verification(asked, scored, reporter, measures_noise=True)
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateSyntaxError
 
 from fp8calib.data.modality import MODALITIES, Modality
 from fp8calib.data.processor import MediaEncoder, MediaRow
@@ -330,8 +331,6 @@ def render_messages(
     def render(messages: Iterable[Message]) -> str:
         given = None if tools is None else list(tools)
         return str(tokenizer.apply_chat_template(list(messages), tools=given, tokenize=False))
-
-    from jinja2 import TemplateSyntaxError  # noqa: PLC0415 -- only conversations need it
 
     try:
         text = render(messages)

@@ -265,7 +265,8 @@ def _choose_scaled(
     passing = _list_passing(fitting, report)
     best = min(passing or loadable, key=get_kld)
     name = best.name
-    cost = f"{name} costs KLD {format_mean_kld(best.kld_mean, best.kld_se)}"
+    kld = format_mean_kld(best.kld_mean, best.kld_se)
+    cost = f"{name} costs KLD {kld}"
     if _fails(best, report):
         headline = f"{_NEEDED}, and with {name} it still fails the {best.gate} gate."
         details = (where, f"{cost}. {_LEAVE_LAYERS}")
@@ -275,13 +276,11 @@ def _choose_scaled(
         return _decide(headline, where, f"{cost}.")
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
     # `where` has the cost of the scales that fit best
-    gain = "" if cost.rpartition("KLD ")[2] in where else f"{cost}: {removed} against scale 1.0."
+    gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
     others = _compare_with_best(best, passing, report)
     warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
     headline = f"{_NEEDED}: use {name}{warned}."
-    return _decide(
-        headline, where, *filter(None, [gain]), *others, remedy=Remedy.USE, candidate=name
-    )
+    return _decide(headline, where, *gain, *others, remedy=Remedy.USE, candidate=name)
 
 
 def describe_losing(rows: Sequence[LayerResult]) -> str:
