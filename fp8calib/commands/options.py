@@ -117,7 +117,7 @@ RULE = Option(
 )
 FALLBACK = Option(
     "--fallback",
-    "For a tensor of zeros or without data. layer-max (default for zeros): the layer's "
+    "Scale of a tensor of zeros or without data. layer-max (default for zeros): the layer's "
     "largest, else 1.0.",
     choices=tuple(Fallback),
     key="scales.fallback",
