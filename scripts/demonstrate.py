@@ -17,12 +17,12 @@ from fp8calib.cli import main as run_program
 
 MODEL = Path("demo/SmolLM2-135M-Instruct")
 OUT = Path("demo/output")
-LOUD = OUT / "loud-values"
-LAYERS = (9, 18)
+LOUD = OUT / "loud-keys"
+LAYERS = (1, 2)
 FACTOR = 512
 """A power of two: products with it are exact, so the model stays the same function."""
 TEXT = ("--samples", "8", "--seq-len", "256", "--dtype", "float32")
-LOUD_SCALES, SCALES = OUT / "loud-values-calibrated", OUT / "calibrated"
+LOUD_SCALES, SCALES = OUT / "loud-keys-calibrated", OUT / "calibrated"
 STATIC, DYNAMIC = OUT / "fp8-static", OUT / "fp8-dynamic"
 PAGE = OUT / "weights.html"
 
@@ -34,8 +34,8 @@ def main() -> None:
     run("verify", MODEL, *TEXT)
 
     tell(
-        f"2. The same function with loud values: v_proj of layers {LAYERS[0]} and {LAYERS[1]} is "
-        f"{FACTOR} times as large, and o_proj undoes it. Models with such layers exist: FP8 caches "
+        f"2. The same function with loud keys: k_proj of layers {LAYERS[0]} and {LAYERS[1]} is "
+        f"{FACTOR} times as large, and q_proj undoes it. Models with such layers exist: FP8 caches "
         "without scales were switched off for Qwen2.5-7B (HabanaAI/vllm-fork#1598), Qwen3.5 and "
         "GLM-5 (sgl-project/sgl-cookbook#237)."
     )
@@ -82,7 +82,7 @@ def save_loud(source: Path, target: Path) -> None:
     from safetensors.torch import load_file, save_file  # noqa: PLC0415 -- imports torch
 
     tensors = load_file(source / "model.safetensors")
-    factors: Mapping[str, float] = {"v_proj": FACTOR, "o_proj": 1 / FACTOR}
+    factors: Mapping[str, float] = {"k_proj": FACTOR, "q_proj": 1 / FACTOR}
     for layer in LAYERS:
         for linear, factor in factors.items():
             tensors[f"model.layers.{layer}.self_attn.{linear}.weight"] *= factor

@@ -89,7 +89,7 @@ class CalibrationStats:
         }
 
     def list_unfit_queries(self) -> dict[int, float]:
-        """List the layers whose q clips or underflows with scale 1.0, each with its amax."""
+        """List the layers whose q clips or becomes zero at scale 1.0, each with its amax."""
         found: dict[int, float] = {}
         for layer, attention in self.geometry.attentions():
             seen = self.sites.get(attention.site(Role.Q))

@@ -336,9 +336,11 @@ def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Blo
         name = candidate.name
         if is_full:
             yield Line(f"  {name}: {candidate.description}")
-        if is_full or report.has_gate or candidate.verdict is Verdict.CANNOT_TELL:
+        if report.has_gate:
             why = f"{candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}"
             yield Line(f"  {name}: {why}")
+        elif candidate.verdict is Verdict.CANNOT_TELL:
+            yield Line(f"  {name}: its perplexity ratio is too uncertain to judge: use more text")
         for pair in list_shown_pairs(report) if is_full else ():
             if pair.candidate == name:
                 yield Line(f"  {name} against {pair.base}: {describe_pair(pair)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
@@ -29,9 +30,6 @@ _NUMBER = re.compile(r"\d[\d.,e+-]*")
 _SUSPICIOUS_FIX = (
     "quantize or calibrate the unquantized model again; --allow-suspicious accepts them as they are"
 )
-_UNREAD = ("values of weights", "--read-weights")
-_UNMEASURED = ("KV scales beside what calibration measures", "--stats STATS")
-"""What a plain check does not judge, and the option that does."""
 
 
 def _check_engines(names: str) -> None:
@@ -239,7 +237,8 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
     if left := list(_list_unjudged(result, request)):
         what, options = zip(*left, strict=True)
-        yield Line(f"not judged: {' and '.join(what)}; add {' '.join(options)}")
+        values = f"the values of {' and of '.join(what)}"
+        yield Line(f"not judged: {values}; add {' '.join(options)}")
 
 
 def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple[str, str]]:
@@ -247,10 +246,13 @@ def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple
     if not isinstance(request, CheckRequest):
         return
     if not (result.has_read_weights or Path(request.path).is_file()):
-        yield _UNREAD
+        yield "weights", "--read-weights"
     verdicts = (each for engine in result.engines.values() for each in engine.verdicts)
     if request.stats is None and any(e.status is Status.USED for e in verdicts):
-        yield _UNMEASURED
+        # `calibrate` writes them beside the overlay
+        beside = Path(request.path).parent / "stats.safetensors"
+        stats = shlex.quote(str(beside)) if beside.is_file() else "STATS"
+        yield "KV scales", f"--stats {stats}"
 
 
 def _rows(engine: EngineReport) -> list[list[str]]:

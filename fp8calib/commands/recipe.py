@@ -406,7 +406,7 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> tuple[bool, list[st
     if recipe.query_scale is True or not unfit or not recipe.formats:
         return recipe.query_scale is True, []
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)
-    why = f"q clips or underflows with scale 1.0 (layer and amax: {layers})"
+    why = f"q clips or becomes zero at scale 1.0 (layer and amax: {layers})"
     if recipe.query_scale is False:
         return False, [f"{why}: use --query-scale yes"]
     storing = [name for name in recipe.formats if find_dialect(name).has_query]

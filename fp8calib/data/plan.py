@@ -23,7 +23,7 @@ from fp8calib.data.rows import (
     require_unicode,
 )
 from fp8calib.data.sequences import DataPlan, RowsUsed, warn_of_scales
-from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
+from fp8calib.data.sources import BuiltinPart, count_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, format_count, shorten
 
@@ -84,6 +84,9 @@ def build_plan(
     )
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     encoding.refuse_many()
+    if used.is_full and parsed:
+        counts = [count_rows(spec, part) for spec in parsed]
+        used.total = None if None in counts else sum(filter(None, counts))
     used.chat_template = encoding.hash_template(has_media=bool(media))
     usable = used.read - used.rejected
     if not sequences:

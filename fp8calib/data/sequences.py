@@ -27,6 +27,8 @@ class RowsUsed:
 
     read: int = 0
     """Rows after the last one that is needed are not read."""
+    total: int | None = None
+    """Rows of all files; None where they are not known."""
     is_full: bool = False
     """Whether reading ended because all sequences were full."""
     used: int = 0
@@ -53,8 +55,10 @@ class RowsUsed:
             (self.cut, "cut at the end"),
         )
         notes = "".join(f", {count:,} {what}" for count, what in beside if count)
-        of = f"of the first {self.read:,}" if self.is_full else f"of all {self.read:,}"
-        full = "; then all sequences were full" if self.is_full else ""
+        of, full = f"of all {self.read:,}", ""
+        if self.is_full:
+            of = f"of the first {self.read:,}" if self.total is None else f"of {self.total:,}"
+            full = "; then all sequences were full"
         yield f"rows: {self.used:,} used {of}{notes}{full}"
         if not self.conversations:
             template = "not applied, as no row is a conversation"

@@ -26,6 +26,8 @@ BuiltinPart = Literal["calibrate", "verify"]
 """Which part of the built-in text is read; other sources have no parts."""
 
 _PARQUET_ROWS_AT_ONCE = 64
+_LARGEST_COUNTED = 2**28
+"""Bytes of a file whose rows are counted beyond those that are read."""
 _Values = Iterator[tuple[str, object]]
 """Decoded rows of a file, or why one cannot be decoded, each after its origin."""
 
@@ -169,6 +171,33 @@ def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Re
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
         ) from error
+
+
+def count_rows(spec: DataSpec, part: BuiltinPart) -> int | None:
+    """Count the rows of a spec; None for a dataset, and for a file that takes long to count."""
+    if spec.source is not None:
+        return None
+    if not spec.files:
+        return sum(1 for _ in iter_builtin_rows(part))
+    counts = [_count_file_rows(path) for path in spec.files]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _count_file_rows(path: Path) -> int | None:
+    if path.stat().st_size > _LARGEST_COUNTED:
+        return None
+    match path.suffix.lower():
+        case ".jsonl":
+            with path.open("rb") as file:
+                return sum(1 for line in file if line.strip())
+        case ".json":
+            return sum(1 for _ in _read_json(path))
+        case ".parquet":
+            import pyarrow.parquet as pq  # noqa: PLC0415
+
+            return int(pq.read_metadata(path).num_rows)
+        case _:
+            return 1
 
 
 def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:

@@ -238,7 +238,7 @@ class RuleResult(Frozen):
 class KvNeed(Frozen):
     """Whether the KV cache needs scales: three costs, and the sites that scale 1.0 does not fit.
 
-    A power of two on a scale changes nothing in FP8 until a value clips or underflows. So where
+    A power of two on a scale changes nothing in FP8 until a value clips or becomes zero. So where
     scale 1.0 loses nothing against a fitted power of two, no per-tensor scale gains anything but
     another rounding.
     """
@@ -355,7 +355,7 @@ def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = Fa
     """Make the table of candidates; `best` is marked.
 
     Beside FP8 weights alone, scale 1.0 has a row only where all is shown: it looks like one more
-    choice of theirs.
+    choice of theirs. Verdicts have a column only with a gate that was asked for.
     """
     has_one = is_full or not report.is_of_weights
     shown = [each for each in report.candidates if has_one or each.name != SCALE_ONE]
@@ -364,7 +364,7 @@ def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = Fa
             Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
             Cell(
                 each.verdict.value,
-                aside=f"{each.verdict_why} ({each.gate} gate)" if report.has_gate else "",
+                aside=f"{each.verdict_why} ({each.gate} gate)",
                 kind=each.verdict,
             ),
             format_mean_kld(each.kld_mean, each.kld_se),
@@ -382,9 +382,10 @@ def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = Fa
         ]
         for each in report.refused
     ]
-    columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
+    columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "same token"]
     title = "* the one to use" if best else ""
-    return Table(title=title, columns=columns, rows=rows, words=(0, 1))
+    table = Table(title=title, columns=columns, rows=rows, words=(0, 1))
+    return table if report.has_gate or report.refused else table.without("verdict")
 
 
 def format_difference(paired: PairedResult) -> str:

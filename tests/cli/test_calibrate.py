@@ -255,7 +255,7 @@ def test_a_query_that_needs_a_scale_gets_one(
     folder = save_changed(model, tmp_path / "odd", scale)
     command = ("calibrate", folder, "--data", data, *QUICK, *options, "--json")
     warnings = succeed(*command, "--out", tmp_path / "out").json["warnings"]
-    said = [text for text in warnings if text.startswith("q clips or underflows with scale 1.0")]
+    said = [text for text in warnings if text.startswith("q clips or becomes zero at scale 1.0")]
     assert [text.rpartition(")")[2] for text in said] == ([note] if note else [])
     assert all("(layer and amax: 1 (" in text for text in said)
     if options[1] == "kv-scales":

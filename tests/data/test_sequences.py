@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -192,6 +194,20 @@ def describe(plan: DataPlan) -> list[str]:
     return list(plan.rows.describe())
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".txt"])
+def test_rows_that_are_not_read_are_counted_too(tmp_path: Path, suffix: str) -> None:
+    path, rows = tmp_path / f"x{suffix}", [{"text": "a b c"}] * 4
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == ".jsonl":
+        path.write_text("\n\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text(json.dumps(rows) if suffix == ".json" else "a b c d e f")
+    of = 1 if suffix == ".txt" else 4
+    plan = plan_of(str(path), tokenizer=make_tokenizer, samples=1, seq_len=2)
+    assert describe(plan)[0].startswith(f"rows: 1 used of {of}, 1 cut at the end; then all")
+
+
 def test_the_rows_used_are_counted(tmp_path: Path) -> None:
     spec = write_rows(
         tmp_path / "x.jsonl",
@@ -206,7 +222,7 @@ def test_the_rows_used_are_counted(tmp_path: Path) -> None:
     assert plan.rows is not None
     assert plan.rows.chat_template == digest
     assert describe(plan) == [
-        "rows: 2 used of the first 2, 1 cut at the end; then all sequences were full",
+        "rows: 2 used of 3, 1 cut at the end; then all sequences were full",
         f"chat template: the tokenizer's (sha256 {digest[:12]}), applied to 1 of 2 rows",
     ]
 

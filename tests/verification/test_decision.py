@@ -155,8 +155,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
     named = next(line for line in report.decision.details.splitlines() if line.startswith("bad: "))
     assert named.startswith(f"bad: {broken} (layer {layer}, amax ")
-    verb = "clips: its scale is too small" if factor < 1 else "underflows"
-    assert verb in named.partition(";")[0]
+    assert f"its scale is too {'small' if factor < 1 else 'large'}" in named.partition(";")[0]
     assert "good: " not in report.decision.details
     assert results["bad"].verdict is Verdict.FAIL
     assert f"{broken} (layer {layer}) is destroyed" in results["bad"].verdict_why
@@ -359,16 +358,21 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
     # what is decided, from what, the remedy, the headline, and a line of the details
     ("serve 1.0", lambda: conclude(NO, MINE), Remedy.SERVE, f"{NEEDS_NONE}.",
      "Against scale 1.0, mine is better (KLD -0.0020 ± 0.0005) by another rounding alone."),
-    ("1.0 fails", lambda: conclude(NO, MINE, one=FAILED_ONE), Remedy.USE,
-     "Scale 1.0 does not pass the kv gate: use mine.", ""),
+    ("1.0 fails", lambda: conclude(NO, MINE, one=FAILED_ONE, has_gate=True), Remedy.USE,
+     "Scale 1.0 fails the kv gate: use mine.", ""),
+    ("1.0 fails, no gate", lambda: conclude(NO, MINE, one=FAILED_ONE), Remedy.USE,
+     "Scale 1.0 loses much: use mine.", ""),
     ("1.0 fails, mine refused", lambda: conclude(NO, MINE, one=FAILED_ONE, refused=["mine"]),
      Remedy.FIND_LAYERS, "", ""),
     ("1.0 warns", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, WARN)), Remedy.SERVE,
      f"{NEEDS_NONE}.", ""),
-    ("1.0 alone fails", lambda: conclude(NO, one=FAILED_ONE), Remedy.FIND_LAYERS,
+    ("1.0 alone fails", lambda: conclude(NO, one=FAILED_ONE, has_gate=True), Remedy.FIND_LAYERS,
      f"{NEEDS_NONE}, but an FP8 cache fails the kv gate.", ""),
-    ("1.0 is unknown", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, OPEN)), Remedy.NONE,
+    ("1.0 is unknown",
+     lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, OPEN), has_gate=True), Remedy.NONE,
      f"{NEEDS_NONE}, but whether an FP8 cache passes cannot be told.", ""),
+    ("1.0 is unknown, no gate", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, OPEN)),
+     Remedy.NONE, f"{NEEDS_NONE}, but this text cannot tell what an FP8 cache costs.", ""),
     ("1.0 is refused", lambda: conclude(NO, refused=(SCALE_ONE,)), Remedy.NONE,
      f"{NEEDS_NONE}, but the engine cannot load it.", ""),
     ("a strict gate", lambda: conclude(NO, one=candidate(SCALE_ONE, 0.006, WARN), is_strict=True),
@@ -380,9 +384,9 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
      lambda: conclude(YES, candidate("mine", 0.004, WARN), is_strict=True), Remedy.FIND_LAYERS,
      "", ""),
     ("mine fails", lambda: conclude(YES, candidate("mine", 0.004, FAIL)), Remedy.FIND_LAYERS,
-     f"{NEEDS}, and with mine it still fails the kv gate.", ADDS),
+     f"{NEEDS}, and with mine it still loses much.", ADDS),
     ("mine is unknown", lambda: conclude(YES, candidate("mine", 0.004, OPEN)), Remedy.NONE,
-     f"{NEEDS}. mine fits, but whether it passes cannot be told.", ""),
+     f"{NEEDS}. mine fits, but this text cannot tell what it costs.", ""),
     ("mine is refused", lambda: conclude(YES, MINE, refused=("mine",)), Remedy.NONE,
      f"{NEEDS}; mine would fit, but the engine cannot use it.", ""),
     ("the one that passes",
@@ -393,7 +397,7 @@ CASES: list[tuple[str, Callable[[], Decision], Remedy, str, str]] = [
      f"{NEEDS}, and those of the candidates do not fit: calibrate.", "In mine v of layer 3 clips."),
     ("below the noise", lambda: conclude(need(UNSURE, UNDERFLOWS), MINE), Remedy.NONE,
      "This text cannot tell whether the model needs KV scales.",
-     "At scale 1.0 k of layer 5 underflows, which changes the KLD by +0.0020 ± 0.0005; about "
+     "At scale 1.0 k of layer 5 is partly zeroed, which changes the KLD by +0.0020 ± 0.0005; about "
      "120,000 tokens would tell."),
     ("no better than chance",
      lambda: conclude(NO, one=LOST, broken=explain_broken(51_443.0, 49_152)), Remedy.NONE,
@@ -449,7 +453,7 @@ def test_the_command_serves_what_the_answer_says_to_use() -> None:
         kv=NO,
         paired=[pair("mine", SCALE_ONE, -0.002, PairedAnswer.BETTER)],
     )
-    assert found.headline.startswith("fp8 passes: ")
+    assert found.headline.startswith("fp8 costs KLD ")
     assert (found.remedy, found.candidate) == (Remedy.USE, "fp8")
 
 
@@ -463,7 +467,7 @@ def test_q_is_told_from_k_and_v() -> None:
         kv=need(WORSE, CLIPS, QUERY),
     )
     assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
-    assert "At scale 1.0 v of layer 3 clips and q of layer 7 underflows, " in found.details
+    assert "At scale 1.0 v of layer 3 clips and q of layer 7 is partly zeroed, " in found.details
     assert found.headline == f"{NEEDS}, and mine has no scale for q of layer 7."
 
 
@@ -488,22 +492,21 @@ def misfit(**more: Any) -> str:
         ),
         (
             describe(amax=12.0, clipped=4e-6, flushed=6.7e-4),
-            "(layer 3, amax 12, scale 0.0147) clips: its scale is too small, "
-            "0.0004% of the values clip.",
+            "(layer 3, amax 12, scale 0.0147): its scale is too small; 0.0004% of the values clip.",
         ),
         (
             describe(amax=0.5, flushed=6.7e-4),
-            "underflows: its scale is too large, 0.07% of the values become zero.",
+            "scale 0.0147): its scale is too large; 0.07% of the values become zero.",
         ),
         # no other scale would keep more
         (describe(amax=6.0, flushed=0.25), "is distorted: its SQNR is 9.0 dB."),
         (
             misfit(loss_db=2.0),
-            "underflows: its scale is too large, which costs 2.0 dB.",
+            "its scale is too large; this costs 2.0 dB.",
         ),
         (
             misfit(loss_db=5.0, clipped=1e-4, flushed=0.02),
-            "clips: its scale is too small, 0.01% of the values of one head clip.",
+            "its scale is too small; 0.01% of the values of one head clip.",
         ),
     ],
 )

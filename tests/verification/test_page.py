@@ -93,7 +93,7 @@ def test_the_first_screen_is_the_conclusion_the_command_and_the_candidates() -> 
 
 def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
     reader = read(make_small(has_gate=True))
-    first = reader.words.index("Top-1") + 1
+    first = reader.words.index("Same token") + 1
     assert reader.words[first : first + 8] == [
         "out/overlay",
         "KV cache",
@@ -142,7 +142,7 @@ def test_the_page_ends_with_what_it_was_made_from() -> None:
     ],
 )
 def test_a_verdict_is_a_word_and_not_a_colour_alone(verdict: Verdict, badge: str) -> None:
-    reader = read(make_small(candidates=(make_candidate("a", verdict=verdict),)))
+    reader = read(make_small(candidates=(make_candidate("a", verdict=verdict),), has_gate=True))
     assert reader.words.count(badge) == 1
     badges = [a["class"] for _, a in reader.elements if "badge" in str(a.get("class"))]
     assert badges == [f"badge {verdict}"]

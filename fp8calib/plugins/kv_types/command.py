@@ -309,7 +309,7 @@ def describe(result: KvTypesResult, _: KvTypesRequest) -> Iterator[Block]:
         "verdict": [row.verdict.value for row in result.types],
         "KLD mean ± se": [format_mean_kld(row.kld_mean, row.kld_se) for row in result.types],
         "ratio ± se": [format_ratio(row.ppl_ratio, row.ppl_ratio_se) for row in result.types],
-        "top-1": [format_share(row.top1_agreement) for row in result.types],
+        "same token": [format_share(row.top1_agreement) for row in result.types],
         "bytes a token": [f"{row.bytes_per_token:,.0f}" for row in result.types],
         "tokens that fit": [f"{row.tokens or 0:,}" for row in result.types],
         "GPUs": [join_generations(row.gpus) or "-" for row in result.types],

@@ -140,18 +140,18 @@ def _describe_row(row: LayerResult) -> str:
             return f"{_describe_place(row)} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
         share = row.clipped if clips else row.flushed
     else:
-        share = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
-        # The loss of the worst head is, within a factor of two, that of the tensor.
-        most = max(fit.damage.clipped_share, fit.damage.flushed_share)
-        heads = "" if most >= max(fit.clipped, fit.flushed) / 2 else " of one head"
+        worst = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
+        share = row.clipped if clips else row.flushed
+        if share < worst / 2:
+            share, heads = worst, " of one head"
     verb = "clip" if clips else "become zero"
     lost = f"{_format_percent(share)} of the values{heads} {verb}"
     if not share:
-        lost = f"which costs {get_loss(row):.1f} dB"
-    where = f"{_describe_place(row)} {'clips' if clips else 'underflows'}"
+        lost = f"this costs {get_loss(row):.1f} dB"
+    where = _describe_place(row)
     if row.role == "q" and row.scale == 1.0:
         return f"{where}: there is no q_scale, so the engine uses 1.0; {lost}"
-    return f"{where}: its scale is too {'small' if clips else 'large'}, {lost}"
+    return f"{where}: its scale is too {'small' if clips else 'large'}; {lost}"
 
 
 def _describe_place(row: LayerResult) -> str:
@@ -235,14 +235,16 @@ def _decide_without(
     is_unknown = one.verdict is Verdict.CANNOT_TELL
     if (_fails(one, report) or is_unknown) and (passing := _list_passing(scaled, report)):
         best = min(passing, key=get_kld).name
-        headline = f"Scale 1.0 does not pass the {one.gate} gate: use {best}."
+        cannot = "does not pass" if report.has_gate else "cannot be judged by this text"
+        failed = _spell_failure(one, report) if _fails(one, report) else cannot
+        headline = f"Scale 1.0 {failed}: use {best}."
         return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
     if _fails(one, report):
-        headline = f"{_NOT_NEEDED}, but an FP8 cache fails the {one.gate} gate."
+        headline = f"{_NOT_NEEDED}, but an FP8 cache {_spell_failure(one, report)}."
         lines = (*details, _LEAVE_LAYERS)
         return _decide(headline, *lines, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
     if is_unknown:
-        return _decide(f"{_NOT_NEEDED}, but whether an FP8 cache passes cannot be told.", *details)
+        return _decide(f"{_NOT_NEEDED}, but {_spell_doubt('an FP8 cache', report)}.", *details)
     if SCALE_ONE in report.unusable:
         return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
     return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
@@ -268,11 +270,11 @@ def _choose_scaled(
     kld = format_mean_kld(best.kld_mean, best.kld_se)
     cost = f"{name} costs KLD {kld}"
     if _fails(best, report):
-        headline = f"{_NEEDED}, and with {name} it still fails the {best.gate} gate."
+        headline = f"{_NEEDED}, and with {name} it still {_spell_failure(best, report)}."
         details = (where, f"{cost}. {_LEAVE_LAYERS}")
         return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=name)
     if best.verdict is Verdict.CANNOT_TELL:
-        headline = f"{_NEEDED}. {name} fits, but whether it passes cannot be told."
+        headline = f"{_NEEDED}. {name} fits, but {_spell_doubt('it', report)}."
         return _decide(headline, where, f"{cost}.")
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
     # `where` has the cost of the scales that fit best
@@ -284,18 +286,19 @@ def _choose_scaled(
 
 
 def describe_losing(rows: Sequence[LayerResult]) -> str:
-    """Describe where scales do not fit: `k of layer 3 clips and v of layers 5 and 7 underflows`."""
-    found: dict[tuple[str, str], set[int]] = {}
+    """Describe where scales do not fit: `k of layer 3 clips and v of layer 5 is partly zeroed`."""
+    found: dict[tuple[str, bool], set[int]] = {}
     for row in rows:
-        verb = "clips" if _clips(row) else "underflows"
-        found.setdefault((row.role, verb), set()).add(row.layer)
-    joined: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for (role, verb), layers in found.items():
-        joined.setdefault((verb, tuple(sorted(layers))), []).append(role)
-    return " and ".join(
-        f"{' and '.join(roles)} of {_join_layers(layers)} {verb if len(roles) == 1 else verb[:-1]}"
-        for (verb, layers), roles in joined.items()
-    )
+        found.setdefault((row.role, _clips(row)), set()).add(row.layer)
+    joined: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+    for (role, clips), layers in found.items():
+        joined.setdefault((clips, tuple(sorted(layers))), []).append(role)
+    clauses = []
+    for (clips, layers), roles in joined.items():
+        one, several = ("clips", "clip") if clips else ("is partly zeroed", "are partly zeroed")
+        verb = one if len(roles) == 1 else several
+        clauses.append(f"{' and '.join(roles)} of {_join_layers(layers)} {verb}")
+    return " and ".join(clauses)
 
 
 def _join_layers(layers: Sequence[int]) -> str:
@@ -325,7 +328,8 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
     if failed:
         worst = min(failed, key=get_kld).name
-        headline = _judge(only, report) if only else "No candidate passes."
+        none = "No candidate passes." if report.has_gate else "Each candidate loses much."
+        headline = _judge(only, report) if only else none
         rows = list_unfit(report.list_rows(worst))
         wrong = [r for r in rows if r.role == "weight" and (r.sqnr_db or 0.0) < LEAST_DB]
         advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
@@ -338,7 +342,8 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
             )
             remedy = Remedy.CHECK
         return _decide(headline, advice, *unusable, remedy=remedy, candidate=worst)
-    return _decide(_judge(only, report) if only else "No candidate is known to pass.", *unusable)
+    unknown = "This text cannot judge the candidates."
+    return _decide(_judge(only, report) if only else unknown, *unusable)
 
 
 _VERDICTS = {
@@ -351,9 +356,21 @@ _VERDICTS = {
 
 
 def _judge(one: CandidateResult, report: VerifyReport) -> str:
-    if one.verdict is Verdict.WARN and not report.has_gate:  # nobody asked for these limits
-        return f"{one.name} costs {_cost(one)}."
-    return f"{one.name} {_VERDICTS[one.verdict]}: {_cost(one)}."
+    if report.has_gate or one.verdict in {Verdict.NO_DIFFERENCE, Verdict.CANNOT_TELL}:
+        return f"{one.name} {_VERDICTS[one.verdict]}: {_cost(one)}."
+    much = "loses much:" if one.verdict is Verdict.FAIL else "costs"
+    return f"{one.name} {much} {_cost(one)}."
+
+
+def _spell_failure(one: CandidateResult, report: VerifyReport) -> str:
+    """Spell a failure: of the gate that was asked for, else in words."""
+    return f"fails the {one.gate} gate" if report.has_gate else "loses much"
+
+
+def _spell_doubt(what: str, report: VerifyReport) -> str:
+    if report.has_gate:
+        return f"whether {what} passes cannot be told"
+    return f"this text cannot tell what {what} costs"
 
 
 def _cost(one: CandidateResult) -> str:

@@ -51,7 +51,7 @@ def test_types_have_their_figures_and_who_serves_them(model: PreTrainedModel) ->
     assert shown["nvfp4"]["GPUs"] == "sm_100, sm_103"
     assert shown[SCALE_ONE]["GPUs"] == "sm_80 to sm_121, gfx942 to gfx1201"
     for row in rows.values():
-        assert shown[row.name]["top-1"] == f"{row.top1_agreement:.2%}"
+        assert shown[row.name]["same token"] == f"{row.top1_agreement:.2%}"
         assert shown[row.name]["ratio ± se"].startswith(f"{row.ppl_ratio:.4f} ± ")
     sizes = [row.bytes_per_token for row in result.types]
     assert sizes == sorted(sizes)
