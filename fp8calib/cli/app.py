@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +39,8 @@ _JSON = Annotated[
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _GROUPS = {
+    "Arguments": (),
+    "Model": ("quantized_model", "model", "revision", "trust_remote_code", "other_weights"),
     "Text": (
         "data",
         "text_column",
@@ -49,14 +51,16 @@ _GROUPS = {
         "seed",
         "show_text",
     ),
+    "Options": (),
     "Output": (
         *("out", "report", "dump", "formats", "dialect", "force", "check", "everything", "json"),
         *("dry_run", "resume", "shard", "help"),
     ),
     "Machine": ("device", "dtype", "device_map", "memory", "batch_size"),
-    "Model": ("revision", "trust_remote_code", "other_weights"),
 }
-"""The options in each part of a command's help, by their names in Python; others come first."""
+"""The options in each part of a command's help, by their names in Python; others are `Options`."""
+_COMPARED = {"scales", "gate"}
+"""Where a command has these, its `Options` are about candidates."""
 
 
 class _Command(TyperCommand):
@@ -70,20 +74,30 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and the options by what they are about."""
         place = {name: title for title, names in _GROUPS.items() for name in names}
-        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        rows |= {title: [] for title in _GROUPS}
-        for each in self.get_params(ctx):
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in _GROUPS}
+        params = self.get_params(ctx)
+        for each in params:
             is_argument = each.param_type_name == "argument"
             title = "Arguments" if is_argument else place.get(each.name or "", "Options")
             if (row := each.get_help_record(ctx)) is not None:
-                rows[title].append(row)
+                rows[title].append((_leave_out_aliases(each.opts, row[0]), row[1]))
         formatter.write("\n")
         width = formatter.width + 2  # click leaves two columns free
+        compares = not _COMPARED.isdisjoint(each.name for each in params)
         for title, found in rows.items():
             if found:
-                formatter.write(f"{title}:\n")
+                is_about_candidates = title == "Options" and compares
+                formatter.write(f"{'Candidates' if is_about_candidates else title}:\n")
                 for term, text in found:
                     formatter.write(_format_row(term, text, width))
+
+
+def _leave_out_aliases(flags: Sequence[str], term: str) -> str:
+    """Leave out all long spellings but the first."""
+    long = [flag for flag in flags if flag.startswith("--")]
+    for alias in long[1:]:
+        term = term.replace(f", {alias}", "")
+    return term
 
 
 _TERM_WIDTH = 24

@@ -193,7 +193,7 @@ def _count_file_rows(path: Path) -> int | None:
         case ".json":
             return sum(1 for _ in _read_json(path))
         case ".parquet":
-            import pyarrow.parquet as pq  # noqa: PLC0415
+            import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  slow
 
             return int(pq.read_metadata(path).num_rows)
         case _:
@@ -277,8 +277,8 @@ def _read_txt(path: Path) -> _Values:
 
 
 def _read_parquet(path: Path, text_column: str | None) -> _Values:
-    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, rarely needed
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415  slow, rarely needed
+    import pyarrow.parquet as pq  # noqa: PLC0415
 
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:

@@ -141,9 +141,15 @@ def test_the_help_of_a_command_fits_on_a_screen(
 def test_help_groups_options_by_what_they_are_about() -> None:
     lines = succeed("verify", "--help").out.splitlines()
     titles = [line for line in lines if re.fullmatch(r"\w+:", line)]
-    assert titles == ["Arguments:", "Options:", "Text:", "Output:", "Machine:", "Model:"]
+    assert titles == ["Arguments:", "Model:", "Text:", "Candidates:", "Output:", "Machine:"]
     (data,) = (number for number, line in enumerate(lines) if line.startswith("  --data"))
-    assert lines.index("Text:") < data < lines.index("Output:")
+    assert lines.index("Text:") < data < lines.index("Candidates:")
+
+
+def test_help_shows_one_spelling_of_an_option() -> None:
+    shown = succeed("extract-kv-scales", "--help").out
+    assert "--save-path DIR" in shown
+    assert "--out" not in shown
 
 
 # --- what 0.2 had --------------------------------------------------------------------------------

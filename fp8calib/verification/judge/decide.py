@@ -291,8 +291,8 @@ def describe_losing(rows: Sequence[LayerResult]) -> str:
     for row in rows:
         found.setdefault((row.role, _clips(row)), set()).add(row.layer)
     joined: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    for (role, clips), layers in found.items():
-        joined.setdefault((clips, tuple(sorted(layers))), []).append(role)
+    for (role, clips), those in found.items():
+        joined.setdefault((clips, tuple(sorted(those))), []).append(role)
     clauses = []
     for (clips, layers), roles in joined.items():
         one, several = ("clips", "clip") if clips else ("is partly zeroed", "are partly zeroed")
