@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -63,6 +63,24 @@ class Table:
 
 
 Block: TypeAlias = Line | Table
+
+
+_MEMORY_PARTS = {
+    "process": "Python and its libraries",
+    "layers": "two layers",
+    "micro-batch": "a batch",
+    "around the layers": "weights beside the layers",
+    "embedding": "rows of the embedding",
+    "head": "the output head",
+    "loading": "copies while it is loaded",
+}
+
+
+def describe_peak(parts: Mapping[str, int], decimals: int = 2) -> str:
+    """Describe peak bytes by what needs them: their sum, and the three largest."""
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    named = (f"{_MEMORY_PARTS.get(name, name)} {format_gib(parts[name])}" for name in largest)
+    return f"{format_gib(sum(parts.values()), decimals)} (mostly {', '.join(named)})"
 
 
 def format_gib(size_bytes: int, decimals: int = 2) -> str:

@@ -25,7 +25,7 @@ from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.text import GIB, count_decimals, format_gib
+from fp8calib.text import GIB, count_decimals, describe_peak, format_gib
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
 _ROUNDED_BYTES = 2**25  # two runs of one command differ by less: --memory by its own error works
@@ -111,16 +111,12 @@ class MemoryPlan:
         if self.streaming is None:
             return
         layers, read = self.num_layers, format_gib(self.read_bytes)
-        yield f"plan: {layers} layers, {read} to read, peak memory {_describe_peak(self.peak)}"
+        yield f"it reads {read} of weights, {layers} layers, and needs {describe_peak(self.peak)}"
         if self.device_peak:
-            yield f"plan: on the GPU {_describe_peak(self.device_peak)}"
-        place = f"{format_gib(self.scratch_bytes)} of hidden states in {self.streaming.scratch}"
-        yield f"plan: scratch disk {place if self.scratch_bytes else 'none'}"
-
-
-def _describe_peak(peak: Mapping[str, int], decimals: int = 2) -> str:
-    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.items())
-    return f"{format_gib(sum(peak.values()), decimals)} ({parts})"
+            yield f"on the GPU it needs {describe_peak(self.device_peak)}"
+        if self.scratch_bytes:
+            size = format_gib(self.scratch_bytes)
+            yield f"{size} of hidden states are stored in {self.streaming.scratch}"
 
 
 class Limits(NamedTuple):
@@ -272,7 +268,7 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
         is_text = needed - host.get("micro-batch", 0) <= limits.host_bytes
         decimals = count_decimals(needed, limits.host_bytes)
         raise UsageError(
-            f"even layer by layer the model needs {_describe_peak(host, decimals)}, but "
+            f"even layer by layer the model needs {describe_peak(host, decimals)}, but "
             f"{format_gib(limits.host_bytes, decimals)} are {limits.host_why}",
             hint=f"{advice}, or a smaller --batch-size or --seq-len" if is_text else advice,
         )

@@ -12,7 +12,7 @@ from pydantic import Field
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.shapes import Frozen
-from fp8calib.text import Block, Line, Table, format_gib
+from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 
 class Record(Frozen):
@@ -116,7 +116,7 @@ _TITLES = {
     "out": "output",
     "memory_limit_bytes": "memory limit",
     "device_peak_bytes": "peak memory of the GPU",
-    "scratch_bytes": "scratch disk",
+    "scratch_bytes": "hidden states on disk",
 }
 """Titles of rows whose JSON key is not plain English."""
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
@@ -129,11 +129,9 @@ def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
     if not plan.get("peak_bytes"):
         return
     yield f"{plan.get('why') or 'the model is held whole'}."
-    parts = plan.get("peak_parts") or {}
-    largest = sorted(parts, key=lambda name: -parts[name])[:3]
-    named = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest)
-    read = format_gib(plan.get("read_bytes") or 0)
-    yield f"it reads {read} of weights, and needs {format_gib(plan['peak_bytes'])}: mostly {named}."
+    holds = "holds two layers at a time, " if plan.get("streamed") else ""
+    read, peak = format_gib(plan.get("read_bytes") or 0), describe_peak(plan["peak_parts"])
+    yield f"it {holds}reads {read} of weights, and needs {peak}."
 
 
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -200,7 +200,7 @@ def test_a_gpu_holds_one_layer_and_the_host_the_tensors_read_ahead(work: Workloa
     assert plan.device_peak["layers"] == LAYER
     assert plan.peak.keys() == {"process", "layers", "hidden states"}
     assert plan.peak["layers"] == LAYER
-    assert "plan: on the GPU" in "\n".join(plan.describe())
+    assert "on the GPU it needs" in "\n".join(plan.describe())
     needed = sum(plan.device_peak.values())
     assert stream(work, limits(2**30, device=needed)).streaming is not None
     with pytest.raises(UsageError, match="on the GPU"):

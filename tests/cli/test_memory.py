@@ -52,7 +52,7 @@ def test_a_model_beyond_the_cap_is_streamed_to_the_same_files(
     assert found["streamed"]
     needed, given = _sizes("streaming layer by layer: ", streamed.err)
     assert needed > given
-    assert "plan: 2 layers" in streamed.err
+    assert "of weights, 2 layers, and needs" in streamed.err
     assert found["peak_bytes"] <= cap * GIB
     assert found["peak_measured_bytes"] <= cap * GIB
     assert found["read_bytes"] == whole.json["memory"]["read_bytes"]  # every weight is looked at
@@ -80,10 +80,10 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     table, rows, _ = text.partition("rows: 2 used of ")
     assert rows
     titles = [line.split("  ")[0].strip() for line in table.splitlines()[2:]]
-    assert titles[-2:] == ["memory limit", "scratch disk"]
+    assert titles[-2:] == ["memory limit", "hidden states on disk"]
     assert not [title for title in titles if "_" in title]
     assert re.search(r"^dtype +float32 \(as requested\)", text, re.MULTILINE)
-    assert re.search(r"^scratch disk +none", text, re.MULTILINE)
+    assert re.search(r"^hidden states on disk +none", text, re.MULTILINE)
     assert not out.exists()
 
 
