@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:  # importing it takes seconds
     VerifyResult = Any
 
-_CALIBRATED, _LEAST = 4 / 5, 5
+_CALIBRATED, _LEAST, _ENOUGH = 4 / 5, 5, 40
 _OVERLAY, _SCALE_ONE, _PAGE = "kv-overlay", "scale-1.0", "report.html"
 
 
@@ -120,6 +120,8 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         hint = "use --samples 40 or more; calibrate and verify take images and sound too"
         raise UsageError(f"{count} sequences of text alone are too few", hint=hint)
     cut = round(count * _CALIBRATED)
+    if count < _ENOUGH:
+        reporter.warn(f"{count - cut} sequences to verify with may not tell: use --samples 40")
     schemes = find_emulated("vllm")[0].list_multiplied(find_gpu(request.gpu)) or ["w8a16"]
     steps = [
         f"calibrate on {cut} of {count} sequences",
@@ -190,7 +192,6 @@ def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # no
     yield Answer(result.answer)
     yield Line()
     yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
-    yield Line()
     yield Line(f"all figures: {result.out / _PAGE}")
     served = describe_checks(result.checked) if result.checked else [result.serve]
     yield from map(Line, filter(None, served))

@@ -209,9 +209,10 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
-    """Give the verdict, and of each engine what it does otherwise than use the scales."""
+    """Give the verdict, what each engine does otherwise than use the scales, and the fixes."""
     # The requests of plug-ins, which ask the engine itself, lack the option: all is printed.
     is_full = getattr(request, "everything", True)
+    fixes: dict[str, list[str]] = {}
     yield Line(f"{request.path}: {result.verdict}")
     for engine in result.engines.values():
         title = f"{engine.engine} {engine.version}: {engine.summary}"
@@ -220,7 +221,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
             yield Line(title)
         else:
             columns = ["layers", "", "what", "value", "why"]
-            yield Table(title=title, columns=columns, rows=_rows(engine))
+            yield Table(title=title, columns=columns, rows=_rows(engine, is_full=is_full))
         if is_full and engine.fingerprint and not engine.loads_without_kv:
             yield Line(f"  KV scales as loaded: fingerprint {engine.fingerprint}")
         if engine.linears is not None and (is_full or engine.linears.unknown):
@@ -229,12 +230,13 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         if engine.weights is not None:
             yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):
-            yield Line(f"  fix: {fix}")
+            fixes.setdefault(fix, []).append(engine.engine)
         yield from (Line(f"  unknown: {reason}") for reason in engine.unknown)
         yield from (Line(f"  suspicious: {reason}") for reason in engine.suspicious)
-        if engine.suspicious:
-            yield Line(f"  fix: {_SUSPICIOUS_FIX}")
         yield from (Line(f"  note: {problem}") for problem in engine.problems)
+    for fix, names in fixes.items():
+        is_for_all = len(names) == len(result.engines)
+        yield Line(f"fix: {fix}" if is_for_all else f"fix for {' and '.join(names)}: {fix}")
     if left := list(_list_unjudged(result, request)):
         what, options = zip(*left, strict=True)
         values = f"the values of {' and of '.join(what)}"
@@ -255,17 +257,18 @@ def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple
         yield "KV scales", f"--stats {stats}"
 
 
-def _rows(engine: EngineReport) -> list[list[str]]:
-    rows = []
+def _rows(engine: EngineReport, *, is_full: bool) -> list[list[str]]:
+    """List what happens to scales, by layers; scales that are used only in full."""
+    roles: dict[tuple[str, ...], list[str]] = {}
     for role in ("k", "v"):
         for layers in _group(engine, role).values():
             first: LoadVerdict = getattr(layers[0], role)
-            values = [getattr(layer, role).value for layer in layers]
-            indices = [layer.layer for layer in layers]
-            rows.append(
-                [format_ranges(indices), role, first.status, _format_values(values), first.why]
-            )
-    return rows
+            if first.status is Status.USED and not is_full:
+                continue
+            values = _format_values([getattr(layer, role).value for layer in layers])
+            where = format_ranges([layer.layer for layer in layers])
+            roles.setdefault((where, first.status, values, first.why), []).append(role)
+    return [[where, ", ".join(names), *rest] for (where, *rest), names in roles.items()]
 
 
 def _group(engine: EngineReport, role: str) -> Mapping[tuple[str, str], list[LayerVerdict]]:
@@ -290,7 +293,8 @@ def _list_fixes(engine: EngineReport) -> list[str]:
     if engine.loads_without_kv:
         return [engine.weights.fix] if engine.weights is not None and engine.weights.fix else []
     verdicts = [*engine.verdicts, *([engine.weights] if engine.weights is not None else [])]
-    return list(dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix))
+    fixes = [verdict.fix for verdict in verdicts if verdict.fix]
+    return list(dict.fromkeys([*fixes, *[_SUSPICIOUS_FIX] * bool(engine.suspicious)]))
 
 
 check = as_function("check", CheckRequest, run)

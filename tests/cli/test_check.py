@@ -153,7 +153,7 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert outcome.code == 8
     assert "vllm 0.33.0: ok, 2 of 2 layers served" in outcome.out
     assert "sglang 0.5.23: not ok, 0 of 2 layers served" in outcome.out
-    assert "fix: " in outcome.out
+    assert "fix for sglang: " in outcome.out
     assert outcome.out.startswith(f"{calibrated[0] / 'kv-overlay-head'}: not ok\n")
     report = check(8, calibrated[0] / "kv-overlay-head")
     assert set(report) == {"schema_version", "ok", "passed", "engines"}

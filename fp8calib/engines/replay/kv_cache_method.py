@@ -17,7 +17,6 @@ from fp8calib.model.shapes import Role
 from fp8calib.numerics.arrays import round_number
 
 _SINGLE = ".kv_scale"
-_BOTH_FIX = f"{MEASURE_AGAIN}; the engine takes k_scale and v_scale together, both above zero"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +73,14 @@ def judge_pair(
     if not k > 0:
         found = f"k {_describe_scale(stored[Role.K], k)}, {found}"
         why = f"layer {index}: {rules.engine} asserts k_scale > 0 and fails: {found}"
-        raise Refusal(why, fix=_BOTH_FIX)
+        raise Refusal(why, fix=MEASURE_AGAIN)
     # a v that is not above zero beside a k that is: the engine copies k's number
     source = stored[Role.K]
     one = judge_number(k, str(source))
     if stored[Role.V] is None and source is not None and source.name.endswith(_SINGLE):
         return LayerVerdict(layer=index, k=one, v=one)
     why = f"{found}, so {rules.engine} uses k_scale's number"
-    wrong = LoadVerdict(status=Status.MISREAD, value=one.value, why=why, fix=_BOTH_FIX)
+    wrong = LoadVerdict(status=Status.MISREAD, value=one.value, why=why, fix=MEASURE_AGAIN)
     return LayerVerdict(layer=index, k=one, v=wrong)
 
 

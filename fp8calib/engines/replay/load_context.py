@@ -23,7 +23,6 @@ Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""
 
 MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`"
-_NO_SCALE_HERE = f"{MEASURE_AGAIN}; a layer that reads another one's cache gets that layer's scale"
 _NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate MODEL --out DIR` measures them"
 
 
@@ -168,7 +167,7 @@ class LoadContext:
             return LoadVerdict(status=status, value=value, why=text, fix=fix)
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
-        fix = _NO_SCALE_HERE if self._meant or self._elsewhere else _NO_SCALES
+        fix = MEASURE_AGAIN if self._meant or self._elsewhere else _NO_SCALES
         return LoadVerdict(status=status, value=value, why=text, fix=fix)
 
 
