@@ -35,10 +35,10 @@ from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_TEKKEN = "tekken.json"
+_TEKKEN, _PIECES = "tekken.json", "tokenizer.model"
 """Mistral's own file, which transformers reads with the package mistral-common."""
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", _TEKKEN),
+    *("tokenizer.json", _PIECES, "vocab.json", "vocab.txt", "spiece.model", _TEKKEN),
 )
 _TRUST = "add --trust-remote-code if you trust that code"
 
@@ -236,9 +236,12 @@ def load_tokenizer(source: ModelSource) -> Any:
             source.folder, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:
-        hint = ""
+        why = _explain_load_error(error)
         if "trust_remote_code" in str(error):
             hint = _TRUST
+        elif _is_sentencepiece(source.folder / _PIECES) and find_spec("sentencepiece") is None:
+            why = f"{_PIECES} is a SentencePiece model"  # transformers says that tiktoken reads it
+            hint = "pip install sentencepiece protobuf, which read it, or copy a tokenizer.json"
         elif (source.folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
             load_json_object(source.folder / _TEKKEN)  # a damaged one is named as such
             hint = "pip install mistral-common, which reads tekken.json, or copy a tokenizer.json"
@@ -247,8 +250,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         else:
             hint = "copy all files of the tokenizer that the model was published with"
         raise ModelError(
-            f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
-            hint=hint,
+            f"{source.folder}: the tokenizer cannot be loaded: {why}", hint=hint
         ) from error
     own_file = source.folder / "chat_template.json"  # where older processors keep the template
     if not getattr(tokenizer, "chat_template", None) and own_file.is_file():
@@ -257,6 +259,14 @@ def load_tokenizer(source: ModelSource) -> Any:
             template = {each["name"]: each["template"] for each in template}
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Tell a SentencePiece model, a protobuf of pieces, from a vocabulary of tiktoken, a text."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
 
 
 def load_processor(source: ModelSource) -> Any:

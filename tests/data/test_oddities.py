@@ -159,6 +159,11 @@ TOKENIZERS: dict[str, tuple[Change, Any, str]] = {
     "tokenizer.json alone": (own(then=remove("tokenizer_config.json")), TEXT, "ab"),
     "a pointer of Git LFS": (own(then=put("tokenizer.json", LFS)), TEXT, "copy all files"),
     "tekken.json alone": (put("tekken.json", "{}"), TEXT, "pip install mistral-common"),
+    "tokenizer.model alone": (
+        put("tokenizer.model", "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"),
+        TEXT,
+        "pip install sentencepiece",
+    ),
     "damaged tekken.json": (put("tekken.json", "{"), TEXT, "cannot be read as JSON"),
 }
 
