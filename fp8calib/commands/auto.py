@@ -94,9 +94,8 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         UsageError: an option is invalid, the folder exists, or the text has media or is too short.
         ModelError: the model cannot be read, or is quantized.
         DataError: the text cannot be read.
-        CalibrationError: a forward pass failed.
+        CalibrationError, VerificationError: a forward pass failed, or gives NaN or infinity.
         ExportError: a checkpoint cannot be written.
-        VerificationError: a model gives NaN or infinity.
     """
     with slow_imports():
         from fp8calib.commands import _verify, model, suggest, written
@@ -138,8 +137,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
 
     reporter.say(next(numbered))
     common |= {"data": text.sequences[:cut], "samples": cut}
-    asked = CalibrateRequest(**common, out=out, resume=request.resume, check=False)
-    calibrate.run(asked, reporter)
+    calibrate.run(CalibrateRequest(**common, out=out, resume=request.resume, check=False), reporter)
     checks = {_OVERLAY: written.check_written(out, out, path=_OVERLAY)}
     sizes = {_SCALE_ONE: size, _OVERLAY: size}
     for name in schemes:
@@ -148,8 +146,10 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
             checks[name] = tuple(e.model_copy(update={"path": name}) for e in made.checked)
             sizes[name] = made.bytes.after
     reporter.say(next(numbered))
-    common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate}
-    common |= {"strict": request.gate is not None, "scales": [out / name for name in checks]}
+    common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate} | {
+        "strict": request.gate is not None,
+        "scales": [out / name for name in checks],
+    }
     judged = VerifyRequest(**common, report=out / _PAGE, force=True)
     report = _verify.run(judged, reporter)
     assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
