@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
@@ -49,6 +49,21 @@ def sites_table(
         rows.append(row)
     columns = ["tensor", *named, "SQNR dB", "clipped", "zeroed", "amax", "scale"]
     return Table(title=title, columns=columns, rows=rows, words=range(1 + len(named)))
+
+
+def join_alike(rows: Iterable[LayerResult]) -> list[LayerResult]:
+    """Join the rows of linears that read the same input: `q_proj.input (and k_proj, v_proj)`."""
+    alike: dict[tuple[object, ...], list[LayerResult]] = {}
+    for row in rows:
+        reader = row.site.rsplit(".", 2)[0] if row.role == "input" else row.site
+        figures = (row.sqnr_db, row.clipped, row.flushed, row.amax, row.scale)
+        alike.setdefault((row.candidate, reader, *figures), []).append(row)
+    return [first.model_copy(update=_name_all(first, more)) for first, *more in alike.values()]
+
+
+def _name_all(first: LayerResult, more: Sequence[LayerResult]) -> dict[str, str]:
+    names = ", ".join(row.site.split(".")[-2] for row in more)
+    return {"site": f"{first.site} (and {names})"} if names else {}
 
 
 def format_scale(row: LayerResult) -> str:

@@ -27,6 +27,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     Decision,
     HistogramResult,
+    LayerResult,
     PositionResult,
     RunProvenance,
     Verdict,
@@ -155,6 +156,20 @@ def test_the_texts_that_lose_most_are_quoted() -> None:
     words = read(make_small(worst_texts=(text,))).words
     first = words.index("Texts that lose most with a")
     assert words[first + 6 : first + 11] == ["3", "0.5000", "typed", "7.2500", "... as"]
+
+
+def test_linears_that_read_one_input_share_a_row() -> None:
+    def row(linear: str, amax: float = 3.0, layer: int = 4) -> LayerResult:
+        site = f"model.layers.{layer}.self_attn.{linear}.input"
+        return make_layer("out/overlay", layer, "input", site=site, amax=amax)
+
+    rows = (row("q_proj"), row("k_proj"), row("q_proj", layer=5), row("v_proj", amax=2.0))
+    words = read(make_small(layers=rows)).words
+    assert [word for word in words if word.endswith((".input", ")"))] == [
+        "model.layers.4.self_attn.q_proj.input (and k_proj)",
+        "model.layers.5.self_attn.q_proj.input",
+        "model.layers.4.self_attn.v_proj.input",
+    ]
 
 
 @pytest.mark.parametrize(

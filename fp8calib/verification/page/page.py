@@ -187,7 +187,9 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     )
     worst = sorted((r for r in hurt or report.layers if r.sqnr_db is not None), key=_rank)
     magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
-    drawn = [site for site in dict.fromkeys(row.site for row in worst) if site in magnitudes]
+    joined = tables.join_alike(worst)
+    sites = dict.fromkeys(row.site.partition(" ")[0] for row in joined)
+    drawn = [site for site in sites if site in magnitudes]
     yield PageSection(
         title="Tensors that lose most" if hurt else "Tensors of lowest SQNR",
         lead="The charts show all values of a tensor in calibration, divided by its scale. In the "
@@ -195,7 +197,7 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
         "Dashed lines are the ends of the range at scale 1.0."
         if hurt and drawn
         else "",
-        table=tables.sites_table(worst[:_MOST_WORST], has_candidates=True) if worst else None,
+        table=tables.sites_table(joined[:_MOST_WORST], has_candidates=True) if worst else None,
         figures=[charts.histogram(magnitudes[site]) for site in drawn[:_MOST_HISTOGRAMS] if hurt],
         is_folded=not hurt,
     )
