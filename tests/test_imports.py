@@ -172,6 +172,15 @@ def test_checkpoints_of_common_models_are_read_without_slow_libraries(
     assert str(folders[name]) in done.stdout, done.stderr
 
 
+def test_a_common_model_is_quantized_without_transformers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = ("quantize", folders["plain"], "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    command = [sys.executable, "-c", PROGRAM, *map(str, asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "imported: torch", done.stdout + done.stderr
+
+
 SHARED_NAMES = {
     "run": "what a command does",
     "describe": "the lines that a command prints",
