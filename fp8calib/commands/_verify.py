@@ -48,7 +48,7 @@ from fp8calib.verification.report import (
     candidates_table,
     describe_pair,
 )
-from fp8calib.verification.tables import join_alike, list_shown_pairs, rules_table, sites_table
+from fp8calib.verification.tables import join_readers, list_shown_pairs, rules_table, sites_table
 from fp8calib.verification.verify import (
     Verification,
     Verified,
@@ -312,7 +312,7 @@ def describe(
             rows, title = [each for each in rows if each.site in unfit], "that lose most"
         if rows:
             yield Line()
-            yield sites_table(join_alike(rows)[:_SHOWN_ROWS], title=f"{name}: tensors {title}")
+            yield sites_table(join_readers(rows)[:_SHOWN_ROWS], title=f"{name}: tensors {title}")
     if result.rules:
         yield Line()
         yield rules_table(result.rules)

@@ -51,7 +51,7 @@ def sites_table(
     return Table(title=title, columns=columns, rows=rows, words=range(1 + len(named)))
 
 
-def join_alike(rows: Iterable[LayerResult]) -> list[LayerResult]:
+def join_readers(rows: Iterable[LayerResult]) -> list[LayerResult]:
     """Join the rows of linears that read the same input: `q_proj.input (and k_proj, v_proj)`."""
     alike: dict[tuple[object, ...], list[LayerResult]] = {}
     for row in rows:

@@ -187,7 +187,7 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     )
     worst = sorted((r for r in hurt or report.layers if r.sqnr_db is not None), key=_rank)
     magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
-    joined = tables.join_alike(worst)
+    joined = tables.join_readers(worst)
     sites = dict.fromkeys(row.site.partition(" ")[0] for row in joined)
     drawn = [site for site in sites if site in magnitudes]
     yield PageSection(
