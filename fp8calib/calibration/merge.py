@@ -104,7 +104,7 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
         why = explain_difference(*models, between=", and ")
         differences.append(f"different model ({why})")
     elif header.geometry != other.geometry:
-        differences.append("different geometry of the same model")
+        differences.append("other shapes of the same model")
     own, others = _list_settings(header), _list_settings(other)
     for name in own | others:
         texts = own.get(name, "none"), others.get(name, "none")

@@ -96,7 +96,7 @@ def explain_conversion(
                 f"{differing} of {len(attentions)} layers they differ"
             )
     if not has_query and any(site.role is Role.Q for site in converted.scales):
-        yield "q_scale is left out: this dialect cannot store it"
+        yield "q_scale is left out: this format cannot store it"
 
 
 def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:

@@ -171,7 +171,7 @@ def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path)
     assert _numbers(tmp_path / "out" / SHARD)[f"{ATTENTION.format(1)}.q_scale"] == [4.0]
     assert report["layers"][1]["q"] == 4.0
     report = extract(source, "--format", "tgi", into=tmp_path / "tgi")
-    assert "q_scale is left out: this dialect cannot store it" in report["notes"]
+    assert "q_scale is left out: this format cannot store it" in report["notes"]
     assert report["layers"][1]["q"] is None
 
 

@@ -145,7 +145,7 @@ def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
     table = _table({**_pair(1.0), Role.Q: (1.0,)})
     unequal, query = explain_conversion(table, table, joins_kv=True, has_query=False)
     assert unequal.endswith("in 1 of 1 layers they differ")
-    assert query == "q_scale is left out: this dialect cannot store it"
+    assert query == "q_scale is left out: this format cannot store it"
 
 
 @pytest.mark.parametrize(
