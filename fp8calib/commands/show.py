@@ -77,10 +77,11 @@ class Saturation(Record):
     def describe(self) -> str:
         """Describe the shares at half of the data in one line."""
         median, least = (int(100 * share[1]) for share in (self.median_share, self.least_share))
-        half = f"at least {median}% of their final amax" if median < 100 else "their final amax"
-        slowest = f", and the slowest {least}% ({self.slowest_site})" if least < 100 else ""
-        counted = "tensors of K and V" if self.slowest_site.endswith(_KV_SITES) else "inputs"
-        return f"after half of the text, half of the {counted} had reached {half}{slowest}"
+        counted = "K and V" if self.slowest_site.endswith(_KV_SITES) else "inputs"
+        return (
+            f"half of the text gave {median}% of the final amax of {counted} in the median, and "
+            f"{least}% in the slowest tensor ({self.slowest_site})"
+        )
 
 
 class HeaderShown(StatsHeader):

@@ -40,8 +40,8 @@ def test_shares_of_k_and_v_are_running_maxima_over_the_final_one() -> None:
     assert saturation.least_share == (0.125, 0.25, 0.5)
     assert saturation.slowest_site == "a.k"
     assert saturation.describe() == (
-        "after half of the text, half of the tensors of K and V had reached at least 50% of their "
-        "final amax, and the slowest 25% (a.k)"
+        "half of the text gave 50% of the final amax of K and V in the median, and 25% in the "
+        "slowest tensor (a.k)"
     )
 
 
@@ -49,8 +49,8 @@ def test_shares_of_inputs_count_where_no_cache_was_observed() -> None:
     saturation = compute_saturation(stats_of({Site("b", Role.INPUT): [1.0, 3.0, 2.0, 4.0]}))
     assert saturation is not None
     assert saturation.describe() == (
-        "after half of the text, half of the inputs had reached at least 75% of their final amax, "
-        "and the slowest 75% (b.input)"
+        "half of the text gave 75% of the final amax of inputs in the median, and 75% in the "
+        "slowest tensor (b.input)"
     )
 
 
