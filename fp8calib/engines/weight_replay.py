@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.classes import has_own_head
 from fp8calib.engines.replay.verdicts import (
     CUT,
     EngineReport,
@@ -31,7 +32,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
 from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, StoredLinear, list_groups
-from fp8calib.engines.weights.parameters import compare_parameters, lacks_drafter
+from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
 from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues, find_wrong_values
@@ -154,6 +155,10 @@ def _compare_with_config(
     found = list(apply_rules(engine.weight_rules, weights)) if stored.schemes else []
     if reader is None:
         return None, found
+    if stored.folder.tensors:
+        is_own = has_own_head(reader.engine, reader.release.version, stored.geometry.architecture)
+        rules = engine.name_rules or NameRules()
+        found += judge_head(rules, classes, stored, is_own=is_own)
     created: list[tuple[LinearGroup, Found | Refusal]] = []
     for group in weights.groups:
         try:

@@ -181,9 +181,9 @@ def _name_shapes(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, o
             if name in names
         },
         "tied": {
-            name.removesuffix(".weight"): names[shared]
+            names.get(name, name): names[shared]
             for name, others in tied_names(skeleton).items()
-            if name in weights and name not in names
+            if name in weights
             if (shared := next(filter(names.__contains__, others), ""))
         },
         "parameters": {

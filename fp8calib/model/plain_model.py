@@ -158,9 +158,9 @@ def read_plain_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeom
     if config.get("tie_word_embeddings", family.is_tied):
         if embedding not in checkpoint:
             return None
+        tied = {head: embedding}
         if head not in checkpoint:
             del shapes[head]
-            tied = {"lm_head": embedding}
     dtype = find_dtype(config) or stored_dtype(checkpoint)
     return ModelGeometry(
         architecture=f"{family.name}ForCausalLM",

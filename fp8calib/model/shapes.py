@@ -188,7 +188,8 @@ class ModelGeometry(Frozen):
     """The shape [out, in] of every linear's weight, in decoder layers or not, by its name in a
     checkpoint, whether it is stored there or missing. Empty where no checkpoint was read."""
     tied: Mapping[str, str] = Field(default_factory=dict, exclude=True, repr=False)
-    """The name in the checkpoint of the weight that a linear shares, by the linear's path."""
+    """The name of the weight that a linear shares by the config, by the name of its own, which may
+    be stored too."""
     parameters: Mapping[str, tuple[int, ...]] = Field(
         default_factory=dict, exclude=True, repr=False
     )

@@ -21,7 +21,13 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.facts.classes import OTHERS, UNBUILT, CreatedLinear, make_pattern
+from fp8calib.engines.facts.classes import (
+    OTHERS,
+    UNBUILT,
+    UNTIED,
+    CreatedLinear,
+    make_pattern,
+)
 from fp8calib.engines.facts.release import FOLDER
 from tests import zoo
 from tests.architectures import families
@@ -42,6 +48,8 @@ _JOINED = {
 }
 """What loaders join in code, and not by a list."""
 _DRAFTERS = re.compile(r"MTP|NextN|Eagle|DSpark|DFlash|Draft")
+_TIES = re.compile(r"tie_word_embeddings|'lm_head\.weight' not in|lm_head = self\.\w+\.\w+")
+"""What classes do that may compute with the embedding: the last also where the head is absent."""
 _STACKS = ("input_linear", "output_linear")
 _TRIPLE = 3
 
@@ -76,6 +84,8 @@ class SglangClasses:
             if architecture in self.entries:
                 found = list(self.describe(architecture, names))
                 found += [_make_embedding(each) for each, k in names.items() if k == "embedding"]
+                if self.leaves_untied(architecture):
+                    facts[UNTIED].add(architecture)
             else:
                 found = list(_describe_backend(names))
             for each in found:
@@ -83,6 +93,17 @@ class SglangClasses:
             if not found:
                 facts[f"{UNBUILT}nothing was read of the class"].add(architecture)
         return {fact: sorted(facts[fact]) for fact in sorted(facts)}
+
+    def leaves_untied(self, architecture: str) -> bool:
+        """Tell whether a class creates an output layer, and nowhere ties it to the embedding."""
+        start = self._reader.resolve(self.entries[architecture], architecture)
+        assert start is not None
+        nodes = [
+            self._reader.open(each.module).classes[each.name]
+            for each in self._reader.list_bases(start)
+        ]
+        text = "\n".join(map(ast.unparse, nodes))
+        return "self.lm_head = ParallelLMHead(" in text and not _TIES.search(text)
 
     def describe(self, architecture: str, stored: Iterable[str]) -> Iterator[CreatedLinear]:
         """Describe what a class of its own creates, of a checkpoint with these linears."""

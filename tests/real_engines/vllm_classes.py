@@ -79,6 +79,7 @@ _JOINED = {
 """What classes of drafters join; not all of them tell the config."""
 _BLOCK = ".mtp_block."
 """What vLLM's classes of drafters have in names where their checkpoints have a dot."""
+_ALIAS = "was skipped because it is tied to"
 _LACKS = re.compile(r"no attribute '(\w+)'|(\w+) not exist")
 _FOLDER_NAME = re.compile(r"/\S*/tmp\w+")
 _POSITIONS = "max_position_embeddings"
@@ -538,7 +539,8 @@ def fill(
             found[name] = (list(dict.fromkeys(calls)), "" if calls else "another shape")
             continue
         except Exception as error:  # noqa: BLE001 -- whatever the loader says is the reason
-            found[name] = ([], type(error).__name__)
+            is_alias = _ALIAS in str(error)  # of the embedding, which was not given beside it
+            found[name] = ([], "left out" if is_alias else type(error).__name__)
             if is_part and calls:
                 found[name] = (list(dict.fromkeys(calls)), "")
             continue

@@ -14,6 +14,10 @@ This field of config.json is read without a default, and transformers' config cl
     drafter Qwen3NextMTP
 
 This class runs the drafter in the model's checkpoint; its linears are facts of its own.
+
+    untied
+
+The output layer is one of its own, whatever `tie_word_embeddings` says.
 `scripts/read-engines` writes the files.
 """
 
@@ -36,7 +40,9 @@ READS = "reads "
 """How facts begin about fields of config.json that have no default."""
 DRAFTER = "drafter "
 """How facts begin about the classes of drafters."""
-OTHERS = (UNBUILT, READS, DRAFTER)
+UNTIED = "untied"
+"""The fact about classes whose output layer is one of its own, whatever the config ties."""
+OTHERS = (UNBUILT, READS, DRAFTER, UNTIED)
 """How facts begin that are not about linears."""
 
 
@@ -127,6 +133,11 @@ def list_read_fields(engine: str, version: str, architecture: str) -> list[str]:
     """List the fields of config.json without which the class of an architecture is not built."""
     facts = read_class_facts(engine).get(version, {}).get(architecture, ())
     return [each.removeprefix(READS) for each in facts if each.startswith(READS)]
+
+
+def has_own_head(engine: str, version: str, architecture: str) -> bool:
+    """Tell whether the class of an architecture leaves its output layer untied in any case."""
+    return UNTIED in read_class_facts(engine).get(version, {}).get(architecture, ())
 
 
 @cache

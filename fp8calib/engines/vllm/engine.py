@@ -81,6 +81,8 @@ def _make_numerics(release: Release) -> Numerics:
 
 
 _HEADLESS = "class of this model type has no output layer"
+_REFUSED_TIES = "class of this model type stops at a tied output layer"
+_UNTIES = "stored lm_head.weight is loaded, though config.json ties it"
 _ADDED_ROOTS = "root that the loader of this model type adds to a name without one"
 
 
@@ -114,6 +116,8 @@ def _make_engine(release: Release) -> Engine:
             bare_types=tuple(each.partition(": ")[0] for each in release.list_values(_ADDED_ROOTS)),
             skipped_experts=("glm4_moe", "qwen3_moe"),
             headless_types=release.list_values(_HEADLESS),
+            untied_types=release.list_values(_REFUSED_TIES),
+            unties_stored=release.has(_UNTIES),
             tied_types=("Gemma3ForConditionalGeneration",),  # its text_config decides, not run
         ),
     )

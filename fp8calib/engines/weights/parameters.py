@@ -9,13 +9,16 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
-from itertools import product
+from itertools import chain, product
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.ranges import find_ranged_file
+from fp8calib.engines.facts.classes import ClassMap, make_pattern
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import (
+    HEADS,
     PLAIN_DTYPES,
     Shape,
     count_experts,
@@ -23,6 +26,7 @@ from fp8calib.engines.weights.linears import (
     find_layer_index,
 )
 from fp8calib.engines.weights.rules import NameRules
+from fp8calib.engines.weights.stored import OpenedWeights, is_equal
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.model.drafters import find_promise, is_drafted
@@ -35,7 +39,10 @@ _MISFIT_FIX = "use the config.json that the weights were saved with"
 _NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
 _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+_UNTIED_FIX = "store an output layer, and set tie_word_embeddings to false"
+_HEAD_FIX = "serve it with an engine whose class has an output layer of its own"
 _HEAD = "lm_head.weight"
+_HEAD_PARTS = [[each] for each in HEADS]
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
 _FORMATS = (*PLAIN_DTYPES, *WEIGHT_FORMATS)
@@ -99,10 +106,7 @@ def compare_parameters(
     absent = [] if explains else list(_list_absent(geometry, tensors))
     is_headless = geometry.model_type in rules.headless_types
     is_tied = not {geometry.model_type, geometry.architecture}.isdisjoint(rules.tied_types)
-    if unties and is_headless and _HEAD in tensors and not geometry.is_wrapped:
-        why = "is of its own by config.json, but the engine's class has no output layer, and stops"
-        found.append(Finding(status=Status.REFUSED, subject=_HEAD, why=why, fix=_TIED_FIX))
-    elif unties and (is_headless or is_tied):
+    if unties and (is_tied or (is_headless and (_HEAD not in tensors or geometry.is_wrapped))):
         why = "is of its own by config.json, but the class may take the embedding instead"
         found.append(Finding.doubt(_HEAD, why, fix=_TIED_FIX))
         absent = [name for name in absent if name != _HEAD]
@@ -126,6 +130,63 @@ def compare_parameters(
         why = f"has shape {list(shape)}, and the config means {list(expected)}"
         found.append(Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT))
     return list(join_alike(found))
+
+
+def judge_head(
+    rules: NameRules, classes: ClassMap, stored: OpenedWeights, *, is_own: bool
+) -> Iterator[Finding]:
+    """Say where an engine does not compute with the output layer that the checkpoint means.
+
+    transformers computes with a stored one, whatever the config ties (5.23, run).
+
+    Args:
+        rules: the engine's.
+        classes: what its class creates.
+        stored: the checkpoint.
+        is_own: the class has an output layer of its own, whatever the config ties.
+    """
+    geometry, tensors = stored.geometry, stored.tensors
+    own = (each for each in geometry.matrices if each.split(".")[-2:-1] in _HEAD_PARTS)
+    head = next(chain(geometry.tied, own), "")
+    path, is_tied = head.removesuffix(".weight"), head in geometry.tied
+    states = {each.state for each in classes.get(make_pattern(path), ())}
+    if head not in tensors:
+        if geometry.tied.get(head) not in tensors:
+            return
+        if is_own:
+            why = "is missing: the engine's class does not tie it, and uses uninitialised memory"
+            fix = f"store the embedding as {head}, too"
+            yield Finding(status=Status.MISREAD, subject=head, why=why, fix=fix, is_silent=True)
+        elif geometry.model_type in rules.untied_types:
+            why = "is tied to the embedding, at which the engine's class stops (AssertionError)"
+            yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
+        return
+    wants_own = not is_tied or is_own or (rules.unties_stored and head.endswith(_HEAD))
+    is_headless = geometry.model_type in rules.headless_types or states == {"refused"}
+    if wants_own and is_headless and not geometry.is_wrapped:
+        why = "is stored, but the engine's class has no output layer, and stops"
+        fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
+        yield Finding(status=Status.REFUSED, subject=head, why=why, fix=fix)
+        return
+    has_none = not any(each.kind == "head" for found in classes.values() for each in found)
+    if wants_own and states != {"skipped"} and not (classes and has_none and not states):
+        return
+    embeddings = [
+        f"{part}.weight"
+        for part, found in classes.items()
+        if any(each.kind == "embedding" for each in found)
+    ]
+    known = [each for each in (geometry.tied.get(head), *embeddings) if each in tensors]
+    if not known or tensors[head].dtype not in PLAIN_DTYPES:
+        return
+    file = stored.located[head][0]
+    beside = [(stored.located[each][0], each) for each in known]
+    why = "differs from the embedding, with which the engine computes instead"
+    if any(find_ranged_file(stored.folder.path / each) for each, _ in beside):
+        fix = "download the checkpoint, and check it then"
+        yield Finding.doubt(head, f"may be one that {why}", fix=fix)
+    elif not any(is_equal(stored.folder, (file, head), each) for each in beside):
+        yield Finding(status=Status.MISREAD, subject=head, why=why, fix=_HEAD_FIX, is_silent=True)
 
 
 def lacks_drafter(geometry: ModelGeometry, tensors: Tensors, config: Mapping[str, object]) -> str:

@@ -72,6 +72,10 @@ class NameRules:
     """Types whose tensors it also finds without the first part of their names."""
     headless_types: tuple[str, ...] = ()
     """Types without an output layer: it takes the embedding, and stops at a stored, untied one."""
+    untied_types: tuple[str, ...] = ()
+    """Types whose output layer may not be tied to the embedding."""
+    unties_stored: bool = False
+    """It loads a stored `lm_head.weight`, though the config ties it to the embedding."""
     tied_types: tuple[str, ...] = ()
     """Types and classes whose output layer it may make of the embedding."""
     skipped_experts: tuple[str, ...] = ()

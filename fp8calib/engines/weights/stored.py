@@ -40,6 +40,7 @@ Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 _SCALES_FIX = "quantize the model again"
+_AT_ONCE_BYTES = 2**24
 _VALUES_FIX = "write the checkpoint again, with each tensor once"
 
 
@@ -176,7 +177,7 @@ def find_wrong_values(
     for first, last in combinations([file for file in files if file in folder.tensors], 2):
         for name in filter(folder.tensors[last].__contains__, folder.tensors[first]):
             is_meant = indexed.get(name) == last or parse_name(name) is not None
-            if not is_meant and not _is_equal(folder, name, first, last):
+            if not is_meant and not is_equal(folder, (first, name), (last, name)):
                 where = f"{shorten(first)} and, with other values, in {shorten(last)}"
                 return misread(f"{shorten(name)} is in {where}: the later file wins")
     vectors: dict[str, list[str]] = defaultdict(list)
@@ -189,15 +190,19 @@ def find_wrong_values(
     return None
 
 
-def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
-    entries = [folder.tensors[file][name] for file in files]
-    if len({(each.dtype, each.shape) for each in entries}) > 1:
+def is_equal(folder: ScaleFolder, first: tuple[str, str], second: tuple[str, str]) -> bool:
+    """Compare two tensors, each a file and a name, some megabytes at a time."""
+    (file, name), (other_file, other) = first, second
+    entry, beside = folder.tensors[file][name], folder.tensors[other_file][other]
+    if (entry.dtype, entry.shape) != (beside.dtype, beside.shape):
         return False
-    read = []
-    for file in files:
-        with TensorFile(folder.path / file) as opened:
-            read.append(opened.read_array(name, 0, entries[0].size_bytes))
-    return np.array_equal(read[0], read[1])
+    with TensorFile(folder.path / file) as one, TensorFile(folder.path / other_file) as two:
+        for start in range(0, entry.size_bytes, _AT_ONCE_BYTES):
+            stop = min(start + _AT_ONCE_BYTES, entry.size_bytes)
+            part, its = one.read_array(name, start, stop), two.read_array(other, start, stop)
+            if not np.array_equal(part, its):
+                return False
+    return True
 
 
 def _read_tensors(
