@@ -217,8 +217,12 @@ def test_transformers_spreads_exponents_of_other_blocks(
     scale = torch.arange(110, 110 + blocks, dtype=torch.uint8).repeat(32, 1)
     out = change(written["mxfp8"], tmp_path / "out", scale)
     report = ask(out, "transformers")
-    assert report.weights is not None
-    assert f"spreads {blocks} scales evenly over 160" in report.weights.why
+    if blocks == 10:  # two for each block of 32, as meant: a GPU has no place for them
+        assert report.weights is None
+        assert "has scales for blocks of 16" in report.unknown[0]
+    else:
+        assert report.weights is not None
+        assert f"spreads {blocks} scales evenly over 160" in report.weights.why
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     name = f"{LAYER}.mlp.down_proj.weight"
     codes = load_file(out / "model.safetensors")[name].float()

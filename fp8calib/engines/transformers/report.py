@@ -46,6 +46,7 @@ from fp8calib.formats.fp8.weights import (
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.module_paths import span_experts, split_expert
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
+from fp8calib.numerics.schemes import MX_BLOCK
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
 _LARGEST_EXPONENT = 254
@@ -101,6 +102,8 @@ def _report_loaded(folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaMod
     if fault := next(_list_weight_faults(context, loaded), None):
         verdict = LoadVerdict(status=Status.MISREAD, why=fault, fix=_WEIGHT_FIX)
         report = report.model_copy(update={"weights": verdict})
+    elif finer := next(_list_finer(context, loaded), None):
+        report = report.doubt(finer)
     # The last, because it decompresses the weights.
     is_quantized = bool(folder.config.get("quantization_config"))
     if is_quantized and (error := find_run_error(loaded.model)):
@@ -288,8 +291,30 @@ def _list_spread_faults(
         return
     for size, number, width in zip(weight.shape, scale, block, strict=True):
         is_cut = number > 1 and number == -(-size // width) and bool(size % width)
-        if number * width != size if is_fixed else is_cut:
+        is_other = number * width != size and not _is_finer(size, number, width)
+        if is_other if is_fixed else is_cut:
             yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
+
+
+def _is_finer(size: int, number: int, width: int) -> bool:
+    """Tell whether there are several scales for each block that is meant, and all are as wide."""
+    return number > size // width and size % number == 0 and number * width % size == 0
+
+
+def _list_finer(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
+    """List exponents of MXFP8 for smaller blocks: right on a CPU, if they are what is meant.
+
+    On a GPU transformers 5.23 has a parameter of another shape (FP8Linear, read).
+    """
+    is_mx = _read_section(context.folder).get("quant_method") == "mxfp8"
+    for name in sorted(loaded.read) if is_mx else ():
+        weight, scale = context.tensors.get(name.removesuffix("_scale_inv")), context.tensors[name]
+        if not name.endswith(".weight_scale_inv") or weight is None or len(scale.shape) != 2:
+            continue
+        size, number = weight.shape[-1], scale.shape[-1]
+        if _is_finer(size, number, MX_BLOCK[1]):
+            why = "a CPU computes with blocks of that size, and a GPU stops"
+            yield f"{shorten(name)} has scales for blocks of {size // number}: {why}"
 
 
 def _list_joined_faults(loaded: MetaModel) -> Iterator[str]:

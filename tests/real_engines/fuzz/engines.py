@@ -223,14 +223,22 @@ def _load_in_transformers(model: Path, original: Path) -> Tensors:
     held: Tensors = {}
     for name, module in loaded.named_modules():
         if hasattr(module, "k_scale") and hasattr(module, "v_scale"):
-            held[f"held.{name}.k"] = module.k_scale.detach().float().reshape(-1)
-            held[f"held.{name}.v"] = module.v_scale.detach().float().reshape(-1)
+            held[f"held.{name}.k"] = _read_scale(module, "k")
+            held[f"held.{name}.v"] = _read_scale(module, "v")
             held[f"held.{name}.is_fp8"] = torch.tensor(True)
     computed = dequantize(_list_parameters(loaded))
     fault = describe_difference(_stack_experts(computed), _list_parameters(meant))
     fault = fault or _find_bad_input(loaded)
     held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
     return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _read_scale(module: torch.nn.Module, role: str) -> torch.Tensor:
+    """Read a scale; NaN where the zero point beside it holds memory that nothing set."""
+    scale = getattr(module, f"{role}_scale").detach().float().reshape(-1)
+    zero = getattr(module, f"{role}_zero_point", None)
+    is_set = zero is None or bool(zero.detach().float().isfinite().all())
+    return scale if is_set else scale * torch.nan
 
 
 def _list_parameters(model: torch.nn.Module) -> Tensors:

@@ -70,7 +70,10 @@ def _find_error(held: torch.Tensor, meant: torch.Tensor) -> float:
 
 
 def describe_difference(held: Tensors, meant: Tensors) -> str:
-    """Say how tensors differ from those that are meant; empty where rounding explains it."""
+    """Say how tensors differ from those that are meant; empty where rounding explains it.
+
+    A weight that the model does not have, such as one of a layer too many, is one that nothing set.
+    """
     for name, matrix in meant.items():
         if not matrix.dim() or matrix.isnan().any():  # NaN: the engine does not load it at all
             continue
@@ -79,7 +82,8 @@ def describe_difference(held: Tensors, meant: Tensors) -> str:
         error = compare_matrices(held[name], matrix)
         if not error < _CLOSE:
             return f"{name} differs by {error:.2g} of its norm"
-    return ""
+    more = (name for name in held if name.endswith(".weight") and name not in meant)
+    return next((f"{name} is of no tensor of the model" for name in more), "")
 
 
 def dequantize(tensors: Tensors, *, is_transposed: bool = False) -> dict[str, torch.Tensor]:

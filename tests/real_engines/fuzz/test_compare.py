@@ -210,6 +210,8 @@ def test_rounding_is_no_difference_and_damage_is() -> None:
     assert describe_difference({"w": rounded}, meant) == ""
     assert describe_difference({"w": rounded.T}, meant) == ""
     assert describe_difference({}, meant) == "w is not there"
+    more = {"w": rounded, "layers.1.up_proj.weight": rounded}
+    assert "of no tensor of the model" in describe_difference(more, meant)
     norm = {"norm": torch.randn(64, generator=generator)}
     assert describe_difference({"norm": norm["norm"].bfloat16()}, norm) == ""
     assert describe_difference({"norm": torch.ones(64)}, norm).startswith("norm differs by 1")
