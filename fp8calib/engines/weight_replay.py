@@ -207,7 +207,7 @@ def _compare_linears(
             yield Finding(
                 status=Status.MISREAD,
                 why="it joins the experts of a layer, and only a part of them is quantized "
-                f"({group.path}): it stops, or its answers are wrong",
+                f"({group.path}): it stops, or casts the others without a scale",
                 fix="quantize all of them, or none",
             )
             break

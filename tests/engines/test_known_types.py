@@ -12,7 +12,9 @@ import fp8calib
 from fp8calib.engines.facts.release import list_newer_types
 from fp8calib.engines.registry import find_replayed
 from tests import zoo
+from tests.architectures import families
 from tests.kit.checkpoints import change_config
+from tests.truth.test_every_matrix import FAMILIES
 
 CASES = [  # of transformers' and the engines' own files, read
     ("vllm", "inkling2_text", "<5.21.0,>=5.16.1"),
@@ -75,3 +77,13 @@ def test_a_field_that_the_class_reads_without_a_default_is_missed(
         assert {each.status for each in lacking[engine].verdicts} == {"refused"}
         assert f"config.json lacks {name}, " in lacking[engine].verdicts[0].why
     assert "refused" not in {each.status for each in lacking["sglang"].verdicts}
+
+
+def test_a_config_of_transformers_that_vllms_class_does_not_read_is_refused(
+    tmp_path: Path,
+) -> None:
+    """VLLM 0.32.0 builds InklingForCausalLM from a config class of its own (run)."""
+    families.save("inkling_text", FAMILIES["inkling_text"], tmp_path / "model")
+    reports = fp8calib.check(tmp_path / "model", engine=["vllm", "vllm==0.32"]).engines
+    for report in reports.values():
+        assert "config.json lacks padded_vocab_size, " in report.verdicts[0].why

@@ -57,9 +57,13 @@ _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding", "Embedding")
 _EXPERTS = ("RoutedExperts", "FusedMoE")
 _SUFFIX = ".weight"
-_NEEDED = dict.fromkeys(("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM"), ("topk_method",))
-"""Fields without which a class is built, but not loaded: vLLM 0.32.0 stops at the router's
-`e_score_correction_bias` without `topk_method: noaux_tc` (run: KeyError)."""
+_NEEDED = {
+    **dict.fromkeys(("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM"), ("topk_method",)),
+    "InklingForCausalLM": ("padded_vocab_size", "use_embed_norm"),
+}
+"""Fields that no build shows: vLLM 0.32.0 stops at the router's `e_score_correction_bias` without
+`topk_method: noaux_tc` (run: KeyError), and builds Inkling's text model only from a config class of
+its own, whose fields transformers' `inkling_text` lacks (run: AttributeError)."""
 
 
 def list_run_facts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -238,7 +242,7 @@ def keep_unchanged(
     found = {fact: [each for each in values if each in kept] for fact, values in facts.items()}
     for fact, values in found.items():
         field = fact.removeprefix(READS)
-        if fact.startswith(READS) and (field,) not in _NEEDED.values():
+        if fact.startswith(READS) and not any(field in each for each in _NEEDED.values()):
             found[fact] = [each for each in values if second.reads_field(each, field)]
     return {fact: values for fact, values in found.items() if values}
 
