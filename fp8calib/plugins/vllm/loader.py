@@ -32,6 +32,8 @@ _SCRIPT = Path(__file__).with_name("loader_script.py")
 _OWN_FRAME = ":__torch_function__"
 """The mode of the script, through which every call of torch goes."""
 _TIMEOUT_S = 300
+_VERSION_TIMEOUT_S = 60
+"""It reads metadata of packages alone, which may lie on a slow disk."""
 _LOST = "lost"
 _MOST_FILES = 3
 _PLACES_OF_THE_BUILD = re.compile(
@@ -95,13 +97,18 @@ def find_release(python: Path) -> str:
     """Name the vLLM of an environment as `--engine` takes it, the newest if it is unknown.
 
     Raises:
-        UsageError: there is no such interpreter.
+        UsageError: there is no such interpreter, or it does not answer.
     """
     command = [str(python), "-I", "-c", _PRINT_VERSION]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
+            command, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
     except OSError as error:
         raise UsageError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
+    except subprocess.TimeoutExpired as error:
+        why = f"{python} did not name its vLLM within {_VERSION_TIMEOUT_S} s"
+        raise UsageError(why, hint=_ENVIRONMENT_HINT) from error
     found = re.match(r"\d+\.\d+[\w.]*", done.stdout)
     name = f"vllm=={found[0]}" if found else "vllm"
     with suppress(UsageError):  # a version whose rules are not known

@@ -214,6 +214,17 @@ def test_the_rules_are_those_of_the_vllm_that_loads(
     assert find_release(python) == name
 
 
+def test_an_interpreter_that_does_not_answer_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.plugins.vllm.loader._VERSION_TIMEOUT_S", 0.5)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 20\n")
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match="did not name its vLLM within"):
+        find_release(python)
+
+
 def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:
     answer = {"stage": "import", "error": "ModuleNotFoundError: No module named 'vllm'"}
     for python, kind in (
