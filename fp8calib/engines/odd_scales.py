@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
@@ -28,6 +31,7 @@ from fp8calib.engines.scale_mistakes import (
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import KV_ROLES, Role, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 
@@ -260,6 +264,105 @@ def judge_weight_scales(
         for name, text in find_odd(largest, group, fmt).items():
             return f"{shorten(name)} ({largest[name]:.4g}) {text}"
     return ""
+
+
+def judge_scale_places(
+    scales: Mapping[str, tuple[Fp8Format, tuple[int, int], NDArray[np.float32]]],
+    stats: CalibrationStats,
+) -> str:
+    """Describe scales of a weight that are of other rows or blocks, or off by a factor.
+
+    Only where most weights have the scales that their largest values give, also those of the same
+    kind in other layers: not after a method that changes weights, or clips them.
+
+    Args:
+        scales: by the weight's name: its format, the size of its blocks, and its scales.
+        stats: of the unquantized model.
+    """
+    modules = map_measured(stats)
+    reached: dict[str, list[NDArray[np.float32]]] = {}
+    groups: dict[str, float] = defaultdict(float)
+    for weight in scales.keys() & modules.keys():
+        held = stats.sites.get(Site(modules[weight], Role.WEIGHT))
+        if held is not None and held.amax_in is not None and held.amax.numel():
+            reached[weight] = [held.amax.float().numpy(), held.amax_in.float().numpy()]
+            group = name_fused_group(weight.removesuffix(".weight"))
+            groups[group] = max(groups[group], float(held.amax.max()))
+    odd: dict[str, str] = {}
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for weight in sorted(reached):
+        fmt, block, scale = scales[weight]
+        shared = groups[name_fused_group(weight.removesuffix(".weight"))]
+        text = _compare_places(scale * fmt.max, reached[weight], block, shared)
+        if text is not None:
+            kinds[_NUMBER.sub("#", weight)].append(weight)
+            odd |= {weight: text} if text else {}
+    total = sum(map(len, kinds.values()))
+    if total and len(odd) <= total * _MOST_ODD:
+        for names in kinds.values():
+            wrong = [name for name in names if name in odd]
+            if wrong and len(wrong) <= len(names) / 2 and odd[wrong[0]] != _UNTOLD:
+                return f"the scales of {shorten(wrong[0])}: {odd[wrong[0]]}"
+    return ""
+
+
+_SAME, _CLOSE, _APART = 0.01, 0.06, 1.8
+"""What differs less is a scale rounded to 16 bits; is that of amax; may be of another rule."""
+_LEAST = 1e-3
+"""Rows that reach less than this share of the largest may have the smallest scale of a tool."""
+_MOST_ODD = 0.2
+"""The share of weights that may have other scales where a scale is known to be of amax."""
+_UNTOLD = "other scales"
+
+
+def _compare_places(
+    found: NDArray[np.float32],
+    amax: Sequence[NDArray[np.float32]],
+    block: tuple[int, int],
+    shared: float,
+) -> str | None:
+    """Say how scales differ from those of amax; None where their shape cannot be compared.
+
+    Args:
+        found: the largest values that they stand for.
+        amax: what outputs and inputs reach.
+        block: its outputs and inputs.
+        shared: what the linears reach that an engine joins, which may have one scale.
+    """
+    if found.size == 1:
+        return _compare_number(found.item(), float(amax[0].max()), shared)
+    grid = found.reshape(len(found), -1)
+    for held, reach, width in zip((grid.max(1), grid.max(0)), amax, block, strict=True):
+        span = 1 if held.size == reach.size else width
+        if held.size == 1:
+            continue
+        if held.size != -(-reach.size // span):
+            return None
+        meant = np.maximum.reduceat(reach, np.arange(0, reach.size, span))
+        is_odd = (np.abs(held - meant) > _CLOSE * meant) & (meant > meant.max() * _LEAST)
+        if is_odd.any():
+            return _describe_odd(held, meant, is_odd, "rows" if span == 1 else "blocks")
+    return ""
+
+
+def _compare_number(found: float, own: float, shared: float) -> str:
+    if not own or any(abs(found / each - 1) <= _CLOSE for each in (own, shared)):
+        return ""
+    if own / _APART < found < shared * _APART:
+        return _UNTOLD
+    kind = "large" if found > own else "small"
+    return f"it is {max(found / shared, own / found):.3g} times too {kind} for its largest value"
+
+
+def _describe_odd(
+    found: NDArray[np.float32], meant: NDArray[np.float32], is_odd: NDArray[np.bool_], what: str
+) -> str:
+    if np.allclose(np.sort(found), np.sort(meant), rtol=_SAME):
+        return f"{is_odd.sum():,} of its {found.size:,} {what} have those of other {what}"
+    factors = np.maximum(found / meant, meant / found)[is_odd]
+    if factors.min() < _APART:
+        return _UNTOLD
+    return f"those of {len(factors):,} of {found.size:,} {what} are {factors.max():.3g} times off"
 
 
 def suspect_weight_scales(

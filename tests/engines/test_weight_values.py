@@ -74,7 +74,7 @@ def test_every_code_is_judged_as_ml_dtypes_reads_it(
 
 def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     path = llama / "model.safetensors"
-    assert read(llama) == WeightValues(faults=(), notes=())
+    assert read(llama) == WeightValues(faults=(), clipped=(), notes=())
     out = succeed("check", llama, "--read-weights").out
     assert "--read-weights" not in out
     assert "--read-weights" in succeed("check", llama).out
@@ -98,6 +98,25 @@ def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
 def test_a_fault_beside_another_one_is_told() -> None:
     other = LoadVerdict(status=Status.MISREAD, why="another fault")
     report = CheckReport(engines={"x": EngineReport(layers=(), weights=other)}, versions={"x": "1"})
-    amended = WeightValues(faults=("a holds NaN",), notes=()).amend(report).engines["x"]
+    amended = WeightValues(faults=("a holds NaN",), clipped=(), notes=()).amend(report).engines["x"]
     assert amended.weights == other
     assert amended.problems == ("a holds NaN",)
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_ternary", "is_told"),
+    [(1, False, False), (2, False, True), (16, False, True), (2, True, False)],
+)
+def test_codes_that_a_small_scale_clipped_are_told(
+    llama: Path, tmp_path: Path, factor: float, is_ternary: bool, is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512)
+    weight = weight.sign() if is_ternary else weight
+    scale = weight.abs().amax(1, keepdim=True) / 448 / factor
+    codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    found = read(store(llama, tmp_path / "model", codes))
+    assert bool(found.clipped) == is_told
+    report = CheckReport(engines={"x": EngineReport(layers=())}, versions={"x": "1"})
+    suspicious = found.amend(report).engines["x"].suspicious
+    assert [f"of {NAME} has the largest code" in each for each in suspicious] == [True] * is_told

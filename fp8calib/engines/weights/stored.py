@@ -18,6 +18,7 @@ from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.odd_scales import (
+    judge_scale_places,
     judge_weight_scales,
     map_measured,
     suspect_weight_scales,
@@ -34,7 +35,7 @@ from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
@@ -153,11 +154,34 @@ class OpenedWeights:
         if stats is not None:
             measured = map_measured(stats)
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
-            if why := judge_weight_scales(self.tensors, largest, stats):
+            why = judge_weight_scales(self.tensors, largest, stats)
+            if why := why or judge_scale_places(self._read_places(), stats):
                 self.unlike_stats = Finding(status=Status.MISREAD, why=why, fix=_SCALES_FIX)
         for text, odd in suspect_weight_scales(unmeasured, largest):
             self.suspicious.append(text)
             self.odd_scales.update(odd)
+
+    def _read_places(self) -> dict[str, tuple[Fp8Format, tuple[int, int], NDArray[np.float32]]]:
+        """Read the format, the size of blocks and the scales of weights, but of MXFP8.
+
+        Its exponents are rounded.
+        """
+        weights: dict[str, str] = {}
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for module in (each for each, scheme in self.schemes.items() if not scheme.is_mx):
+            for name in name_companions(f"{module}.{WEIGHT}").scales:
+                if name in self.values.largest:
+                    weights[name] = module
+                    by_file[self.located[name][0]].append(name)
+        return {
+            f"{module}.{WEIGHT}": (
+                WEIGHT_FORMATS[self.tensors[f"{module}.{WEIGHT}"].dtype],
+                self.schemes[module].block,
+                values,
+            )
+            for name, values in _read_tensors(self.folder, by_file)
+            if (module := weights[name])
+        }
 
 
 def find_wrong_values(
