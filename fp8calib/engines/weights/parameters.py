@@ -162,8 +162,10 @@ def judge_head(
             yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
         return
     wants_own = not is_tied or is_own or (rules.unties_stored and head.endswith(_HEAD))
+    if wants_own and geometry.is_wrapped:  # its text_config decides, which maps do not tell
+        return
     is_headless = geometry.model_type in rules.headless_types or states == {"refused"}
-    if wants_own and is_headless and not geometry.is_wrapped:
+    if wants_own and is_headless:
         why = "is stored, but the engine's class has no output layer, and stops"
         fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=fix)
