@@ -181,10 +181,9 @@ def _name_shapes(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, o
             if name in names
         },
         "tied": {
-            names.get(name, name): names[shared]
+            names.get(name, name): names.get(others[0], others[0])
             for name, others in tied_names(skeleton).items()
             if name in weights
-            if (shared := next(filter(names.__contains__, others), ""))
         },
         "parameters": {
             names[name]: tuple(value.shape)

@@ -421,6 +421,24 @@ def test_an_output_layer_beside_the_embedding(
     assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
 
 
+@pytest.mark.parametrize("family", ["llama", "cohere", "gpt_neox", "lfm2"])
+def test_an_output_layer_alone_does_not_fill_the_embedding(
+    saved: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """VLLM 0.32 left it unset, or stopped; transformers fills it (run)."""
+    folder = damage(saved(family), tmp_path / "x", tie_word_embeddings=True)
+    held = load_file(folder / SINGLE)
+    (name,) = (name for name in held if name in EMBEDDINGS)
+    head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+    change_tensors(folder, {head: held[name].clone(), name: None})
+
+    assert judge(folder, *ENGINES) == {
+        **dict.fromkeys(LOADERS_OF_VLLM, "misread"),
+        "sglang": "misread",
+        "transformers": "ok",
+    }
+
+
 def test_a_release_that_ties_the_output_layer_computes_with_the_embedding(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

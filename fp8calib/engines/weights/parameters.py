@@ -150,16 +150,8 @@ def judge_head(
     head = next(chain(geometry.tied, own), "")
     path, is_tied = head.removesuffix(".weight"), head in geometry.tied
     states = {each.state for each in classes.get(make_pattern(path), ())}
-    if head not in tensors:
-        if geometry.tied.get(head) not in tensors:
-            return
-        if is_own:
-            why = "is missing: the engine's class does not tie it, and uses uninitialised memory"
-            fix = f"store the embedding as {head}, too"
-            yield Finding(status=Status.MISREAD, subject=head, why=why, fix=fix, is_silent=True)
-        elif geometry.model_type in rules.untied_types:
-            why = "is tied to the embedding, at which the engine's class stops (AssertionError)"
-            yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
+    if head not in tensors or (is_tied and geometry.tied[head] not in tensors):
+        yield from _judge_half(rules, geometry, tensors, head, is_own=is_own)
         return
     wants_own = not is_tied or is_own or (rules.unties_stored and head.endswith(_HEAD))
     if wants_own and geometry.is_wrapped:  # its text_config decides, which maps do not tell
@@ -189,6 +181,24 @@ def judge_head(
         yield Finding.doubt(head, f"may be one that {why}", fix=fix)
     elif not any(is_equal(stored.folder, (file, head), each) for each in beside):
         yield Finding(status=Status.MISREAD, subject=head, why=why, fix=_HEAD_FIX, is_silent=True)
+
+
+def _judge_half(
+    rules: NameRules, geometry: ModelGeometry, tensors: Tensors, head: str, *, is_own: bool
+) -> Iterator[Finding]:
+    """Say whether an engine fills what is not stored of an output layer and a tied embedding."""
+    embedding = geometry.tied.get(head, "")
+    if head in tensors:
+        why = f"is missing: the engine does not fill it with {shorten(head)}"
+        fix = f"store {shorten(head)} under this name, too"
+        yield Finding(status=Status.MISREAD, subject=embedding, why=why, fix=fix)
+    elif embedding in tensors and is_own:
+        why = "is missing: the engine's class does not tie it, and uses uninitialised memory"
+        fix = f"store {shorten(embedding)} under this name, too"
+        yield Finding(status=Status.MISREAD, subject=head, why=why, fix=fix, is_silent=True)
+    elif embedding in tensors and geometry.model_type in rules.untied_types:
+        why = "is tied to the embedding, at which the engine's class stops (AssertionError)"
+        yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
 
 
 def lacks_drafter(geometry: ModelGeometry, tensors: Tensors, config: Mapping[str, object]) -> str:
