@@ -176,8 +176,11 @@ def judge_head(
     file = stored.located[head][0]
     beside = [(stored.located[each][0], each) for each in known]
     why = "differs from the embedding, with which the engine computes instead"
-    if any(find_ranged_file(stored.folder.path / each) for each, _ in beside):
-        fix = "download the checkpoint, and check it then"
+    alike = (tensors[each] for each in known if tensors[each].shape == tensors[head].shape)
+    if any(find_ranged_file(stored.folder.path / each) for each, _ in beside) or any(
+        each.dtype != tensors[head].dtype for each in alike
+    ):
+        fix = "download the checkpoint, or store both in one dtype"
         yield Finding.doubt(head, f"may be one that {why}", fix=fix)
     elif not any(is_equal(stored.folder, (file, head), each) for each in beside):
         yield Finding(status=Status.MISREAD, subject=head, why=why, fix=_HEAD_FIX, is_silent=True)
