@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +14,8 @@ import torch
 from tests.real_engines.fuzz.compare import Kind
 from tests.real_engines.fuzz.draw import Case, draw, parse_case
 from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Result
-from tests.real_engines.fuzz.report import Disagreement, list_disagreements, print_report
-from tests.real_engines.fuzz.workers import Timed, Workers
+from tests.real_engines.fuzz.report import print_report
+from tests.real_engines.fuzz.workers import evaluate
 
 ENGINES = ("vllm", "transformers", "sglang")
 ASKED_BY_NAME = ("run", RUN_IN_CHECK)
@@ -47,19 +46,19 @@ def main() -> int:
     engines = options.engine or ((RUN_IN_CHECK,) if options.agreement else ENGINES)
     cases = _choose_cases(options)
     started = time.monotonic()
+    results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         jobs = max(1, min(options.jobs, len(cases)))
-        with Workers(Path(folder), engines, jobs) as workers:
-            results: list[Result] = []
-            for timed in workers.evaluate(cases):
-                results.append(timed.result)
-                done = len({result.case.seed for result in results})
-                _tell(f"{done:4}/{len(cases)} {_describe(timed)}")
-            order = {case.seed: number for number, case in enumerate(cases)}
-            results.sort(key=lambda result: order[result.case.seed])
-            found = _reduce(workers, list_disagreements(results))
-    print_report(results, found, seed=options.seed, duration_s=time.monotonic() - started)
-    return int(any(item.finding.kind in {Kind.CRASH, Kind.FALSE_OK} for item in found))
+        for result in evaluate(cases, Path(folder), engines, jobs):
+            results.append(result)
+            kinds = {engine: finding.kind.name for engine, finding in result.findings.items()}
+            outcome = result.unwritten or kinds or result.excluded or "agreed"
+            print(f"{len(results):4}/{len(cases)} {result.case}: {outcome}", file=sys.stderr)
+    results.sort(key=lambda result: cases.index(result.case))
+    print_report(results)
+    print(f"\n{len(results)} checkpoints, seed {options.seed}, {time.monotonic() - started:.0f} s")
+    kinds_found = {finding.kind for result in results for finding in result.findings.values()}
+    return int(not kinds_found.isdisjoint({Kind.CRASH, Kind.FALSE_OK}))
 
 
 def _choose_cases(options: argparse.Namespace) -> list[Case]:
@@ -68,25 +67,6 @@ def _choose_cases(options: argparse.Namespace) -> list[Case]:
     if options.agreement:
         return draw(options.agreement, options.seed, undamaged=_UNDAMAGED_IN_AGREEMENT)
     return draw(options.fuzz, options.seed)
-
-
-def _describe(timed: Timed) -> str:
-    result = timed.result
-    kinds = {engine: finding.kind.name for engine, finding in result.findings.items()}
-    outcome = result.unwritten or kinds or result.excluded or "agreed"
-    return f"{timed.duration_s:5.1f} s  {result.case}: {outcome}"
-
-
-def _reduce(workers: Workers, found: Sequence[Disagreement]) -> list[Disagreement]:
-    reduced: list[Disagreement] = []
-    for item in workers.reduce(found):
-        reduced.append(item)
-        _tell(f"{len(reduced):4}/{len(found)} simplest: {item.engine}: {item.simplest}")
-    return reduced
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

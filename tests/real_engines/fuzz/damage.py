@@ -6,11 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import Form
 
 Change = Callable[[Draft], None]
 Fits = Callable[[Form], bool]
+Select = Callable[[Draft], list[str]]
+"""Lists the tensors that a change is about."""
+Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +49,47 @@ def has_scheme(*schemes: str, method: str = "") -> Fits:
     return lambda form: form.scheme in schemes and method in {"", form.method}
 
 
+def one_of(select: Select) -> Select:
+    """Select one of these tensors, drawn at random."""
+    return lambda draft: [draft.random.choice(select(draft))]
+
+
+def edit(select: Select, new: Edit) -> Change:
+    """Make a change of tensors."""
+
+    def change(draft: Draft) -> None:
+        for name in select(draft):
+            draft.put(name, new(draft[name]))
+
+    return change
+
+
+def drop(select: Select) -> Change:
+    """Make a change that removes tensors."""
+
+    def change(draft: Draft) -> None:
+        for name in select(draft):
+            draft.pop(name)
+
+    return change
+
+
+def rename(select: Select, new: Callable[[str], str]) -> Change:
+    """Make a change of the names of tensors."""
+
+    def change(draft: Draft) -> None:
+        for name in select(draft):
+            draft.rename(name, new(name))
+
+    return change
+
+
 def set_key(key: str, value: object) -> Change:
     """Make a change that sets a key of the quantization_config; a dot leads into an object."""
 
     def change(draft: Draft) -> None:
-        *path, last = key.split(".")
-        _find(draft, path)[last] = value
+        holder, last = _find(draft, key)
+        holder[last] = value
 
     return change
 
@@ -58,19 +98,21 @@ def drop_key(key: str) -> Change:
     """Make a change that removes a key of the quantization_config."""
 
     def change(draft: Draft) -> None:
-        *path, last = key.split(".")
-        _find(draft, path).pop(last, None)
+        holder, last = _find(draft, key)
+        holder.pop(last, None)
 
     return change
 
 
-def _find(draft: Draft, path: list[str]) -> dict[str, Any]:
+def _find(draft: Draft, key: str) -> tuple[dict[str, Any], str]:
+    """Find the object that holds a key, and the key's last part."""
+    *path, last = key.split(".")
     found = draft.quantization
-    for key in path:
-        found = found[key]
-    if not isinstance(found, dict):
-        raise UnfitError(f"{'.'.join(path)} is no object")
-    return found
+    for part in path:
+        found = found.get(part)  # type: ignore[assignment]
+        if not isinstance(found, dict):
+            raise UnfitError(f"there is no object {part}")
+    return found, last
 
 
 def remove_config(draft: Draft) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
-from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST
+from tests.real_engines.fuzz.architectures import ARCHITECTURES
 from tests.real_engines.fuzz.damage import Damage
 from tests.real_engines.fuzz.folder_damages import FOLDER_DAMAGES
 from tests.real_engines.fuzz.forms import FORMS
@@ -20,7 +20,6 @@ _TWICE_SHARE = 0.1
 """Of the damaged checkpoints, how many have a second damage."""
 _DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 _NONE = "none"
-MOST_ATTEMPTS = 10
 Item = TypeVar("Item")
 
 
@@ -85,37 +84,6 @@ def draw(count: int, seed: int, undamaged: float = _UNDAMAGED_SHARE) -> list[Cas
             )
         )
     return cases
-
-
-def list_simpler(case: Case) -> Iterator[Case]:
-    """List simpler cases: the simplest model, a damage less, or a step towards the model."""
-    simplest = {"architecture": SIMPLEST, "dtype": "bfloat16", "layers": 1}
-    smaller = replace(case, **simplest)
-    if smaller != case:
-        yield smaller
-    for damage in case.damages:
-        yield replace(case, damages=tuple(name for name in case.damages if name != damage))
-    if case.architecture != SIMPLEST:
-        yield replace(case, architecture=SIMPLEST)
-    if case.dtype != "bfloat16":
-        yield replace(case, dtype="bfloat16")
-    if case.architecture == SIMPLEST and not case.layers:
-        yield replace(case, layers=1)
-
-
-def shrink(case: Case, persists: Callable[[Case], bool]) -> Case:
-    """Give the simplest case found that still shows what `persists` asks for.
-
-    It is asked about at most MOST_ATTEMPTS cases.
-    """
-    waiting = list_simpler(case)
-    for _ in range(MOST_ATTEMPTS):
-        simpler = next(waiting, None)
-        if simpler is None:
-            break
-        if persists(simpler):
-            case, waiting = simpler, list_simpler(simpler)
-    return case
 
 
 def _choose_second(random: Random, form: str, first: Damage | None) -> Damage | None:

@@ -64,16 +64,9 @@ class Evaluator:
         self._ask_loader = ask_loader
         self._observers = observers
         self._count = 0
-        self._found: dict[tuple[Case, str], Finding | None] = {}
 
-    def find(self, case: Case, engine: str) -> Finding | None:
-        """Give the disagreement about one engine, asked once; None where there is none."""
-        if (case, engine) not in self._found:
-            self._found[case, engine] = self(case, engine).findings.get(engine)
-        return self._found[case, engine]
-
-    def __call__(self, case: Case, *engines: str) -> Result:
-        """Compare what `check` says of a case with what these engines do, or all of them."""
+    def __call__(self, case: Case) -> Result:
+        """Compare what `check` says of a case with what the engines do."""
         self._count += 1
         result = Result(case=case)
         out = self._folder / f"{self._count}"
@@ -82,9 +75,8 @@ class Evaluator:
         except (UnfitError, Fp8CalibError) as error:
             result.unwritten = f"{type(error).__name__}: {error}"
             return result
-        for engine in engines or self._observers:
+        for engine in self._observers:
             self._compare(result, engine, out)
-            self._found[case, engine] = result.findings.get(engine)
         shutil.rmtree(out)
         return result
 

@@ -10,31 +10,35 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.real_engines.fuzz.damage import Change, Damage, has_fp8, has_method
+from tests.real_engines.fuzz.damage import (
+    Change,
+    Damage,
+    Fits,
+    Select,
+    drop,
+    edit,
+    has_fp8,
+    has_method,
+    one_of,
+    rename,
+    set_key,
+)
 from tests.real_engines.fuzz.draft import INDEX, Draft, UnfitError
 from tests.real_engines.fuzz.forms import Form
 
 _WIDTH = 64
 _WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_moe")
 """Model types that store each expert by itself."""
+_GROUP = "config_groups.group_0.weights"
 
 
 def _always(_: Form) -> bool:
     return True
 
 
-def _rename_all(rename: Callable[[str], str]) -> Change:
-    def change(draft: Draft) -> None:
-        for name in list(draft):
-            if (new := rename(name)) != name:
-                draft.rename(name, new)
-
-    return change
-
-
 def _strip_root(name: str) -> str:
-    root, dot, rest = name.partition(".")
-    return rest if dot and root in {"model", "transformer", "backbone"} else name
+    root, _, rest = name.partition(".")
+    return rest if rest and root in {"model", "transformer", "backbone"} else name
 
 
 def _add(name: str, *shape: int) -> Change:
@@ -50,26 +54,16 @@ def _add(name: str, *shape: int) -> Change:
     return change
 
 
-def _find(draft: Draft, *ends: str) -> str:
-    found = [name for name in draft if name.endswith(ends)]
-    if not found:
-        raise UnfitError(f"no tensor is called {ends}")
-    return draft.random.choice(sorted(found))
+def _one(*ends: str) -> Select:
+    """Select one of the tensors whose names end so."""
 
+    def select(draft: Draft) -> list[str]:
+        found = sorted(name for name in draft if name.endswith(ends))
+        if not found:
+            raise UnfitError(f"no tensor is called {ends}")
+        return found
 
-def _edit(edit: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Change:
-    def change(draft: Draft) -> None:
-        name = _find(draft, *ends)
-        draft.put(name, edit(draft[name]))
-
-    return change
-
-
-def _drop(*ends: str) -> Change:
-    def change(draft: Draft) -> None:
-        draft.pop(_find(draft, *ends))
-
-    return change
+    return one_of(select)
 
 
 def _put_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,20 +99,6 @@ def _unset(key: str) -> Change:
         if key not in draft.config:
             raise UnfitError(f"there is no {key}")
         draft.config.pop(key)
-
-    return change
-
-
-def _set_deep(value: object, *path: str) -> Change:
-    """Make a change of a value inside the quantization_config."""
-
-    def change(draft: Draft) -> None:
-        place = draft.quantization
-        for key in path[:-1]:
-            if not isinstance(place.get(key), dict):
-                raise UnfitError(f"there is no {key}")
-            place = place[key]
-        place[path[-1]] = value
 
     return change
 
@@ -177,9 +157,9 @@ def _write_index(edit: Callable[[str, Path], object]) -> Callable[[Path], None]:
 
 
 _CT = has_method("compressed-tensors")
-_DAMAGES: dict[str, tuple[Change, Callable[[Form], bool]]] = {
-    "prefix-more": (_rename_all(lambda name: f"model.{name}"), _always),
-    "prefix-less": (_rename_all(_strip_root), _always),
+_DAMAGES: dict[str, tuple[Change, Fits]] = {
+    "prefix-more": (rename(list, lambda name: f"model.{name}"), _always),
+    "prefix-less": (rename(list, _strip_root), _always),
     "foo": (_add("foo"), _always),
     "head-bias": (_add("lm_head.bias"), _always),
     "score": (_add("score.weight", 2, _WIDTH), _always),
@@ -189,26 +169,27 @@ _DAMAGES: dict[str, tuple[Change, Callable[[Form], bool]]] = {
     "k_bias": (_add("{attention}.k_proj.k_bias", 1), _always),
     "norm-bias": (_add("{layer}.input_layernorm.bias", 3), _always),
     "num_batches": (_add("{layer}.num_batches_tracked", 1), _always),
-    "k-rows-more": (_edit(lambda t: torch.cat([t, t[:1]]), "k_proj.weight"), _always),
-    "k-empty": (_edit(lambda t: t[:0].clone(), "k_proj.weight", "v_proj.weight"), _always),
-    "norm-short": (_edit(lambda t: t[:-1].clone(), "norm.weight"), _always),
-    "norm-nan": (_edit(_put_nan, "norm.weight"), _always),
-    "norm-missing": (_drop("layernorm.weight", "norm.weight"), _always),
-    "embedding-missing": (_drop("embed_tokens.weight", "wte.weight"), _always),
-    "head-missing": (_drop("lm_head.weight"), _always),
+    "k-rows-more": (edit(_one("k_proj.weight"), lambda t: torch.cat([t, t[:1]])), _always),
+    "k-empty": (edit(_one("k_proj.weight", "v_proj.weight"), lambda t: t[:0].clone()), _always),
+    "norm-short": (edit(_one("norm.weight"), lambda t: t[:-1].clone()), _always),
+    "norm-nan": (edit(_one("norm.weight"), _put_nan), _always),
+    "norm-missing": (drop(_one("layernorm.weight", "norm.weight")), _always),
+    "embedding-missing": (drop(_one("embed_tokens.weight", "wte.weight")), _always),
+    "head-missing": (drop(_one("lm_head.weight")), _always),
     "expert-more": (_add_expert, _always),
     "experts-w123": (
-        _rename_all(
+        rename(
+            list,
             lambda name: (
                 name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
                 if ".experts." in name
                 else name
-            )
+            ),
         ),
         _always,
     ),
     "experts-parent": (
-        _rename_all(lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")),
+        rename(list, lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")),
         _always,
     ),
     "class-other": (_set("architectures", ["BertModel"]), _always),
@@ -228,13 +209,13 @@ _DAMAGES: dict[str, tuple[Change, Callable[[Form], bool]]] = {
     "layers-more": (_set("num_hidden_layers", 5), _always),
     "tied": (_set("tie_word_embeddings", True), _always),
     "vocabulary-more": (_set("vocab_size", 4096), _always),
-    "actorder": (_set_deep("foo", "config_groups", "group_0", "weights", "actorder"), _CT),
-    "group_size": (_set_deep(-5, "config_groups", "group_0", "weights", "group_size"), _CT),
-    "scale_dtype": (_set_deep("foo", "config_groups", "group_0", "weights", "scale_dtype"), _CT),
-    "observer": (_set_deep(5, "config_groups", "group_0", "weights", "observer"), _CT),
-    "version": (_set_deep("99.0", "version"), _CT),
-    "method-awq": (_set_deep("awq", "quant_method"), has_fp8),
-    "method-mxfp4": (_set_deep("mxfp4", "quant_method"), has_fp8),
+    "actorder": (set_key(f"{_GROUP}.actorder", "foo"), _CT),
+    "group_size": (set_key(f"{_GROUP}.group_size", -5), _CT),
+    "scale_dtype": (set_key(f"{_GROUP}.scale_dtype", "foo"), _CT),
+    "observer": (set_key(f"{_GROUP}.observer", 5), _CT),
+    "version": (set_key("version", "99.0"), _CT),
+    "method-awq": (set_key("quant_method", "awq"), has_fp8),
+    "method-mxfp4": (set_key("quant_method", "mxfp4"), has_fp8),
     "consolidated": (_last(_write_consolidated), _always),
     "second-file": (_last(_write_second), _always),
     "dangling-link": (_last(_write_dangling), _always),

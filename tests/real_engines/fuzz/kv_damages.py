@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from tests.real_engines.fuzz.damage import (
     Change,
     Damage,
+    Edit,
+    drop,
     drop_key,
+    edit,
     has_kv,
     has_method,
+    one_of,
     remove_config,
+    rename,
     set_key,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import draw_scale
 
 _CT = "compressed-tensors"
+
+
+def _scales(draft: Draft) -> list[str]:
+    return sorted(draft.kv_scales())
+
+
+def _all_but(role: str) -> Change:
+    """Make a change that removes the scales of the other role."""
+    kept = {role, "kv"}
+    return drop(lambda draft: [n for n, (_, r) in draft.kv_scales().items() if r not in kept])
+
+
+def _first_layer(draft: Draft) -> list[str]:
+    first = draft.attentions[0][1]
+    return [name for name, (path, _) in draft.kv_scales().items() if path.startswith(first)]
+
+
+def _one(new: Edit) -> Change:
+    return edit(one_of(_scales), new)
+
+
+def _all(new: Edit) -> Change:
+    return edit(_scales, new)
+
+
+def _fill(value: float) -> Edit:
+    return lambda scale: torch.full_like(scale, value)
+
+
+def _repeat(*shape: int) -> Change:
+    """Make a change of the shape; all elements are the first."""
+    return _all(lambda scale: scale.reshape(-1)[:1].repeat(math.prod(shape)).reshape(shape))
 
 
 def _number(draft: Draft) -> torch.Tensor:
@@ -77,58 +113,6 @@ def _rename(new: str) -> Change:
     return change
 
 
-def _strip_root(draft: Draft) -> None:
-    for name in draft.kv_scales():
-        draft.rename(name, name.partition(".")[2])
-
-
-def _one(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Make a change of one scale, drawn at random."""
-
-    def change(draft: Draft) -> None:
-        name = draft.random.choice(sorted(draft.kv_scales()))
-        draft.put(name, edit(draft[name]))
-
-    return change
-
-
-def _all(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Make a change of every scale."""
-
-    def change(draft: Draft) -> None:
-        for name in draft.kv_scales():
-            draft.put(name, edit(draft[name]))
-
-    return change
-
-
-def _fill(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda scale: torch.full_like(scale, value)
-
-
-def _keep(role: str) -> Change:
-    """Make a change that removes the scales of the other role."""
-
-    def change(draft: Draft) -> None:
-        for name, (_, found) in draft.kv_scales().items():
-            if found not in {role, "kv"}:
-                draft.pop(name)
-
-    return change
-
-
-def _drop_layer(draft: Draft) -> None:
-    first = draft.attentions[0][1]
-    for name, (path, _) in draft.kv_scales().items():
-        if path.startswith(first):
-            draft.pop(name)
-
-
-def _drop_all(draft: Draft) -> None:
-    for name in draft.kv_scales():
-        draft.pop(name)
-
-
 def _unlist(draft: Draft) -> None:
     if not draft.is_indexed:
         tensors = next(iter(draft.shards.values()))
@@ -167,7 +151,7 @@ _NAMES: dict[str, Change] = {
     "unknown-key_scale": _rename("{path}.{role}ey_scale"),
     "unknown-_k_scale": _rename("{path}._{role}_scale"),
     "unknown-k_scales": _rename("{path}.{role}_scales"),
-    "without-root": _strip_root,
+    "without-root": rename(_scales, lambda name: name.partition(".")[2]),
 }
 _VALUES: dict[str, Change] = {
     "one-zero": _one(_fill(0.0)),
@@ -193,20 +177,20 @@ _DTYPES: dict[str, Change] = {
     )
 }
 _SHAPES: dict[str, Change] = {
-    "shape-0d": _all(lambda scale: scale.reshape(-1)[0].clone()),
-    "shape-1": _all(lambda scale: scale.reshape(-1)[:1].clone()),
-    "shape-1x1": _all(lambda scale: scale.reshape(-1)[:1].reshape(1, 1).clone()),
-    "shape-1x1x1": _all(lambda scale: scale.reshape(-1)[:1].reshape(1, 1, 1).clone()),
-    "shape-2": _all(lambda scale: scale.reshape(-1)[:1].repeat(2)),
-    "shape-heads": _all(lambda scale: scale.reshape(-1)[:1].repeat(2).reshape(2, 1, 1)),
-    "shape-too-many-heads": _all(lambda scale: scale.reshape(-1)[:1].repeat(8).reshape(8, 1, 1)),
+    "shape-0d": _repeat(),
+    "shape-1": _repeat(1),
+    "shape-1x1": _repeat(1, 1),
+    "shape-1x1x1": _repeat(1, 1, 1),
+    "shape-2": _repeat(2),
+    "shape-heads": _repeat(2, 1, 1),
+    "shape-too-many-heads": _repeat(8, 1, 1),
     "shape-empty": _one(lambda scale: scale.reshape(-1)[:0].clone()),
 }
 _MISSING: dict[str, Change] = {
-    "only-k": _keep("k"),
-    "only-v": _keep("v"),
-    "layer-missing": _drop_layer,
-    "all-missing": _drop_all,
+    "only-k": _all_but("k"),
+    "only-v": _all_but("v"),
+    "layer-missing": drop(_first_layer),
+    "all-missing": drop(_scales),
 }
 _FILES: dict[str, Change] = {
     "not-in-index": _unlist,

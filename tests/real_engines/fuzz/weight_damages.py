@@ -10,12 +10,18 @@ import torch
 from tests.real_engines.fuzz.damage import (
     Change,
     Damage,
+    Edit,
     Fits,
+    Select,
+    drop,
     drop_key,
+    edit,
     has_fp8,
     has_method,
     has_scheme,
+    one_of,
     remove_config,
+    rename,
     set_key,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
@@ -25,7 +31,6 @@ _CT = "compressed-tensors"
 _SPLIT = ("q_proj", "k_proj", "v_proj")
 _GROUP = "config_groups.group_0"
 _NAN_EXPONENT = 255
-Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _is_scale(name: str) -> bool:
@@ -36,50 +41,33 @@ def _is_input(name: str) -> bool:
     return name.endswith(".input_scale")
 
 
-def _list(draft: Draft, matches: Callable[[str], bool]) -> list[str]:
+def _beside(draft: Draft, matches: Callable[[str], bool]) -> list[str]:
     found = [n for m in draft.fp8_modules() for n in draft.companions(m) if matches(n)]
     if not found:
         raise UnfitError("there is no such scale")
     return found
 
 
-def _one(matches: Callable[[str], bool], edit: Edit) -> Change:
-    """Make a change of one scale, drawn at random."""
-
-    def change(draft: Draft) -> None:
-        name = draft.random.choice(_list(draft, matches))
-        draft.put(name, edit(draft[name]))
-
-    return change
+def _scales(draft: Draft) -> list[str]:
+    return _beside(draft, _is_scale)
 
 
-def _all(matches: Callable[[str], bool], edit: Edit) -> Change:
-    """Make a change of every scale."""
-
-    def change(draft: Draft) -> None:
-        for name in _list(draft, matches):
-            draft.put(name, edit(draft[name]))
-
-    return change
+def _inputs(draft: Draft) -> list[str]:
+    return _beside(draft, _is_input)
 
 
 def _fill(value: float) -> Edit:
-    def edit(scale: torch.Tensor) -> torch.Tensor:
+    def new(scale: torch.Tensor) -> torch.Tensor:
         changed = scale.clone()
         changed.view(-1)[0] = _NAN_EXPONENT if scale.dtype is torch.uint8 else value
         return changed
 
-    return edit
+    return new
 
 
-def _rename(matches: Callable[[str], bool], new: str) -> Change:
+def _rename(select: Select, new: str) -> Change:
     """Make a change of the last part of the names."""
-
-    def change(draft: Draft) -> None:
-        for name in _list(draft, matches):
-            draft.rename(name, f"{name.rpartition('.')[0]}.{new}")
-
-    return change
+    return rename(select, lambda name: f"{name.rpartition('.')[0]}.{new}")
 
 
 def _choose(draft: Draft, *ends: str) -> str:
@@ -126,21 +114,6 @@ def _drop_weight(*, with_scales: bool) -> Change:
     def change(draft: Draft) -> None:
         module = _choose(draft)
         for name in [f"{module}.weight", *(draft.companions(module) if with_scales else ())]:
-            draft.pop(name)
-
-    return change
-
-
-def _drop_one(matches: Callable[[str], bool]) -> Change:
-    def change(draft: Draft) -> None:
-        draft.pop(draft.random.choice(_list(draft, matches)))
-
-    return change
-
-
-def _drop_all(matches: Callable[[str], bool]) -> Change:
-    def change(draft: Draft) -> None:
-        for name in _list(draft, matches):
             draft.pop(name)
 
     return change
@@ -234,11 +207,14 @@ def _has_floats(form: Form) -> bool:
 
 _TENSORS: dict[str, tuple[Change, Fits]] = {
     **{
-        f"scale-{name}": (_one(_is_scale, _fill(value)), has_fp8 if name == "nan" else _has_floats)
+        f"scale-{name}": (
+            edit(one_of(_scales), _fill(value)),
+            has_fp8 if name == "nan" else _has_floats,
+        )
         for name, value in (("nan", math.nan), ("inf", math.inf), ("zero", 0.0), ("negative", -0.5))
     },
     **{
-        f"input-{name}": (_one(_is_input, _fill(value)), has_scheme("fp8-static"))
+        f"input-{name}": (edit(one_of(_inputs), _fill(value)), has_scheme("fp8-static"))
         for name, value in (("nan", math.nan), ("inf", math.inf), ("zero", 0.0), ("negative", -0.5))
     },
     "extra-input_scale": (
@@ -252,34 +228,34 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     "part-16-bit": (_restore_one(*_SPLIT), has_fp8),
     "weight-missing": (_drop_weight(with_scales=False), has_fp8),
     "linear-missing": (_drop_weight(with_scales=True), has_fp8),
-    "scale-missing": (_drop_one(_is_scale), has_fp8),
-    "all-scales-missing": (_drop_all(_is_scale), has_fp8),
-    "input-missing": (_drop_one(_is_input), has_scheme("fp8-static")),
-    "all-inputs-missing": (_drop_all(_is_input), has_scheme("fp8-static")),
-    "weight_scale_inv": (_rename(_is_scale, "weight_scale_inv"), has_fp8),
-    "weight_scale": (_rename(_is_scale, "weight_scale"), has_scheme("fp8-block", "mxfp8")),
-    "named-scale": (_rename(_is_scale, "scale"), has_fp8),
-    "activation_scale": (_rename(_is_input, "activation_scale"), has_scheme("fp8-static")),
+    "scale-missing": (drop(one_of(_scales)), has_fp8),
+    "all-scales-missing": (drop(_scales), has_fp8),
+    "input-missing": (drop(one_of(_inputs)), has_scheme("fp8-static")),
+    "all-inputs-missing": (drop(_inputs), has_scheme("fp8-static")),
+    "weight_scale_inv": (_rename(_scales, "weight_scale_inv"), has_fp8),
+    "weight_scale": (_rename(_scales, "weight_scale"), has_scheme("fp8-block", "mxfp8")),
+    "named-scale": (_rename(_scales, "scale"), has_fp8),
+    "activation_scale": (_rename(_inputs, "activation_scale"), has_scheme("fp8-static")),
     "stray-output_scale": (_add("output_scale"), has_fp8),
     "stray-zero_point": (_add("weight_zero_point"), has_fp8),
-    "scale-0d": (_all(_is_scale, lambda s: s.view(-1)[0].clone()), has_scheme("fp8-static")),
-    "scale-1": (_all(_is_scale, lambda s: s.view(-1)[:1].clone()), has_scheme("fp8-static")),
+    "scale-0d": (edit(_scales, lambda s: s.view(-1)[0].clone()), has_scheme("fp8-static")),
+    "scale-1": (edit(_scales, lambda s: s.view(-1)[:1].clone()), has_scheme("fp8-static")),
     "scale-1x1": (
-        _all(_is_scale, lambda s: s.view(-1)[:1].reshape(1, 1).clone()),
+        edit(_scales, lambda s: s.view(-1)[:1].reshape(1, 1).clone()),
         has_scheme("fp8-static"),
     ),
-    "scale-flat": (_all(_is_scale, _flatten), has_scheme("fp8-dynamic", "w8a16")),
+    "scale-flat": (edit(_scales, _flatten), has_scheme("fp8-dynamic", "w8a16")),
     "scale-column": (
-        _all(_is_scale, lambda s: s.reshape(-1, 1).clone()),
+        edit(_scales, lambda s: s.reshape(-1, 1).clone()),
         has_scheme("fp8-dynamic", "w8a16"),
     ),
     "scale-short": (
-        _one(_is_scale, lambda s: s[:-1].clone()),
+        edit(one_of(_scales), lambda s: s[:-1].clone()),
         has_scheme("fp8-dynamic", "w8a16", "fp8-block", "mxfp8", "mxfp8-a16"),
     ),
     **{
-        f"exponents-{name}": (_all(_is_scale, edit), has_scheme("mxfp8", "mxfp8-a16"))
-        for name, edit in {
+        f"exponents-{name}": (edit(_scales, new), has_scheme("mxfp8", "mxfp8-a16"))
+        for name, new in {
             "e8m0": lambda s: s.view(torch.float8_e8m0fnu),
             "float": lambda s: torch.exp2(s.float() - 127),
             "transposed": lambda s: s.T.contiguous(),
@@ -287,8 +263,8 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
             "nan": lambda s: torch.full_like(s, _NAN_EXPONENT),
         }.items()
     },
-    "scale-bfloat16": (_all(_is_scale, lambda s: s.bfloat16()), has_fp8),
-    "scale-float16": (_all(_is_scale, lambda s: s.half()), has_fp8),
+    "scale-bfloat16": (edit(_scales, lambda s: s.bfloat16()), has_fp8),
+    "scale-float16": (edit(_scales, lambda s: s.half()), has_fp8),
     "weight-short": (_shorten_weight, has_fp8),
     "weights-int8": (_store_as_integers, has_fp8),
     "weights-e5m2": (_store_in_e5m2, has_fp8),
