@@ -176,31 +176,6 @@ def test_a_null_that_is_not_replaced_nor_switches_off_is_unknown(
     assert not said or unknown[0].startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("family", "base", "in_vllm"),
-    [
-        ("llama", "LlamaModel", "ok"),
-        ("mistral", "MistralModel", "unknown"),
-        ("gpt2", "GPT2Model", "misread"),
-    ],
-)
-def test_without_a_class_with_an_output_layer_vllm_may_generate_nothing(
-    tmp_path: Path, family: str, base: str, in_vllm: str
-) -> None:
-    """As vLLM 0.32 did, but for Mistral's, which it runs as another class."""
-    zoo.save(family, tmp_path)
-    for named in ([base], [], None):
-        configure(architectures=named)(tmp_path)
-        reports = ask(tmp_path)
-        found = reports["vllm"]
-        assert reports["sglang"].status == "unknown"
-        if in_vllm == "misread":
-            assert found.weights is not None
-            assert "generates no text" in found.weights.why
-        else:
-            assert (found.ok, found.status) == (in_vllm == "ok", None if found.ok else "unknown")
-
-
 def test_vllm_stops_at_an_output_layer_of_its_own_in_gemma_as_quantize_writes_it(
     tmp_path: Path,
 ) -> None:
@@ -220,28 +195,3 @@ def test_a_model_with_other_inputs_is_not_unknown(tmp_path: Path, family: str) -
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "x")
 
     assert not any(report.unknown for report in ask(tmp_path / "x").values())
-
-
-@pytest.mark.parametrize("is_equal", [True, False])
-@pytest.mark.parametrize("has_index", [True, False])
-def test_a_later_file_wins(saved: Path, tmp_path: Path, has_index: bool, is_equal: bool) -> None:
-    folder = tmp_path / "x"
-    shutil.copytree(saved, folder)
-    shard("")(folder)
-    own = load_file(folder / PARTS[1])[NAME]
-    again = {NAME: own if is_equal else own * 2}
-    save_file(again, folder / "model-3.safetensors", metadata={"format": "pt"})
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["lm_head.bias"] = "model-3.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-    if not has_index:
-        (folder / INDEX).unlink()
-
-    for engine, report in fp8calib.check(folder).engines.items():
-        if engine == "transformers" and not has_index:
-            continue  # it refuses several files without an index
-        if is_equal:
-            assert report.weights is None
-        else:
-            assert report.weights is not None
-            assert (report.weights.status, NAME in report.weights.why) == ("misread", True)

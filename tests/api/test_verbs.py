@@ -25,34 +25,6 @@ def calibrated(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-def test_quantize_writes_the_files_of_the_command(
-    model: Path, calibrated: Path, tmp_path: Path
-) -> None:
-    stats = calibrated / "stats.safetensors"
-    options = ("--scheme", "fp8-static", "--stats", stats, "--ignore", "*.o_proj")
-    succeed("quantize", model, *options, "--out", tmp_path / "expected")
-    calls: list[tuple[str, int, int | None]] = []
-    found = fp8calib.quantize(
-        model,
-        "fp8-static",
-        tmp_path / "found",
-        stats=fp8calib.load_stats(stats),
-        ignore=["*.o_proj"],
-        progress=lambda *call: calls.append(call),
-    )
-    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
-    assert calls[-1][0] == "quantizing"
-    assert 0 < calls[-1][1] == calls[-1][2]
-    assert found.scheme == "fp8-static"
-    assert set(found.files) == {path.name for path in (tmp_path / "found").iterdir()}
-    again = fp8calib.quantize(
-        model, "fp8-static", tmp_path / "found", stats=stats, ignore=["*.o_proj"], resume=True
-    )
-    assert set(again.files) == set(found.files)
-    with pytest.raises(fp8calib.UsageError, match="input scales come from calibration"):
-        fp8calib.quantize(model, "fp8-static", tmp_path / "none")
-
-
 def test_quantize_and_export_take_a_model_in_memory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp8calib.calibration.header import BackOff
-from fp8calib.calibration.passes import choose_batch_size
 from fp8calib.errors import CalibrationError
 from tests import zoo
 from tests.calibration.running import Subject, WorkShare, as_bytes, opened
@@ -60,12 +59,6 @@ def test_the_run_goes_on_with_half_the_batch_as_if_so_requested(
     assert as_bytes(found, tmp_path) == halved
     assert share.back_offs == [BackOff(first=0, batch_size=2)]
     assert not streamed or bar.steps == bar.total
-
-
-def test_a_gpu_takes_about_8192_tokens_at_once_and_a_cpu_one_sequence() -> None:
-    chosen = [choose_batch_size("cuda:1", seq_len) for seq_len in (2, 512, 2048, 4097, 100_000)]
-    assert chosen == [4096, 16, 4, 1, 1]
-    assert choose_batch_size("cpu", 512) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.calibration.header import StatsShard
 from fp8calib.calibration.merge import merge_shards
-from fp8calib.calibration.statistic import SiteStats, merge_sites
+from fp8calib.calibration.statistic import SiteStats
 from fp8calib.data.shares import Share
 from fp8calib.errors import ModelError, UsageError
 from tests import zoo
-from tests.calibration.running import WorkShare, as_bytes, opened
+from tests.calibration.running import WorkShare, opened
 from tests.calibration.test_calibration_stats import WEIGHT, K, make_stats
 
 
@@ -58,47 +57,6 @@ def with_header(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
 def with_part(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
     assert stats.shard is not None
     return replace(stats, shard=stats.shard.model_copy(update=changes))
-
-
-def test_counts_add_up_and_the_larger_magnitude_stays() -> None:
-    one = seen(
-        amax_in=torch.tensor([7.0]),
-        experts=torch.tensor([[1.0], [9.0]]),
-        expert_counts=torch.tensor([1, 2]),
-        progress=torch.tensor([1.0, 2.0, 0.0, 0.0]),
-        histogram=torch.tensor([4, 0]),
-    )
-    other = seen(
-        count=5,
-        amax=torch.tensor([2.0, 4.0]),
-        amax_in=torch.tensor([7.0]),
-        experts=torch.tensor([[3.0], [8.0]]),
-        expert_counts=torch.tensor([0, 5]),
-        progress=torch.tensor([0.0, 3.0, 4.0, 0.0]),
-        histogram=torch.tensor([1, 1]),
-    )
-    merged = merge_sites([{K: one}, {K: other}])[K]
-    assert merged.count == 8
-    assert merged.amax.tolist() == [2.0, 5.0]
-    assert merged.amax_in is not None
-    assert merged.amax_in.tolist() == [7.0]
-    assert merged.experts is not None
-    assert merged.experts.tolist() == [[3.0], [9.0]]
-    assert merged.expert_counts is not None
-    assert merged.expert_counts.tolist() == [1, 7]
-    assert merged.progress is not None
-    assert merged.progress.tolist() == [1.0, 3.0, 4.0, 0.0]
-    assert merged.histogram is not None
-    assert merged.histogram.tolist() == [5, 1]
-
-
-def test_parts_make_the_whole_in_any_order() -> None:
-    for parts in permutations(make_parts()):
-        merged = merge_shards(parts)
-        assert merged.shard is None
-        assert merged.header == make_stats().header
-        assert merged.sites.keys() == {K, WEIGHT}
-        assert merged.sites[K].count == 16
 
 
 def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
@@ -140,15 +98,6 @@ def test_a_part_that_is_there_twice_is_refused() -> None:
         merge_shards([first, second, ("again", first[1])])
 
 
-def test_a_missing_part_is_named() -> None:
-    parts = make_parts(4)
-    with pytest.raises(ModelError, match="shards 2, 4 of 4 are missing"):
-        merge_shards([parts[0], parts[2]])
-    with pytest.raises(ModelError, match="shard 1 of 2 is missing") as refused:
-        merge_shards(make_parts()[1:])
-    assert "--shard 1/2" in refused.value.hint
-
-
 def test_parts_of_another_cut_are_refused() -> None:
     first, second = make_parts()
     with pytest.raises(ModelError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
@@ -165,58 +114,10 @@ def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
         merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 
-def test_the_whole_is_no_part() -> None:
-    with pytest.raises(ModelError, match="stats is not a shard"):
-        merge_shards([("stats", make_stats())])
-
-
 # --- shards of a calibration: together they are the whole, byte for byte, whatever the order -----
 
 
 FAMILIES = ("llama", "mixtral", "gemma3n_text", "qwen3_next", "gpt2")
-
-
-def through_files(
-    parts: list[CalibrationStats], folder: Path
-) -> list[tuple[str, CalibrationStats]]:
-    found = []
-    for number, part in enumerate(parts):
-        save_stats(part, folder / f"{number}.safetensors")
-        loaded = load_stats_file(folder / f"{number}.safetensors", accepts_shard=True)
-        found.append((f"file {number}", loaded))
-    return found
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shards_merge_to_the_whole_in_any_order(
-    family: str, streamed: bool, tmp_path: Path
-) -> None:
-    zoo.save(family, tmp_path / "model")
-    with opened(tmp_path / "model", streamed=streamed) as subject:
-        whole = as_bytes(subject.calibrate(), tmp_path)
-        for count in (1, 3):
-            shards = [Share(index=index, count=count) for index in range(1, count + 1)]
-            parts = through_files(
-                [subject.calibrate(WorkShare(shard=shard)) for shard in shards], tmp_path
-            )
-            for order in (parts, parts[::-1], parts[1:] + parts[:1]):
-                assert as_bytes(merge_shards(order), tmp_path) == whole
-
-
-def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        parts = [subject.calibrate(WorkShare(shard=Share(index=i, count=2))) for i in (1, 2)]
-    # 13 sequences in twos: seven batches, three for the first shard
-    assert [part.shard.sequences for part in parts if part.shard] == [((0, 6),), ((6, 13),)]
-    weights = [
-        {str(site) for site in part.sites if str(site).endswith(".weight")} for part in parts
-    ]
-    assert not weights[0] & weights[1]
-    assert [len(names) for names in weights] == [7, 7]
-    tokens = [part.sites[site].count for part in parts for site in [min(part.sites)]]
-    assert sum(tokens) == parts[0].header.num_tokens
 
 
 def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:

@@ -25,13 +25,6 @@ def _write_index(folder: Path, document: object) -> Path:
     return path
 
 
-def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
-    _touch(tmp_path, "model.safetensors", "a.safetensors")
-    _write_index(tmp_path, {"weight_map": {"x": "a.safetensors"}})
-
-    assert find_weights(tmp_path) == (("model.safetensors",), None)
-
-
 @pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
 def test_a_single_file_of_another_name_is_taken(tmp_path: Path, name: str) -> None:
     assert find_weights(_touch(tmp_path, name, "adapter_model.safetensors")) == ((name,), None)
@@ -111,15 +104,3 @@ def test_a_broken_index_is_a_model_error(tmp_path: Path, document: object, messa
 
     assert message in caught.value.message
     assert str(path) in caught.value.message
-
-
-def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
-    names = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
-    _write_index(tmp_path, {"weight_map": {name: name for name in names}})
-    _touch(tmp_path, names[2])
-
-    with pytest.raises(ModelError) as caught:
-        find_weights(tmp_path)
-
-    shown = f"{names[0]}, {names[1]}, {names[3]} and 1 more"
-    assert f"4 of 5 shards are missing: {shown}" in caught.value.message

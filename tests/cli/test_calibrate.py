@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -141,27 +139,6 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_file_decides_what_the_command_line_does_not(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "name: mine\nobserve: {inputs: false, ignore: ['*.layers.1.*']}\n"
-        "data: {samples: 3, seq_len: 9}\nformats: []\n"
-    )
-    out = tmp_path / "out"
-    command = ("calibrate", model, "--recipe", path, "--data", data, "--dtype", "float32")
-    report = succeed(*command, "--samples", 2, "--out", out, "--json").json
-    assert (report["sequences"], report["tokens"]) == (2, 18)
-    assert report["files"] == ["report.json", "stats.safetensors"]
-    stats = stats_of(out)
-    assert stats.header.recipe_name == "mine"
-    assert not any(site.role is Role.INPUT for site in stats.sites)
-    assert not any(".layers.1." in site.module for site in stats.sites)
-    left_out = {item["site"]: item["why"] for item in report["coverage"]["skipped"]}
-    assert left_out["model.layers.1.self_attn"] == "excluded by the recipe (observe.ignore)"
-
-
 @pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))
 def test_every_shipped_recipe_runs(calibrate: Any, name: str) -> None:
     out, report = calibrate("--recipe", name)
@@ -263,54 +240,3 @@ def test_a_query_that_needs_a_scale_gets_one(
         queries = sorted(name for name in names if name.endswith("q_scale"))
         both = [f"model.layers.{index}.self_attn.q_scale" for index in range(2)]
         assert queries == (both if is_written else [])
-
-
-# --- the same again ----------------------------------------------------------------------------
-
-
-# --- data that is thin -------------------------------------------------------------------------
-
-
-def test_layers_that_clip_at_scale_one_are_named(model: Path, data: Path, tmp_path: Path) -> None:
-    def raise_values(llama: Any) -> None:
-        llama.model.layers[1].self_attn.v_proj.weight.mul_(2.0**16)
-
-    loud = save_changed(model, tmp_path / "loud", raise_values)
-    command = ("calibrate", loud, "--data", data, *QUICK, "--out", tmp_path / "out")
-    lines = succeed(*command).out.splitlines()
-    assert "; above 448, which clips at scale 1.0: v of layer 1" in lines[1]
-
-
-def test_the_end_is_three_lines_and_the_commands_that_serve(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
-    done = succeed(*command)
-    lines = done.out.splitlines()
-    assert lines[0].startswith("64 tokens in 4 sequences, ")
-    (serve,) = (
-        number
-        for number, line in enumerate(lines)
-        if re.fullmatch(r"kv-overlay, vLLM \S+: ok, 2 of 2 layers served:", line)
-    )
-    assert serve == 3
-    assert lines[1].startswith("amax of layers: k ")
-    assert "; not measured: lm_head (" in lines[0]
-    out = tmp_path / "out"
-    assert lines[serve + 1] == f"    vllm serve {out}/kv-overlay --kv-cache-dtype fp8"
-    more = (
-        f"more: fp8calib show {out}; fp8calib check {out}/kv-overlay; "
-        f"fp8calib verify {model} --scales {out}"
-    )
-    assert lines[serve + 4 :] == [more]
-    assert "MI300" not in done.out
-    assert "gfx94x" not in done.out
-    assert "\x1b" not in done.out + done.err
-    assert lines[2] == (
-        f"written to {out}: kv-overlay/, report.json, stats.safetensors; "
-        "KV cache: 256 bytes per token now, 64 with FP8"
-    )
-    report = json.loads((out / "report.json").read_text())
-    assert report["command"] == shlex.join(["fp8calib", *map(str, command)])
-    assert (report["recipe"], report["data"]) == ("kv", [data.name])
-    assert report["seq_len"] == QUICK[QUICK.index("--seq-len") + 1]

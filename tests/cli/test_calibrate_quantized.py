@@ -18,11 +18,9 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
     BASE,
-    change_norm,
     save_child,
     save_fp4,
     save_int,
-    set_method,
 )
 from tests.kit.checkpoints import change_tensors
 
@@ -86,49 +84,7 @@ def test_the_statistics_are_those_of_the_dequantized_model(
     succeed(*again, "--out", tmp_path / "again")
 
 
-def test_the_scales_of_the_base_are_verified_with_its_child(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = save_int(tmp_path / "child", 4, group=32)
-    command = ("calibrate", BASE, "--data", data, *OPTIONS, "--format", "kv-scales")
-    succeed(*command, "--out", tmp_path / "base")
-    verify = ("verify", child, "--data", data, *OPTIONS)
-    pack = tmp_path / "base" / "kv_scales.safetensors"
-    own = (*command[:1], child, *command[2:], "--out", tmp_path / "own", "--json")
-    succeed(*own)
-    whole = succeed(*verify, "--scales", pack, "--scales", tmp_path / "base", "--json")
-    monkeypatch.setattr(WHOLE_BYTES, lambda _: {"weights": 2**60})  # nothing fits
-    streamed = succeed(*verify, "--scales", pack, "--json").json
-    assert streamed["memory"]["streamed"]
-    assert "is quantized already" in whole.err
-    first, second = whole.json["candidates"][:2]
-    assert first["kld_mean"] == second["kld_mean"] == streamed["candidates"][0]["kld_mean"]
-    assert first["kld_mean"] > 0
-    change_norm(child)
-    assert "of another model" in fail(4, *verify, "--scales", pack)
-
-
 # --- what cannot be read ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["calibrate", "verify"])
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quant_method awq)"),
-        ({"quant_method": "mxfp4"}, "quant_method mxfp4)"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method modelopt)"),
-    ],
-)
-def test_other_forms_are_refused_by_name(
-    data: Path, tmp_path: Path, command: str, section: dict[str, object], says: str
-) -> None:
-    child = Path(shutil.copytree(BASE, tmp_path / "child"))
-    set_method(child, **section)
-    out = ("--out", tmp_path / "out") if command == "calibrate" else ()
-    text = fail(4, command, child, "--data", data, *OPTIONS, *out)
-    assert says in text
-    assert "INT4 and INT8 weights of compressed-tensors" in text
 
 
 Q = "model.layers.0.self_attn.q_proj"

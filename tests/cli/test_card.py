@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-import fp8calib
-from fp8calib.commands.command_line import publish_command, remember_arguments
 from tests.cli.conftest import QUICK
 from tests.cli.program import succeed
 
@@ -88,17 +86,6 @@ def test_every_command_writes_a_card_in_place_of_the_source_s(
         assert "README.md" in result["files"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "---\n[1]\n---\n", "---\na: [\n---\n", "---\ntags: 3\nlicense: {}\n---\n", "\udcff"],
-)
-def test_a_card_that_cannot_be_read_costs_nothing(carded: Path, tmp_path: Path, text: str) -> None:
-    (carded / "README.md").write_bytes(text.encode(errors="surrogateescape"))
-    outcome = succeed("quantize", carded, "--scheme", "w8a16", "--out", tmp_path / "out")
-    assert "metadata" not in outcome.err
-    assert "license" not in read(tmp_path / "out").data.to_dict()
-
-
 def test_a_model_of_the_hub_is_named_by_its_id(
     carded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,33 +101,3 @@ def test_a_model_of_the_hub_is_named_by_its_id(
         data = read(out).data
         assert (data.base_model, data.license) == ("org/tiny", "other")
     assert "fp8calib quantize org/tiny --scheme w8a16 --out out0" in read(tmp_path / "out0").text
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("/data/models/tiny --out=/data/out", "tiny --out=out"),
-        ("models/tiny/ --data models/a.jsonl@0.5 --out .", "tiny --data a.jsonl@0.5 --out ."),
-        ("org/name --data hub:org/rows:train", "org/name --data hub:org/rows:train"),
-        ("../tiny --layer-scheme '*.0.*=w8a16'", "tiny --layer-scheme '*.0.*=w8a16'"),
-        ("tiny --force --json --resume --tp 2", "tiny --tp 2"),
-    ],
-)
-def test_paths_of_a_command_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, shown: str
-) -> None:
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert publish_command(f"fp8calib quantize {given}") == f"fp8calib quantize {shown}"
-
-
-def test_a_model_in_memory_has_a_card_without_commands(model: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- slow
-
-    remember_arguments(())  # of the commands before it in this process
-    live = AutoModelForCausalLM.from_pretrained(model)
-    with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer"):
-        fp8calib.quantize(live, "w8a16", tmp_path / "out", check=False)
-    card = read(tmp_path / "out")
-    assert card.data.base_model == "tiny-llama"
-    assert "Made by" not in card.text

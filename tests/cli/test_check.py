@@ -65,17 +65,6 @@ def test_our_own_exports_serve_whom_the_readme_says(
     assert {engine for engine in ENGINES if report["engines"][engine]["ok"]} == EXPORTS[name]
 
 
-def test_the_numbers_are_those_of_the_export(calibrated: tuple[Path, Outcome]) -> None:
-    tensors = load_file(calibrated[0] / "kv_scales.safetensors")
-
-    report = check(0, calibrated[0] / "kv-overlay", "--engine", "vllm")
-
-    for layer in report["engines"]["vllm"]["layers"]:
-        for role in "kv":
-            stored = tensors[f"model.layers.{layer['layer']}.self_attn.{role}_scale"]
-            assert layer[role]["value"] == stored.item()
-
-
 JSON_FILES = ("kv_cache_scales.tp1.json", "rfc.tp1.json", "kv_scales.safetensors")
 
 
@@ -97,27 +86,6 @@ def test_scales_that_record_another_model_are_refused(
     text = fail(4, "check", path, "--model", other)
     assert f"these scales are of another model: different {half} (" in text
     assert run("check", path, "--model", model).code in {0, 8}
-
-
-def test_scales_are_compared_with_statistics(
-    calibrated: tuple[Path, Outcome], overlay: Path
-) -> None:
-    for given in (calibrated[0], calibrated[0] / "stats.safetensors"):
-        check(0, overlay, "--stats", given)
-    for path in overlay.glob("*.safetensors"):
-        tensors = load_file(path)
-        if any(name.endswith("k_scale") for name in tensors):
-            tensors = {name: 1 / x if "v_scale" in name else x for name, x in tensors.items()}
-            save_file(tensors, path, metadata={"format": "pt"})
-    outcome = run("check", overlay, "--engine", "vllm")
-    report = check(8, overlay, "--stats", calibrated[0], *ALL)
-
-    assert outcome.code == 8
-    assert "looks like a reciprocal" in " ".join(outcome.out.split())
-    for engine in ENGINES:
-        layers = report["engines"][engine]["layers"]
-        assert {layer["k"]["status"] for layer in layers} == {"used"}
-        assert {layer["v"]["status"] for layer in layers} == {"bad"}
 
 
 @pytest.mark.parametrize(
@@ -244,23 +212,6 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def _make_foreign(overlay: Path, **changes: object) -> None:
-    auto_map = {"AutoModelForCausalLM": "modeling_foreign.Foreign"}
-    change_config(overlay, **{"model_type": "foreign", "auto_map": auto_map, **changes})
-    (overlay / "modeling_foreign.py").write_text("raise SystemExit('this code was run')\n")
-
-
-def test_a_model_with_code_of_its_own_is_not_run_and_not_guessed(overlay: Path) -> None:
-    _make_foreign(overlay)
-
-    report = check(9, overlay, "--engine", "vllm,sglang,transformers")
-
-    for name, engine in report["engines"].items():
-        assert [layer["layer"] for layer in engine["layers"]] == [0, 1]
-        assert statuses(report, name) == {"unknown"}
-        assert "model_type foreign is unknown to this tool" in engine["unknown"][0]
-
-
 @pytest.mark.parametrize("family", ["jetmoe", "deepseek_v4", "gpt_neo"])
 def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path) -> None:
     changes = families.REFUSED[family][0] if family in families.REFUSED else families.ROUTED
@@ -273,9 +224,6 @@ def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path
         assert len(engine["layers"]) == 2
         assert "its layers are not understood" in engine["unknown"][0]
     assert "fp8calib vllm check" in report["engines"]["vllm"]["unknown"][0]
-
-
-# --- mends ---------------------------------------------------------------------------------------
 
 
 # --- what is no checkpoint ------------------------------------------------------------------------
@@ -310,24 +258,3 @@ def test_an_excluded_linear_in_fp8_is_wrong_for_check_as_for_verify(
         assert name in text
         assert f"FP8, but the config excludes '{name}'" in text
     assert "fix: use the config that the weights were quantized with" in told.out
-
-
-def test_a_weight_file_has_to_be_readable(model: Path, tmp_path: Path) -> None:
-    """As in every command it is exit code 4, but engines differ in which other files they open."""
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
-    (weights,) = folder.glob("*.safetensors")
-    (folder / "stray.safetensors").write_bytes(b"no tensors")
-    options = ("--engine", "vllm", "--engine", "transformers")
-    shown = run("check", folder, *options)
-    assert shown.code == 8
-    refused, opened = shown.out.split("transformers 5")
-    assert "stray.safetensors: " in refused
-    assert "stray.safetensors: " not in opened
-    index = {"weight_map": dict.fromkeys(load_file(weights), weights.name)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "vllm" in succeed("check", folder, "--engine", "vllm").out  # which does not open it
-    weights.write_bytes(weights.read_bytes()[:5000])
-    for command in (("check", folder), ("show", folder), ("verify", folder, "--samples", 1)):
-        message = fail(4, *command)
-        assert f"{weights.name}: truncated: header says the file has " in message
-        assert "download or copy the file again" in message

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
@@ -22,18 +21,15 @@ from transformers import (
 import fp8calib
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
-from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
     save_child,
     save_fp4,
     save_gpt_oss,
     save_int,
-    set_method,
 )
 from tests.formats.foreign import FOLDER, KV_SCALES
 from tests.kit.checkpoints import Tensors, change_tensors
-from tests.kit.models import build_gemma3
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors
 
 BASE = FOLDER / "llama"
@@ -111,84 +107,6 @@ def _bare(base: Path) -> Path:
     return bare
 
 
-@pytest.mark.parametrize("method", ["fbgemm_fp8", "fp8"])
-def test_forms_that_transformers_writes_are_decoded(tmp_path: Path, method: str) -> None:
-    """Fbgemm has a scale for each row, fine-grained FP8 without blocks one for a weight."""
-    child = save_child("llm-compressor, channels", tmp_path / "child")
-    is_fbgemm = method == "fbgemm_fp8"
-    options = {"activation_scale_ub": 1200.0} if is_fbgemm else {"activation_scheme": "dynamic"}
-    set_method(child, quant_method=method, **options)
-
-    def rename(tensors: Tensors) -> Tensors:
-        scales = {name: x.float() for name, x in tensors.items() if name.endswith("weight_scale")}
-        if not is_fbgemm:
-            scales = {f"{name}_inv": x.max() for name, x in scales.items()}
-        others = {name: x for name, x in tensors.items() if not name.endswith("weight_scale")}
-        return others | scales
-
-    change_tensors(child, rename)
-    dequantize(child, tmp_path / "out")
-    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
-
-
-def test_stacks_of_experts_are_decoded(tmp_path: Path) -> None:
-    """Blocks of 128, with smaller ones at the edges of each expert."""
-    generator = torch.Generator().manual_seed(3)
-    child = tmp_path / "child"
-    child.mkdir()
-    stack = torch.randn(5, 300, 200, generator=generator) * 100
-    tensors = {
-        "model.layers.0.mlp.experts.down_proj": stack.to(torch.float8_e4m3fn),
-        "model.layers.0.mlp.experts.down_proj_scale_inv": torch.rand(5, 3, 2, generator=generator),
-        "model.layers.0.mlp.experts.down_proj_bias": torch.randn(5, 300).half(),
-    }
-    save_file(tensors, child / "model.safetensors")
-    blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    shutil.copy(BASE / "config.json", child)
-    set_method(child, quant_method="fp8", **blocks)
-    dequantize(child, tmp_path / "out")
-    require_equal(load_tensors(tmp_path / "out"), decode_folder(child))
-
-
-def test_drafters_and_towers_are_carried(tmp_path: Path) -> None:
-    """A drafter that is quantized is decoded, the rest of it is copied."""
-    build_gemma3(hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "base")
-    change_tensors(
-        tmp_path / "base",
-        {"mtp.fc.weight": torch.randn(8, 6).half(), "mtp.norm.weight": torch.randn(8).bfloat16()},
-    )
-    child = tmp_path / "child"
-    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", child, "--no-check")
-    drafted = {
-        "mtp.layers.0.up_proj.weight": torch.randn(8, 4).to(torch.float8_e4m3fn),
-        "mtp.layers.0.up_proj.weight_scale": torch.rand(8, 1) + 0.5,
-    }
-    change_tensors(child, drafted)
-    report = dequantize(child, tmp_path / "out")
-    found = load_tensors(tmp_path / "out")
-    require_equal(found, decode_folder(child))
-    assert "mtp.layers.0.up_proj.weight" in report["dequantized"]
-    base = load_tensors(tmp_path / "base")
-    towers = {name for name in base if "vision" in name or name.startswith("mtp")}
-    assert len(towers) > 10
-    require_equal({n: found[n] for n in towers}, {n: base[n] for n in towers})
-
-
-@pytest.mark.parametrize("name", ["float16", "float32", "bfloat16"])
-def test_another_dtype_is_that_of_dequantized_weights(tmp_path: Path, name: str) -> None:
-    child = save_int(tmp_path / "child", 4, group=32)
-    report = dequantize(child, tmp_path / "out", "--dtype", name)
-    assert report["dtype"] == name
-    dtype = getattr(torch, name)
-    found = load_tensors(tmp_path / "out")
-    require_equal(found, decode_folder(child, dtype))
-    assert found[NAME].dtype is dtype
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config.get("dtype") or config["torch_dtype"]) == name
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype is dtype
-
-
 # --- against transformers ------------------------------------------------------------------------
 
 
@@ -226,60 +144,6 @@ def test_logits_are_those_of_transformers_own_dequantization(tmp_path: Path, for
     expected = compute_logits(theirs)
     assert torch.equal(compute_logits(ours), expected)
     assert not torch.equal(compute_logits(load(base, dtype=torch.bfloat16)), expected)
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def test_shards_index_and_other_files(tmp_path: Path) -> None:
-    base, child, out = tmp_path / "base", tmp_path / "child", tmp_path / "out"
-    zoo.save("mixtral", base, max_shard_size="50KB")
-    save_tokenizer(base)
-    (base / "README.md").write_text("---\nlicense: mit\ntags: [fp8]\n---\n# its own\n")
-    options = ("--format", "modelopt", "--allow-unservable", "--no-check")
-    succeed("quantize", base, "--scheme", "fp8-dynamic", *options, "--out", child)
-    (child / "README.md").write_text((base / "README.md").read_text())
-    assert (child / "hf_quant_config.json").is_file()
-    report = dequantize(child, out)
-    assert report["files"] == sorted(path.name for path in out.iterdir())
-    assert {path.name for path in child.iterdir()} - {path.name for path in out.iterdir()} == {
-        "hf_quant_config.json"
-    }
-    source = json.loads((child / "model.safetensors.index.json").read_text())
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    shards = sorted(out.glob("*.safetensors"))
-    assert len(shards) > 3
-    for shard in shards:
-        for name in load_file(shard):
-            assert index["weight_map"].pop(name) == source["weight_map"][name] == shard.name
-    assert index["weight_map"] == {}
-    total = sum(x.numel() * x.element_size() for x in load_tensors(out).values())
-    assert index["metadata"]["total_size"] == total == report["bytes"]["after"]
-    assert (out / "tokenizer.json").read_bytes() == (child / "tokenizer.json").read_bytes()
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (child, out)]
-    del configs[0]["quantization_config"]
-    assert configs[0] == configs[1]
-    card = (out / "README.md").read_text()
-    assert card.startswith("---\nbase_model: child\nlicense: mit\nscheme: float32\n---")
-    assert "quantized" not in card.partition("fp8calib dequantize")[0]
-    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(info.values())
-
-
-def test_the_function_does_what_the_command_does(tmp_path: Path) -> None:
-    child = save_fp4(tmp_path / "child", "nvfp4")
-    printed = dequantize(child, tmp_path / "one")
-    steps: list[int] = []
-    result = fp8calib.dequantize(
-        child, tmp_path / "two", progress=lambda _, done, total: steps.append(done - (total or 0))
-    )
-    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
-    assert steps[-1] == 0
-    assert isinstance(result, fp8calib.DequantizeResult)
-    found = json.loads(result.model_dump_json())
-    for key in ("source", "dtype", "dequantized", "files", "bytes", "has_kv_scales", "notes"):
-        assert found[key] == printed[key]
-    assert result.source == "NVFP4 weights (compressed-tensors)"
 
 
 # --- KV scales -----------------------------------------------------------------------------------

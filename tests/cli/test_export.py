@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-import fp8calib
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
 
@@ -35,34 +31,6 @@ def refused(tmp_path: Path) -> Callable[..., str]:
         return text
 
     return export
-
-
-def test_an_export_equals_what_calibrate_wrote(
-    calibrated: tuple[Path, Outcome], stats: Path, model: Path, tmp_path: Path
-) -> None:
-    """Each format for 1 and 2 ranks."""
-    command = ("export", stats, "--format", *ALL_FORMATS, "--tp", 1, "--tp", 2, "--model", model)
-    report = succeed(*command, "--out", tmp_path / "out", "--json").json
-    direct, exported = snapshot(calibrated[0]), snapshot(tmp_path / "out")
-    for own in ("stats.safetensors", "report.json"):
-        del direct[own]
-    assert direct == exported
-    files = [path for path in exported if exported[path] != "folder"]
-    assert report["files"] == sorted(files)
-    assert report["out"] == str(tmp_path / "out")
-
-
-def test_loose_formats_need_nothing_but_the_stats(stats: Path, tmp_path: Path) -> None:
-    alone = shutil.copy(stats, tmp_path / "renamed.safetensors")
-    command = ("export", alone, "--format", *LOOSE, "--tp", 1, "--tp", 2, "--tp", 4)
-    report = succeed(*command, "--out", tmp_path / "out", "--json").json
-    assert len(report["files"]) == 1 + 3 + 3
-    factors = json.loads((tmp_path / "out" / "kv_cache_scales.tp4.json").read_text())
-    per_rank = factors["kv_cache"]["scaling_factor"]
-    # two KV heads on four ranks: ranks 0 and 1 hold the first, 2 and 3 the second
-    assert per_rank["0"] == per_rank["1"]
-    assert per_rank["2"] == per_rank["3"]
-    assert per_rank["0"] != per_rank["2"]
 
 
 # --- show --------------------------------------------------------------------------------------
@@ -107,22 +75,6 @@ def test_calibrate_and_export_follow_a_rule_alike(
     assert notes == ([] if rule.startswith("headroom") else [kept])
 
 
-def test_a_rule_of_a_recipe_is_followed_and_the_command_line_wins(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("name: mine\nscales: {rule: headroom:4}\nformats: [kv-scales]\n")
-    command = ("calibrate", model, "--data", data, *QUICK, "--recipe", recipe)
-    command = (*command, "--query-scale", "yes")
-    scales = {}
-    for name, options in {"recipe": (), "line": ("--rule", "amax")}.items():
-        succeed(*command, *options, "--out", tmp_path / name)
-        scales[name] = load_file(tmp_path / name / "kv_scales.safetensors")
-    assert len(scales["line"]) == 6
-    for key, scale in scales["line"].items():
-        assert scales["recipe"][key].item() == 4 * scale.item()
-
-
 # --- rules of some K and V -----------------------------------------------------------------------
 
 
@@ -154,31 +106,6 @@ def written(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     options = ("--data", data, *QUICK, "--recipe", recipe, "--out", folder / "out")
     succeed("calibrate", model, *options)
     return folder
-
-
-def test_calibrate_export_and_quantize_write_the_scales_of_each_rule(
-    model: Path, written: Path, tmp_path: Path
-) -> None:
-    path, recipe = written / "out" / "stats.safetensors", written / "recipe.yaml"
-    stats = fp8calib.load_stats(path)
-    found = read_scales(written / "out" / "kv-overlay")
-    assert len(found) == 4
-    for name, scale in found.items():
-        rule = OTHERS.get(name.removesuffix("_scale"), "headroom:2")
-        assert scale == stats.kv_scales(rule=rule)[name].item(), name
-    assert read_scales(written / "out" / "fp8-dynamic") == found
-    given = (path, "--recipe", recipe, "--model", model)
-    succeed("export", *given, "--out", tmp_path / "exported")
-    assert read_scales(tmp_path / "exported" / "kv-overlay") == found
-    options = ("--scheme", recipe, "--stats", path, "--out", tmp_path / "quantized")
-    succeed("quantize", model, *options)
-    assert read_scales(tmp_path / "quantized") == found
-
-
-def test_the_report_names_the_rules(written: Path) -> None:
-    report = json.loads((written / "out" / "report.json").read_text())
-    assert report["rule"] == "mse"
-    assert report["rules"] == {"model.layers.1.self_attn.k": "percentile:90", "*.v": "headroom:2"}
 
 
 @pytest.mark.parametrize(
@@ -216,30 +143,6 @@ def shards(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
         succeed(*command, "--shard", f"{index}/2", "--out", folder / str(index))
     succeed(*command, "--out", folder / "whole")
     return folder
-
-
-def test_joined_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> None:
-    whole = (shards / "whole" / "stats.safetensors").read_bytes()
-    names = [shards / "2", shards / "1" / "stats.safetensors"]
-    out = ("--out", tmp_path / "all")
-    for order in (names, names[::-1]):
-        outcome = succeed("export", *order, *out, "--force", "--json")
-        assert snapshot(tmp_path / "all").keys() == {"stats.safetensors"}
-        assert (tmp_path / "all" / "stats.safetensors").read_bytes() == whole
-        assert outcome.json["files"] == ["stats.safetensors"]
-        assert outcome.json["shards"] == list(map(str, order))
-    assert "use --force to replace its files" in fail(2, "export", *names, *out)
-    assert succeed("export", *names, *out, "--force").out.startswith("joined 2 shards\nwritten to ")
-
-
-def test_a_shard_writes_statistics_and_no_scales(shards: Path) -> None:
-    folder = shards / "2"
-    assert {path.name for path in folder.iterdir()} == {"stats.safetensors", "report.json"}
-    report = json.loads((folder / "report.json").read_text())
-    assert report["shard"] == {"index": 2, "count": 2}
-    assert (report["tokens"], report["sequences"]) == (48, 3)
-    assert report["checked"] == []
-    assert report["saturation"] is None
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,6 @@ from tests.cli.program import fail, succeed
 from tests.int4_by_hand import WEIGHTS, make_section, quantize, write_section
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
-COLUMN = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
 ROW = ("self_attn.o_proj", "mlp.down_proj")
 Stored = dict[str, torch.Tensor]
 
@@ -75,52 +68,6 @@ def check(stored: Stored, module: str, integers: np.ndarray, scale: np.float32) 
 def cut(module: str, integers: np.ndarray, tp: int, rank: int) -> np.ndarray:
     """Give the part that a rank owns."""
     return np.split(integers, tp, axis=1 if module.endswith(ROW) else 0)[rank]
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_every_rank_has_its_integers_and_the_scale_of_the_whole(
-    llama: Path, tmp_path: Path, *, packed: bool
-) -> None:
-    int4 = quantize(llama / "model", tmp_path / "int4", packed=packed)
-    assert len(int4) == 14
-    assert len({weight.scale for weight in int4.values()}) > 7
-    export(llama, tmp_path / "int4", tmp_path / "rfc", "--tp", 1, "--tp", 2)
-    for tp in (1, 2):
-        document = json.loads((tmp_path / "rfc" / f"rfc.tp{tp}.json").read_text())
-        for rank in range(tp):
-            stored = load_file(tmp_path / "rfc" / document["quantized_weights"][f"rank{rank}"])
-            assert len(stored) == 14 * 3
-            for layer in range(2):
-                for part in (*COLUMN, *ROW):
-                    module = f"model.layers.{layer}.{part}"
-                    weight = int4[f"{module}.weight"]
-                    check(stored, module, cut(module, weight.integers, tp, rank), weight.scale)
-                    section = "mlp" if part.startswith("mlp") else "attention"
-                    factors = document[section]["weight"]["scaling_factor"][f"rank{rank}"]
-                    found = factors[str(layer)][part.partition(".")[2]]
-                    assert np.float32(found) == weight.scale
-
-
-def test_experts_keep_their_own_scales(tmp_path: Path) -> None:
-    """The model stacks experts, and gate on up; the checkpoint has them one by one."""
-    folder = calibrate("mixtral", tmp_path)
-    int4 = quantize(folder / "model", tmp_path / "int4", ignore=r"\.gate\.weight$")
-    export(folder, tmp_path / "int4", tmp_path / "rfc", "--tp", 2)
-    document = json.loads((tmp_path / "rfc" / "rfc.tp2.json").read_text())
-    checked = 0
-    for rank in range(2):
-        stored = load_file(tmp_path / "rfc" / f"rfc.tp2.rank{rank}.safetensors")
-        factors = document["mlp"]["weight"]["scaling_factor"][f"rank{rank}"]["1"]
-        for name, weight in int4.items():
-            if ".layers.1." not in name or ".experts." not in name:
-                continue
-            expert, projection = name.split(".")[-3:-1]
-            own = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}[projection]
-            part = np.split(weight.integers, 2, axis=1 if own == "down_proj" else 0)[rank]
-            check(stored, f"model.layers.1.mlp.experts.{expert}.{own}", part, weight.scale)
-            assert np.float32(factors[f"experts.{expert}.{own}"]) == weight.scale
-            checked += 1
-    assert checked == 2 * 4 * 3
 
 
 def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Path) -> None:

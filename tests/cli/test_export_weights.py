@@ -78,30 +78,6 @@ def test_every_rank_has_its_part_and_its_scales(tmp_path: Path) -> None:
                         assert found == pytest.approx(value, rel=1e-7)
 
 
-def test_fused_weights_are_split(tmp_path: Path) -> None:
-    model, stats, weights = calibrated("phi3", tmp_path)
-    export(tmp_path / "rfc", model, stats)
-    stored = load_file(tmp_path / "rfc" / "rfc.tp1.rank0.safetensors")
-    path = "model.layers.0"
-    qkv = weights[f"{path}.self_attn.qkv_proj.weight"]
-    check_weight(stored, f"{path}.self_attn.q_proj", qkv[:32])
-    check_weight(stored, f"{path}.self_attn.k_proj", qkv[32:48])
-    check_weight(stored, f"{path}.self_attn.v_proj", qkv[48:])
-    gate_up = weights[f"{path}.mlp.gate_up_proj.weight"]
-    check_weight(stored, f"{path}.mlp.up_proj", gate_up[48:])
-
-
-def test_transposed_weights_are_turned(tmp_path: Path) -> None:
-    model, stats, weights = calibrated("gpt2", tmp_path)
-    export(tmp_path / "rfc", model, stats)
-    stored = load_file(tmp_path / "rfc" / "rfc.tp1.rank0.safetensors")
-    attention = weights["transformer.h.1.attn.c_attn.weight"]  # [in, q k v]
-    check_weight(stored, "transformer.h.1.attn.k_proj", attention[:, 32:64].T)
-    check_weight(
-        stored, "transformer.h.1.mlp.c_proj", weights["transformer.h.1.mlp.c_proj.weight"].T
-    )
-
-
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_written_one_by_one(family: str, tmp_path: Path) -> None:
     model, stats, weights = calibrated(family, tmp_path)

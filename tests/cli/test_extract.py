@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests import zoo
 from tests.cli import quantized_sources as sources
 from tests.cli.program import fail, snapshot, succeed
-from tests.cli.quantized_sources import ATTENTION, K, V
-from tests.kit.checked import list_verdicts
+from tests.cli.quantized_sources import ATTENTION, K
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
 FORMATS = (*OVERLAYS, "kv-scales", "vllm-json", "rfc")
@@ -91,45 +89,6 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
     return tuple(  # type: ignore[return-value]
         [found[f"{ATTENTION.format(layer)}.{suffix}"] for layer in range(2)] for suffix in (k, v)
     )
-
-
-def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
-    report = extract(sources.save_quark(tmp_path / "llama-FP8"))
-    out = tmp_path / "out"
-    assert report["save_path"] == str(out)
-    assert (report["dialect"], report["format"]) == ("quark", "kv-overlay")
-    assert (report["source_dtype"], report["fp8_dtype"], report["tp"]) == ("e4m3fn", "e4m3fn", 1)
-    assert report["taken_from"] == ["llama-FP8/model.safetensors"]
-    assert report["files"] == sorted(path.name for path in out.iterdir()) == sorted(CHECKPOINT)
-    assert report["layers"] == [
-        {"layer": i, "module": ATTENTION.format(i), "k": K[i], "v": V[i], "q": None}
-        for i in range(2)
-    ]
-    verdicts = list_verdicts(report)
-    assert verdicts == dict.fromkeys(["vLLM", "SGLang"], "ok, 2 of 2 layers served")
-    assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
-
-
-# --- provenance --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["kv-overlay", "kv-overlay-head", "tgi", "kv-scales"])
-def test_a_file_of_tensors_says_where_its_scales_are_from(
-    extract: Extract, tmp_path: Path, name: str
-) -> None:
-    extract(sources.save_modelopt(tmp_path / "llama-FP8"), "--format", name)
-    with safe_open(tmp_path / "out" / FILES.get(name, SHARD), "pt") as file:
-        metadata = file.metadata()
-    provenance = json.loads(metadata["fp8calib.provenance"])
-    assert metadata["format"] == "pt"
-    assert provenance.pop("bias").startswith("k and v of a quantized model carry the errors")
-    assert provenance == {
-        "taken_from": "a quantized model",
-        "dialect": "modelopt",
-        "files": ["llama-FP8/model.safetensors"],
-        "has_fp8_weights": True,
-    }
-    assert str(tmp_path) not in json.dumps(metadata)
 
 
 # --- ranks and heads -------------------------------------------------------------------------
@@ -208,28 +167,6 @@ def test_a_source_of_unknown_format_wants_source_dtype(
     assert [layer["k"] for layer in halved["layers"]] == [
         layer["k"] / 2 for layer in plain["layers"]
     ]
-
-
-# --- other models ----------------------------------------------------------------------------
-
-
-def _extract_of(family: str, tmp_path: Path, names: dict[str, float], *options: object) -> Any:
-    zoo.save(family, tmp_path / "model")
-    tensors = {name: torch.tensor(value) for name, value in names.items()}
-    save_file(tensors, tmp_path / "scales.safetensors")
-    command = ("extract-kv-scales", "--quantized-model", tmp_path / "scales.safetensors")
-    given = ("--model", tmp_path / "model", "--source-dtype", "e4m3fn")
-    return succeed(*command, *given, "--save-path", tmp_path / "out", *options, "--json").json
-
-
-def test_layers_without_a_cache_are_listed(tmp_path: Path) -> None:
-    names = {f"model.layers.1.self_attn.{role}_scale": 0.5 for role in "kv"}
-    report = _extract_of("qwen3_next", tmp_path, names, "--format", "vllm-json")
-    assert [layer["layer"] for layer in report["layers"]] == [1]
-    (note,) = [note for note in report["notes"] if note.startswith("model.layers.0: ")]
-    assert "caches no K and V" in note
-    document = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())
-    assert document["kv_cache"]["scaling_factor"] == {"0": {"0": 1.0, "1": 0.5}}
 
 
 # --- what is refused -------------------------------------------------------------------------

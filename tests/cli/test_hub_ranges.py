@@ -97,17 +97,6 @@ def extract(model: Path, out: Path, source: object = ID) -> Outcome:
     )
 
 
-def test_check_says_the_same_of_the_id_as_of_the_folder(hub: FakeHub, checkpoint: Path) -> None:
-    folder = run("check", checkpoint, "--engine", "vllm", "--engine", "sglang", "--json")
-    found = check()
-    assert (found.code, found.json) == (folder.code, folder.json)
-    assert f"{ID}: read " in found.err
-    whole = sum(map(len, hub.repos[ID].values()))
-    assert hub.sent_bytes < whole / 10, (hub.sent_bytes, whole)
-    names = [each.rpartition("/")[2] for each in hub.asked if each.startswith("GET /org/")]
-    assert "README.md" not in names
-
-
 def test_read_weights_downloads_all_and_a_downloaded_model_is_not_read_again(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,21 +226,6 @@ def test_whatever_is_read_is_downloaded_first(hub: FakeHub, tmp_path: Path) -> N
             assert torch.equal(file.read(name), stored[name])
         assert ranged.read_bytes == hub.sent_bytes < len(data) * 1.05
     assert find_ranged_file(path) is None
-
-
-def test_what_passes_is_asked_for_again(hub: FakeHub) -> None:
-    seen: list[int] = []
-
-    def change(answer: Answer) -> None:
-        seen.append(0)
-        if len(seen) < 3:
-            give_status(429)(answer)
-            answer.headers["Retry-After"] = "77"
-
-    hub.change = change
-    WAITED.clear()
-    assert check().code == 0
-    assert WAITED == [78, 78]
 
 
 def test_a_hub_that_gives_no_sizes_and_names_out_of_the_folder(hub: FakeHub) -> None:

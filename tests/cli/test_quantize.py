@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from tests import zoo
@@ -36,59 +35,6 @@ def refused(tmp_path: Path, model: Path) -> Callable[..., str]:
         return text
 
     return quantize
-
-
-def test_the_report_says_what_was_done(model: Path, stats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ("quantize", model, "--scheme", "fp8-static", "--stats", stats)
-    report = succeed(*command, "--ignore", "*.layers.0.mlp", "--out", out, "--json").json
-    assert report["out"] == str(out)
-    assert report["files"] == sorted(path.name for path in out.iterdir())
-    assert (report["scheme"], report["format"]) == ("fp8-static", "compressed-tensors")
-    assert len(report["quantized"]) == 11
-    why = {item["module"]: item["why"] for item in report["left"]}
-    assert why["model.layers.0.mlp.up_proj"] == "--ignore *.layers.0.mlp"
-    assert why["lm_head"] == "an output head"
-    assert report["has_kv_scales"] is True
-    assert report["kv_bytes_per_token"]["before"] == 4 * report["kv_bytes_per_token"]["after"]
-    assert report["bytes"]["after"] < report["bytes"]["before"]
-    assert list_commands(report)["vLLM"] == f"vllm serve {out} --kv-cache-dtype fp8"
-    stored = load_file(out / "model.safetensors")
-    assert stored["model.layers.1.self_attn.v_scale"].shape == (1,)
-    assert "tokenizer.json" in report["files"]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "joined"),
-    [
-        ("*.layers.0.self_attn", ["model.layers.0.self_attn.qkv_proj"]),
-        ("re:.*(gate|up)_proj", [f"model.layers.{i}.mlp.gate_up_proj" for i in range(2)]),
-        ("*.o_proj", []),
-    ],
-)
-def test_every_engine_leaves_out_what_is_ignored(
-    model: Path, tmp_path: Path, pattern: str, joined: list[str]
-) -> None:
-    """SGLang looks for the weight that it joins q, k and v into."""
-    out = tmp_path / "out"
-    command = ("quantize", model, "--scheme", "fp8-dynamic", "--ignore", pattern)
-    report = succeed(*command, "--out", out, "--json").json
-    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    assert set(ignored) == {*(item["module"] for item in report["left"]), *joined}
-    assert set(list_commands(report)) == {"vLLM", "SGLang"}
-
-
-def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    text = succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out).out
-    assert "14 linears quantized (fp8-dynamic, compressed-tensors)" in text
-    assert "not quantized (an embedding): model.embed_tokens" in text
-    assert "KV cache: 256 bytes per token now, 64 with FP8" in text
-    assert f"written to {out}: " in text
-    loads = (
-        "vLLM 0.33.0: ok, loads; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
-    )
-    assert f"{loads}:\n    vllm serve {out}\n" in text
 
 
 @pytest.mark.parametrize(

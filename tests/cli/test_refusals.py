@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.conftest import write_rows
 from tests.cli.program import fail
 from tests.kit.checkpoints import WEIGHTS, change_config, change_tensors
 
@@ -253,24 +252,6 @@ def test_what_is_no_folder_of_a_model(refused: Refused, folder: Path, tmp_path: 
     assert hint in refused(4, folder / "model.gguf")
     assert hint in fail(4, "check", folder / "model.gguf")
     assert hint in fail(4, "show", folder / "model.gguf")
-
-
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_activations_that_are_no_numbers(
-    refused: Refused, folder: Path, tmp_path: Path, value: str
-) -> None:
-    spoil(EMBEDDING, 77, value)(folder)
-    tokens = [5] * 64
-    tokens[2 * 16 + 3] = 77  # in the third sequence
-    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": tokens}])
-    blind = tmp_path / "blind.yaml"
-    blind.write_text("name: blind\nobserve: {weights: false}\n")
-    options = ["--data", rows, "--recipe", blind]
-    text = refused(6, folder, *options)
-    assert "model.layers.0" in text
-    assert "at sample 2 (counting from 0)" in text
-    text = refused(6, folder, *options, "--batch-size", 2, "--no-pack", "--seq-len", 100)
-    assert "at sample 0" in text
 
 
 # --- the output --------------------------------------------------------------------------------

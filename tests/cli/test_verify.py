@@ -118,16 +118,6 @@ def test_json_holds_the_promised_keys(verify: Any, files: Path) -> None:
     assert not any("used for calibration" in text for text in report["warnings"])
 
 
-def test_the_same_scales_in_every_dialect_give_the_same_numbers(verify: Any, files: Path) -> None:
-    """The folder of a calibration stands for its statistics."""
-    names = ["", "kv-overlay", "kv_scales.safetensors"]
-    options = [part for name in names for part in ("--scales", files / name)]
-    first, *others = verify(*options, "--engine", "reference").json["candidates"][:3]
-    for other in others:
-        assert other["kld_mean"] == first["kld_mean"]
-        assert other["ppl"] == first["ppl"]
-
-
 def test_dump_holds_the_log_probability_of_every_scored_token(
     verify: Any, files: Path, tmp_path: Path
 ) -> None:
@@ -246,20 +236,6 @@ def broken(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_broken_scale_is_the_first_thing_named(
-    verify: Any, model: Path, held_out: Path, broken: Path
-) -> None:
-    report = verify("--scales", broken).json
-    assert report["layers"][0]["site"] == "model.layers.1.self_attn.v"
-    assert report["layers"][0]["clipped"] > 0.1
-    said = report["decision"]
-    assert said["details"].splitlines()[-1].startswith(f"{broken}: model.layers.1.self_attn.v (")
-    shown = succeed("verify", model, "--data", held_out, *QUICK, "--scales", broken).out
-    assert shown.startswith(f"{said['headline']}\n{said['details']}\nEmulated vLLM ")
-    assert f"{broken}: tensors that lose most" in shown
-    assert "scale-1.0: tensors" not in shown
-
-
 def test_a_gate_decides_the_exit_code_and_the_report_is_printed(
     verify: Any, model: Path, held_out: Path, broken: Path, files: Path, tmp_path: Path
 ) -> None:
@@ -287,14 +263,6 @@ def test_a_warning_fails_with_strict_alone(
     assert found.json["candidates"][0]["verdict"] == "warn"
     assert found.code == code
     assert found.json["passed"] is (code == 0)
-
-
-def test_the_answer_is_one_line_and_the_command_the_last(model: Path, held_out: Path) -> None:
-    """Nothing is lost, so there is no table."""
-    lines = succeed("verify", model, "--data", held_out, *QUICK).out.splitlines()
-    assert lines[0] == "This model does not need KV scales."
-    assert [line.split()[0] for line in lines if line] == ["This", "FP8", "At", "Emulated", "next:"]
-    assert lines[-1] == f"next: vllm serve {model} --kv-cache-dtype fp8"
 
 
 def shrink_query(layer: Any) -> None:
@@ -466,18 +434,6 @@ def test_what_was_measured_on_another_model_is_refused(
     assert "different weights (" in message
 
 
-def test_a_config_decides_which_model_it_is_but_not_by_names_and_versions(
-    model: Path, held_out: Path, files: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    change_config(tmp_path / "model", _name_or_path="me/mine", transformers_version="4.0.0")
-    scales = ("--scales", files / "kv_scales.safetensors")
-    command = ("verify", tmp_path / "model", "--data", held_out, *QUICK, *scales)
-    succeed(*command)
-    change_config(tmp_path / "model", rope_theta=7.0)
-    assert "another model: different config.json (" in fail(4, *command)
-
-
 BAD_VALUES = {
     "--scheme": ("int8", "fp8-static"),
     "--rules": ("median", "amax,"),
@@ -494,11 +450,6 @@ BAD_VALUES = {
 def test_a_value_that_cannot_be_is_a_usage_error(refuse: Any, option: str, value: str) -> None:
     message = refuse(2, option, value)
     assert option in message or (value and value in message)
-
-
-def test_the_same_scales_twice_are_compared_once(verify: Any, files: Path) -> None:
-    report = verify("--scales", files, "--scales", f"{files}/", "--scales", files).json
-    assert [each["name"] for each in report["candidates"]] == [str(files), "scale-1.0"]
 
 
 @pytest.mark.parametrize("option", ["--dump", "--report"])
@@ -585,29 +536,6 @@ def test_scales_that_the_engine_does_not_use_are_a_warning(
     assert all(text.startswith(f"{files / name}: ") and why in text for text in told)
 
 
-def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) -> None:
-    """A random model of 512 tokens: no verdict but a failure."""
-    zoo.save("llama", tmp_path / "model", vocab_size=512)
-    rows = [{"input_ids": [3 + (i * i + i * j * j) % 500 for j in range(32)]} for i in range(60)]
-    text = write_rows(tmp_path / "text.jsonl", rows)
-    options = ("--data", text, "--seq-len", 32, "--dtype", "float32", "--json")
-    found = run("verify", tmp_path / "model", *options, "--gate", "kv")
-    assert found.code == 9
-    assert found.json["reference"]["ppl"] > 512**0.9
-    (one,) = found.json["candidates"]
-    assert one["verdict"] == "cannot-tell"
-    assert one["verdict_why"].endswith("but the unquantized model predicts no better than chance")
-    assert found.json["kv"]["answer"] == "cannot-tell"
-    assert found.json["next"] == ""
-    gate = tmp_path / "gate.yaml"
-    gate.write_text("pass_at: 1.5\nfail_above: 2.0\nkld_fail_above: 1.0e-12\n")
-    failed = run("verify", tmp_path / "model", *options, "--gate", gate)
-    assert (failed.code, failed.json["candidates"][0]["verdict"]) == (8, "fail")
-    start = "Nothing can be told: the unquantized model predicts no better than chance.\n"
-    assert found.json["advice"].startswith(start)
-    assert found.json["advice"].endswith("or the text the right one?")
-
-
 # --- the command after it ------------------------------------------------------------------------
 
 
@@ -621,18 +549,6 @@ def test_a_query_scale_is_exported_onto_the_revision_that_was_verified(tmp_path:
     refused = run(*shlex.split(printed)[1:])
     assert "no such option" not in refused.err.lower()
     assert refused.code != 0  # there is no such model
-
-
-def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
-    data: Path, tmp_path: Path
-) -> None:
-    zoo.save("falcon", tmp_path / "falcon")
-    save_tokenizer(tmp_path / "falcon")
-    command = ("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
-    outcome = succeed(*command)
-    (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
-    assert "self_attention.q and 3 more: quantized by vllm but not emulated" in warning
-    assert warning in outcome.err
 
 
 @pytest.mark.parametrize("failing", ["save_tensors", "write_page"])

@@ -217,13 +217,6 @@ def test_channels_are_averaged() -> None:
         np.testing.assert_array_equal(hear(array), mean)
 
 
-def test_a_sound_from_a_pipe_is_heard() -> None:
-    whole = write_wav(np.tile(TONE, 100))
-    for size in (0xFFFFFFFF, 0x7FFFFFFF - 36):
-        piped = whole[:40] + size.to_bytes(4, "little") + whole[44:]
-        np.testing.assert_array_equal(hear(piped), hear(whole))
-
-
 def test_another_rate_is_resampled() -> None:
     """A tone of 200 Hz stays one: the same cosine, at the rate of the model."""
     for rate in (8000, 44100):
@@ -351,11 +344,6 @@ def test_media_of_columns_stand_at_the_marks_or_before_the_first_question(
     else:
         assert shape(found) == expected
         assert found.text is None
-
-
-def test_a_named_column_leaves_the_columns_of_media_out() -> None:
-    row = {"text": "What?", "image": A}
-    assert parse_row(row, "x:1", text_column="text") == Row("x:1", text="What?")
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder
-from fp8calib.data.sequences import DataPlan, batches
-from fp8calib.data.shares import Share, select_batches
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import DataError
 from tests.kit.multimodal import build_multimodal, draw_image
 
@@ -79,48 +76,6 @@ def brief(plan: DataPlan) -> list[Any]:
     return [read(index) for index in range(len(plan.sequences))]
 
 
-def test_text_is_packed_as_before_and_rows_with_media_stay_whole_between(plan_of: Any) -> None:
-    """Text of 40 tokens at a time gives the sequences that it would give alone."""
-    texts = [list(range(start, start + 40)) for start in (10, 60, 110, 160)]
-    one, two, three, four = (ids(*each) for each in texts)
-    alone = plan_of(one, two, three, four)
-    mixed = plan_of(see("first"), one, see("second"), two, three, see("third"), four)
-    joined = [token for each in texts for token in each]
-    pieces = [joined[:64], joined[64:128], joined[128:]]
-    assert brief(alone) == pieces
-    assert brief(mixed) == ["first", "second", pieces[0], "third", *pieces[1:]]
-    assert [len(mixed.sequences[i]) for i in mixed.media] == [
-        len(mixed.media[i].ids) for i in (0, 1, 3)
-    ]
-    assert mixed.rows.read == mixed.rows.used == 7
-    assert not alone.media
-
-
-def test_samples_count_sequences_and_rows_with_media(plan_of: Any) -> None:
-    rows = [see("first"), ids(*range(10, 74)), see("second"), see("third")]
-    expected = ["first", list(range(10, 74)), "second", "third"]
-    for samples in (1, 2, 3, 4, 5):
-        for pack in (True, False):
-            plan = plan_of(*rows, samples=samples, pack=pack)
-            assert brief(plan) == expected[:samples]
-    long = list(range(10, 330))
-    plan = plan_of(see("first"), ids(*long), see("second"), samples=3)
-    assert brief(plan) == ["first", long[:64], long[64:128]]
-
-
-def test_the_fingerprint_sees_a_pixel_and_no_name(plan_of: Any, tmp_path: Path) -> None:
-    first = plan_of(see("What?"))
-    (tmp_path / "c.png").write_bytes((tmp_path / "a.png").read_bytes())
-    renamed = plan_of(see("What?", "c.png"))
-    pixels = np.array(Image.open(tmp_path / "a.png"))
-    pixels[3, 4, 1] ^= 128
-    Image.fromarray(pixels).save(tmp_path / "c.png")
-    changed = plan_of(see("What?", "c.png"))
-    assert first.fingerprint == renamed.fingerprint != changed.fingerprint
-    assert torch.equal(first.sequences[0], changed.sequences[0])
-    assert plan_of(see("What!")).fingerprint != first.fingerprint
-
-
 def test_media_that_change_after_planning_are_refused(plan_of: Any, tmp_path: Path) -> None:
     """The fingerprint names what was planned, so nothing else is run."""
     plan = plan_of(see("What?"))
@@ -146,13 +101,3 @@ def test_a_row_is_cut_after_its_last_medium_only(plan_of: Any, pack: bool) -> No
     assert torch.equal(short["token_type_ids"], full["token_type_ids"][:, : end + 3])
     with pytest.raises(DataError, match=f"media end at token {end}, beyond --seq-len {end - 1}"):
         plan_of(row, seq_len=end - 1, pack=pack)
-
-
-def test_a_shard_takes_its_rows_and_a_batch_holds_one(plan_of: Any) -> None:
-    plan = plan_of(*(see(f"row {index}") for index in range(6)))
-    found = [batch.first for batch in batches(plan, 4)]
-    assert found == list(range(6))
-    parts = [select_batches(plan, 4, Share(index=index, count=2)) for index in (1, 2)]
-    assert sorted(batch.first for part in parts for batch in part) == found
-    for batch in [batch for part in parts for batch in part]:
-        assert batch.media is plan.media[batch.first]

@@ -110,23 +110,6 @@ def test_a_row_that_cannot_be_used_is_named_with_the_reason(value: object, fragm
     assert caught.value.hint
 
 
-def test_blank_text_passes_where_it_is_allowed() -> None:
-    assert parse_row({"text": ""}, "x:1", allow_blank=True) == Row("x:1", text="")
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("hi", Row("x:1", text="hi")),
-        ([USER, REPLY], Row("x:1", messages=(USER, REPLY))),
-        ([5, 6], Row("x:1", input_ids=(5, 6))),
-    ],
-)
-def test_a_named_column_is_read_by_what_it_holds(content: object, expected: Row) -> None:
-    row = {"text": "another", "body": content}
-    assert parse_row(row, "x:1", text_column="body") == expected
-
-
 @pytest.mark.parametrize(
     ("row", "message", "hint"),
     [

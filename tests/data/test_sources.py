@@ -4,16 +4,15 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from fp8calib.data.rows import ReadRow, Row
-from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows, mix_rows
+from fp8calib.data.sources import iter_file_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
 
@@ -98,16 +97,6 @@ def test_a_bad_file_is_named_with_the_place(
     assert caught.value.hint
 
 
-def test_rows_around_a_bad_one_are_given(tmp_path: Path) -> None:
-    text = b'{"text": "a"}\nbroken\n\n{"text": "b"}\n{"text": "c'
-    rows = list(iter_file_rows(write(tmp_path / "x.jsonl", text)))
-    first, second, third, last = rows
-    assert (first, third) == (Row("x.jsonl:1", text="a"), Row("x.jsonl:4", text="b"))
-    for row, place in ((second, "x.jsonl:2"), (last, "x.jsonl:5")):
-        assert isinstance(row, DataError)
-        assert row.message.startswith(f"{place}: not JSON")
-
-
 def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
     pq.write_table(pa.table(columns), path, row_group_size=2)
     return path
@@ -144,22 +133,6 @@ def test_the_files_of_a_folder_follow_one_another_and_each_must_hold_rows(tmp_pa
     write(tmp_path / "c.jsonl", b"")
     with pytest.raises(DataError, match=r"c\.jsonl: no rows"):
         list(iter_rows(parse_spec(str(tmp_path))))
-
-
-def test_builtin_text_is_split_at_four_fifths_without_overlap() -> None:
-    calibrate, verify = list(iter_builtin_rows("calibrate")), list(iter_builtin_rows("verify"))
-    names = [row.origin for row in calibrate + verify]
-    assert names == sorted(names)
-    assert len(set(names)) == len(names) > 50
-    sizes = [sum(len(row.text or "") for row in rows) for rows in (calibrate, verify)]
-    assert 0.75 < sizes[0] / sum(len(text.strip()) + 1 for text in topics.values()) <= 0.8
-    assert sizes[1] > 50_000
-    eight_words = [
-        {tuple(words[i : i + 8]) for row in rows if (words := (row.text or "").split())
-         for i in range(len(words) - 7)}
-        for rows in (calibrate, verify)
-    ]  # fmt: skip
-    assert len(eight_words[0] & eight_words[1]) < 0.03 * len(eight_words[1])
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[Any]:
@@ -232,22 +205,6 @@ def test_the_seed_changes_the_order_between_sources_but_not_inside_them() -> Non
         assert [name for name in order if name[0] == "a"] == [f"a{index}" for index in range(9)]
 
 
-def test_a_saved_dataset_gives_the_rows_that_were_saved(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"text": ["a", "b", "c", ""], "id": [1, 2, 3, 4]})
-    DatasetDict({"train": rows.select([2, 0]), "test": rows}).save_to_disk(tmp_path / "d")
-    train = list(iter_rows(parse_spec(f"{tmp_path}/d/train")))
-    assert train == [Row("train row 1", text="c"), Row("train row 2", text="a")]
-    test = list(iter_rows(parse_spec(f"{tmp_path}/d/test")))
-    assert [row.text for row in test] == ["a", "b", "c", ""]
-
-
-def test_a_saved_dataset_with_a_tensor_format_gives_plain_token_ids(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5]]}).with_format("torch")
-    rows.save_to_disk(tmp_path / "ids")
-    found = list(iter_rows(parse_spec(str(tmp_path / "ids"))))
-    assert [row.input_ids for row in found] == [(1, 2), (3, 4, 5)]
-
-
 def test_a_saved_dataset_without_text_or_without_its_files_is_refused(tmp_path: Path) -> None:
     Dataset.from_dict({"id": [1], "label": [0]}).save_to_disk(tmp_path / "d")
     spec = parse_spec(str(tmp_path / "d"))
@@ -259,16 +216,3 @@ def test_a_saved_dataset_without_text_or_without_its_files_is_refused(tmp_path: 
         arrow.unlink()
     with pytest.raises(DataError, match="d: the dataset cannot be read"):
         list(iter_rows(spec))
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "saved"])
-def test_a_named_column_is_read_from_every_source_with_columns(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    if name == "x.jsonl":
-        path.write_text('{"text": "no", "body": "a"}\n{"text": "no", "body": "b"}')
-    elif name == "x.parquet":
-        write_parquet(path, {"text": ["no", "no"], "body": ["a", "b"]})
-    else:
-        Dataset.from_dict({"text": ["no", "no"], "body": ["a", "b"]}).save_to_disk(path)
-    rows = list(iter_rows(parse_spec(str(path)), text_column="body"))
-    assert [row.text for row in rows] == ["a", "b"]

@@ -36,49 +36,6 @@ def test_a_spec_without_path_is_read_as_its_grammar_says(spec: str, expected: Da
 
 
 @pytest.mark.parametrize(
-    ("name", "suffix", "weight"),
-    [
-        ("x.jsonl", "", None),
-        ("x.PARQUET", "", None),
-        ("x.txt", "@3", 3.0),
-        ("a@b.jsonl", "@1e-1", 0.1),
-        ("v1:2/hub:x.jsonl", "@2", 2.0),
-    ],
-)
-def test_a_file_may_hold_at_and_colon_in_its_path(
-    tmp_path: Path, name: str, suffix: str, weight: float | None
-) -> None:
-    path = touch(tmp_path / name)
-    expected = DataSpec(None, f"{path.name}{suffix}", weight, files=(path,))
-    assert parse_spec(f"{path}{suffix}") == expected
-
-
-def test_a_relative_path_that_looks_like_a_hub_name_is_a_file_when_it_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch(tmp_path / "hub:x.jsonl")
-    monkeypatch.chdir(tmp_path)
-    assert parse_spec("hub:x.jsonl").files == (Path("hub:x.jsonl"),)
-
-
-def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch(tmp_path / "builtin" / "x.txt")
-    monkeypatch.chdir(tmp_path)
-    assert parse_spec("builtin").files == ()
-    assert parse_spec("./builtin").files == (Path("builtin/x.txt"),)
-
-
-def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.jsonl", "C.json", "README.md", ".hidden.txt", "deep/z.txt"):
-        touch(tmp_path / name)
-    found = parse_spec(str(tmp_path))
-    assert [path.name for path in found.files] == ["C.json", "a.jsonl", "b.txt"]
-    assert found.ignored == ("README.md", "deep")
-
-
-@pytest.mark.parametrize(
     ("spec", "fragment"),
     [
         ("", "empty"),
@@ -118,12 +75,6 @@ def save_split(folder: Path) -> Path:
     for name in ("dataset_info.json", "state.json"):
         touch(folder / name)
     return folder
-
-
-def test_a_saved_dataset_is_one_source_though_it_holds_json_files(tmp_path: Path) -> None:
-    folder = save_split(tmp_path / "saved")
-    assert parse_spec(str(folder)) == DataSpec(folder, "saved")
-    assert parse_spec(f"{folder}@2") == DataSpec(folder, "saved@2", 2.0)
 
 
 def test_a_split_of_saved_datasets_is_named_by_its_folder(tmp_path: Path) -> None:

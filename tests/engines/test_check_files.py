@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from fp8calib.checkpoint.json_files import load_json
-from fp8calib.commands.check import CheckResult
-from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ModelError
@@ -27,14 +20,12 @@ from tests.engines.check_handmade import (
     SCALES,
     WEIGHTS,
     ask,
-    ask_sglang_json,
     both,
     plain_geometry,
     save_folder,
     spell,
     statuses,
 )
-from tests.kit.minutes import HAS_MINUTES
 
 PAIR = ("k_scale", "v_scale")
 BY_INDEX = ("vllm", "sglang", "transformers")
@@ -83,13 +74,6 @@ def test_an_index_that_is_none_is_refused(folder: Path, engine: str, text: str) 
     assert statuses(ask(engine, folder)) == both("refused")
 
 
-def test_the_last_of_equal_keys_of_an_index_wins(folder: Path) -> None:
-    text = f'{{"weight_map": {{"a": "gone.safetensors", "a": "{SCALES}"}}}}'
-    (folder / INDEX).write_text(text)
-
-    assert ask("vllm", folder).ok
-
-
 HEADERS = {
     "empty": b"",
     "truncated": b"\x00\x01",
@@ -116,14 +100,6 @@ def test_a_damaged_file_that_is_opened_is_refused(folder: Path, engine: str, raw
     assert len(report.layers[0].k.why) < 1000
 
 
-def test_what_no_engine_opens_does_no_harm(folder: Path) -> None:
-    (folder / "other.safetensors").write_bytes(b"")
-    (folder / "dangling.safetensors").symlink_to(folder / "nowhere")
-    (folder / "folder.safetensors").mkdir()
-
-    assert ask("vllm", folder).ok
-
-
 def test_a_huge_tensor_with_the_name_of_a_scale_is_not_read(folder: Path) -> None:
     save_file({K: torch.zeros(1 << 20)}, folder / SCALES)
 
@@ -131,40 +107,6 @@ def test_a_huge_tensor_with_the_name_of_a_scale_is_not_read(folder: Path) -> Non
 
     assert statuses(report) == both("refused")
     assert "[1048576]" in report.layers[0].k.why
-
-
-@pytest.mark.parametrize("engine", list_defaults())
-def test_an_empty_tensor_with_the_name_of_a_scale_is_not_ok(folder: Path, engine: str) -> None:
-    save_file({K: torch.zeros(0)}, folder / SCALES)
-
-    assert not ask(engine, folder).ok
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e5m2])
-def test_scales_of_odd_dtypes_are_numbers_too(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = save_folder(
-        tmp_path / "f", spell(*PAIR, value=1.0), quantization=PER_TENSOR, dtype=dtype
-    )
-
-    assert ask("vllm", folder).layers[0].k.value == 1.0
-
-
-@pytest.mark.parametrize("engine", list_defaults())
-def test_names_of_megabytes_are_cut_in_what_is_said(tmp_path: Path, engine: str) -> None:
-    name = "x" * 1_000_000 + "\n\u2028.k_scale"
-    folder = save_folder(tmp_path / "f", {name: 0.5})
-
-    report = ask(engine, folder)
-
-    assert all(len(layer.k.why) < 1000 and "\n" not in layer.k.why for layer in report.layers)
-
-
-@pytest.mark.parametrize(("dtype", "is_ok"), [("float8_e4m3fn", True), ("float8_e4m3fnuz", False)])
-def test_the_format_may_stand_in_a_files_header(folder: Path, dtype: str, is_ok: bool) -> None:
-    tensors = load_file(folder / SCALES)
-    save_file(tensors, folder / SCALES, metadata={"fp8calib.kv_cache_dtype": dtype})
-
-    assert ask("vllm", folder).ok == is_ok
 
 
 @pytest.mark.parametrize(
@@ -177,80 +119,11 @@ def test_a_config_that_cannot_be_read_is_one_error(folder: Path, raw: bytes) -> 
         open_folder(folder)
 
 
-def test_json_is_read_as_engines_read_it(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"a": 1, "a": NaN}')
-
-    document = load_json(path)
-
-    assert isinstance(document, dict)
-    assert math.isnan(document["a"])
-
-
-_LEAF = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
-    | st.text(max_size=5)
-)
-_JSON = st.recursive(
-    _LEAF,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=3) | st.sampled_from(["0", "1", "00"]), inner, max_size=3
-        )
-    ),
-    max_leaves=8,
-)
 _METHODS = ("compressed-tensors", "fp8", "modelopt", "quark", "awq")
 _KEYS = (
     *("config_groups", "kv_cache_scheme", "ignore", "format", "quantization_status", "export"),
     *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
 )
-_BOUNDED = settings(
-    max_examples=250 if HAS_MINUTES else 60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@_BOUNDED
-@given(
-    method=st.sampled_from(_METHODS) | _JSON,
-    parts=st.dictionaries(st.sampled_from(_KEYS), _JSON, max_size=5),
-    is_ours=st.booleans(),
-)
-def test_no_config_makes_it_stumble(
-    folder: Path, method: object, parts: dict[str, Any], is_ours: bool
-) -> None:
-    start = dict(PER_TENSOR) if is_ours else {}
-    quantization = {**start, "quant_method": method, **parts}
-    document = {"model_type": "llama", "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(document))
-
-    report = check_folder(open_folder(folder), plain_geometry(), list_defaults(), 1)
-
-    assert list(report.engines) == list_defaults()
-    json.dumps(CheckResult.of(report).to_json(), allow_nan=False)
-
-
-@_BOUNDED
-@given(factors=_JSON, model_type=_JSON, is_whole=st.booleans())
-def test_no_json_makes_it_stumble(
-    tmp_path: Path, factors: object, model_type: object, is_whole: bool
-) -> None:
-    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
-    document = {"model_type": model_type, "kv_cache": kv_cache} if is_whole else factors
-    path = tmp_path / "scales.json"
-    path.write_text(json.dumps(document))
-
-    report = ask_sglang_json(path, plain_geometry(), 1)
-
-    assert [layer.layer for layer in report.layers] == [0, 1]
-    json.dumps(report.model_dump(mode="json"), allow_nan=False)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -261,32 +134,3 @@ def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -
     assert any(
         "scales of draft layers (2, such as model.layers.2." in text for text in report.problems
     )
-
-
-@pytest.mark.parametrize(
-    ("k", "v", "notes"),
-    [
-        (0.25, 0.01, []),
-        (1.9, 1.9, []),
-        (
-            19.8,
-            745.0,
-            [
-                "the k scales (19.8 to 19.8) stand for values of up to 8,870: they look like recip",
-                "the v scales (745 to 745) stand for values of up to 3.338e+05: they look like rec",
-            ],
-        ),
-        (0.01, 2e-7, ["the v scales (2e-07 to 2e-07) stand for values of up to 8.96e-05"]),
-    ],
-)
-def test_scales_that_look_like_reciprocals_are_suspicious(
-    tmp_path: Path, k: float, v: float, notes: list[str]
-) -> None:
-    scales = {**spell("k_scale", value=k), **spell("v_scale", value=v)}
-
-    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
-
-    assert report.ok == (not notes)
-    assert len(report.suspicious) == len(notes)
-    for suspicion, note in zip(report.suspicious, notes, strict=True):
-        assert suspicion.startswith(note)

@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from fp8calib.engines.facts.release import SGLANG_RELEASES
-from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.sglang.replay import has_kv_method, name_sglang_parameter
-from fp8calib.formats.read import read_scales
 from fp8calib.model.shapes import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
-    INDEX,
     MODELOPT,
     PER_HEAD,
     PER_TENSOR,
@@ -39,9 +32,7 @@ from tests.engines.check_handmade import (
     values,
 )
 from tests.formats.handmade import (
-    hybrid_stats,
     latent_stats,
-    make_attention,
     make_geometry,
     shared_stats,
 )
@@ -373,52 +364,6 @@ def test_ranks_that_cannot_share_the_heads_are_refused(
     case.compare(engine, case.save(tmp_path / "f"))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_vllm_uses_per_head_scales_with_a_word_on_backends(tmp_path: Path, tp: int) -> None:
-    case = Case(spell(*PAIR, value=[[[0.25]], [[0.5]]]), PER_HEAD, "used", number=0.5, tp=tp)
-    report = case.compare("vllm", case.save(tmp_path / "f"))
-    assert any("FlashAttention 3" in problem for problem in report.problems)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "is_told"), [(NO_SCHEME, True), (PER_TENSOR, False)], ids=["none", "scheme"]
-)
-def test_without_a_scheme_the_flag_is_told(
-    tmp_path: Path, quantization: object, is_told: bool
-) -> None:
-    case = Case(spell(*PAIR), quantization, "used")
-    report = case.compare("vllm", case.save(tmp_path / "f"))
-    assert report.ok
-    assert any("--kv-cache-dtype fp8" in problem for problem in report.problems) is is_told
-    assert not any("gfx94x" in problem for problem in report.problems)
-
-
-def test_the_attn_name_of_gpt2_is_refused_with_the_inner_one(tmp_path: Path) -> None:
-    geometry = moved_geometry(GPT2, model_type="gpt2")
-    case = Case(spell(*PAIR, path=GPT2), PER_TENSOR, "refused", geometry)
-    report = case.compare("vllm", case.save(tmp_path / "f"))
-    assert ".attn.attn.k_scale" in report.layers[0].k.fix
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_index_tells_which_files_are_read(tmp_path: Path, engine: str) -> None:
-    folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=PER_TENSOR, listed=False)
-
-    assert statuses(ask(engine, folder)) == both("defaulted")
-    (folder / INDEX).unlink()
-    assert ask(engine, folder).ok
-
-
-def test_layers_without_a_cache_are_left_out(tmp_path: Path) -> None:
-    scales = {f"model.layers.1.self_attn.{suffix}": 0.5 for suffix in PAIR}
-    folder = save_folder(tmp_path / "f", scales, quantization=PER_TENSOR)
-
-    report = ask("vllm", folder, hybrid_stats().header.geometry)
-
-    assert [layer.layer for layer in report.layers] == [1]
-    assert report.ok
-
-
 def test_layers_that_read_anothers_cache_need_its_scale(tmp_path: Path) -> None:
     geometry = shared_stats().header.geometry
     half = save_folder(tmp_path / "half", spell(*PAIR), quantization=PER_TENSOR)
@@ -426,14 +371,6 @@ def test_layers_that_read_anothers_cache_need_its_scale(tmp_path: Path) -> None:
 
     assert statuses(ask("vllm", half, geometry)) == both("used") + both("misread")
     assert ask("vllm", whole, geometry).ok
-
-
-def test_names_are_the_checkpoints_own(tmp_path: Path) -> None:
-    attention = make_attention(0, checkpoint_module="language_model.model.layers.0.self_attn")
-    scales = spell(*PAIR, layers=1, path="language_model.model.layers.{}.self_attn")
-    folder = save_folder(tmp_path / "f", scales, quantization=PER_TENSOR)
-
-    assert ask("vllm", folder, make_geometry([attention])).ok
 
 
 @pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])
@@ -464,41 +401,6 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
     assert any("FlashAttention 3 stops" in problem for problem in report.problems) is is_half
     assert "FlashAttention 3 stops" not in str(ask("vllm-cpu", folder, geometry).problems)
     assert values(ask("vllm", exact, geometry))[0][0] == pytest.approx(0.0123456, rel=1e-7)
-
-
-def test_a_model_that_embeds_text_is_served_in_float16_instead_of_float32(tmp_path: Path) -> None:
-    """Of an olmo3 without architectures vLLM 0.32 on a CPU held 0.1486816, not 0.1484375."""
-    geometry = plain_geometry(
-        model_type="olmo3", architecture="Olmo3ForCausalLM", checkpoint_dtype="float32"
-    )
-    for named, held in ((None, 0.148681640625), (["Olmo3ForCausalLM"], 0.1484375)):
-        scales = spell(*PAIR, value=0.1487)
-        folder = save_folder(tmp_path / str(held), scales, quantization=FP8, architectures=named)
-        assert values(ask("vllm", folder, geometry))[0][0] == held
-
-
-@pytest.mark.parametrize(
-    ("name", "mapped"),
-    [
-        ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.k_scale"),
-        ("model.layers.0.self_attn.attn.k_scale", "model.layers.0.self_attn.attn.attn.k_scale"),
-        ("model.layers.0.self_attn.v_proj.v_scale", "model.layers.0.self_attn.attn.v_scale"),
-        ("model.layers.0.self_attn.q_scale", "model.layers.0.self_attn.q_scale"),
-    ],
-)
-def test_names_are_remapped_as_sglangs_function_does(name: str, mapped: str) -> None:
-    assert name_sglang_parameter(name, "llama", SGLANG_RELEASES[-1]) == mapped
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("type", "int"), ("num_bits", 4), ("dynamic", True), ("symmetric", False)]
-)
-def test_sglang_ignores_other_schemes(tmp_path: Path, key: str, value: object) -> None:
-    scheme = {**PER_TENSOR["kv_cache_scheme"], key: value}  # type: ignore[dict-item]
-    case = Case(spell(*PAIR), {**PER_TENSOR, "kv_cache_scheme": scheme}, "dropped")
-    case.compare("sglang", case.save(tmp_path / "f"))
-    folder = open_folder(tmp_path / "f")
-    assert not has_kv_method(folder, plain_geometry(), SGLANG_RELEASES[-1])
 
 
 @pytest.mark.parametrize(
@@ -538,12 +440,3 @@ def test_two_names_for_one_place_are_told(tmp_path: Path) -> None:
     report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
 
     assert any("one is lost" in problem for problem in report.problems)
-
-
-def test_hunyuans_names_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({name: torch.tensor(0.25 + i) for i, name in enumerate(spell(*HYV3))}, path)
-
-    table = read_scales(path, plain_geometry()).table
-
-    assert [scale.values.item() for scale in table.scales.values()] == [0.25, 1.25, 2.25, 3.25]

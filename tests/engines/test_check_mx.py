@@ -16,7 +16,7 @@ from tests import zoo
 from tests.engines.test_check_weights import ask
 from tests.formats.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_json, change_quantization, change_tensors
-from tests.quantization.by_hand import LAYER, quantize_head, run
+from tests.quantization.by_hand import LAYER, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
 LOADS = {
@@ -81,30 +81,6 @@ def test_releases(engine: str, form: str, why: str, tmp_path: Path) -> None:
     assert why in report.weights.why
     newer = {"sglang==0.5.17": "serve it with SGLang 0.5.18"}
     assert newer.get(engine, "write it as mxfp8") in report.weights.fix
-
-
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
-def test_vllm_loads_experts_and_an_output_layer(form: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": False}
-    zoo.save("mixtral", tmp_path / "model", **sizes)
-    out = quantize_head(run(tmp_path / "model", tmp_path / "out", "mxfp8", form).out)
-    for release in ("vllm==0.26", "vllm"):
-        report = ask(out, release)
-        assert (report.weights, report.unknown) == (None, ())
-
-
-def test_biases_of_experts_are_no_part_of_the_class(tmp_path: Path) -> None:
-    """llm-compressor writes those of gpt_oss so, and vLLM 0.32.0 stops with a KeyError (run)."""
-    zoo.save("mixtral", tmp_path / "model", hidden_size=64, intermediate_size=96)
-    out = run(tmp_path / "model", tmp_path / "out", "mxfp8", "compressed-tensors").out
-    biases = {
-        name.replace(".w2.weight", ".w2.bias"): torch.zeros(64, dtype=torch.bfloat16)
-        for name in load_file(out / "model.safetensors")
-        if name.endswith(".w2.weight")
-    }
-    change_tensors(out, biases)
-    unknown = ask(out, "vllm").unknown
-    assert "experts.0.w2.bias is not in the model's class" in " ".join(unknown)
 
 
 @pytest.mark.parametrize(
@@ -287,19 +263,3 @@ def test_transformers_multiplies_decoded_weights_by_inputs_in_bfloat16_alone(
         loaded(torch.tensor([[3, 4, 5]]))
     assert report.weights is not None
     assert "addmm of torch.bfloat16 and torch.float32" in report.weights.why
-
-
-def test_a_config_without_what_the_model_asks_for_is_refused(
-    written: dict[str, Path], tmp_path: Path
-) -> None:
-    """Llama's config has no window for the layers that are said to have one."""
-    kinds = ["sliding_attention", "full_attention"]
-    out = tmp_path / "out"
-    shutil.copytree(written["compressed-tensors"], out)
-    change_config(out, layer_types=kinds)
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    with pytest.raises(AttributeError, match="no attribute 'sliding_window'"):
-        loaded(torch.tensor([[3, 4, 5]]))
-    report = ask(out, "transformers")
-    assert report.weights is not None
-    assert "no attribute 'sliding_window'" in report.weights.why

@@ -18,7 +18,7 @@ from tests.engines.check_handmade import (
     statuses,
     values,
 )
-from tests.formats.handmade import hybrid_stats, make_attention, make_geometry
+from tests.formats.handmade import hybrid_stats
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -44,19 +44,6 @@ def write(path: Path, document: object) -> Path:
 def path(tmp_path: Path) -> Path:
     """Give where a file may be written."""
     return tmp_path / "scales.json"
-
-
-@pytest.mark.parametrize(
-    "document",
-    [GOOD, change(_comment="x"), change(mlp={"activation": {}}), change(attention=7)],
-)
-def test_what_the_loader_accepts_is_not_multiplied_by(path: Path, document: dict[str, Any]) -> None:
-    report = ask_sglang_json(write(path, document), plain_geometry(), 1)
-
-    assert statuses(report) == both("misread")
-    assert values(report) == [(0.05, 0.05), (0.04, 0.04)]
-    assert "does not multiply" in report.layers[0].k.why
-    assert report.layers[0].k.fix == "serve a kv-overlay instead"
 
 
 @pytest.mark.parametrize(
@@ -101,33 +88,6 @@ def test_what_the_loader_throws_away_is_one_for_all_layers(
     assert "vllm-json" in report.layers[0].k.fix
 
 
-def test_a_file_in_utf_16_is_thrown_away(path: Path) -> None:
-    path.write_bytes(json.dumps(GOOD).encode("utf-16"))
-
-    assert statuses(ask_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
-
-
-@pytest.mark.parametrize(
-    "factors",
-    [
-        '{"0": {"0": true, "1": "0.1"}}',
-        '{"00": {"0": 1, "1": "0.1"}}',
-        '{" 0": {"0": 1.0, "1.0": 0.1}}',
-        '{"0.0": {"0.0": 1, "01": 0.1}}',
-        '{"0": {"0": 7, "0": 1, "1": 0.1}}',
-        '{"0": {}, "0": {"0": 1, "1": 0.1}}',
-    ],
-)
-def test_numbers_and_keys_are_coerced_and_the_last_duplicate_wins(path: Path, factors: str) -> None:
-    text = json.dumps(GOOD).replace('{"0": {"0": 0.05, "1": 0.04}}', factors)
-    assert factors in text
-
-    report = ask_sglang_json(write(path, text), plain_geometry(), 1)
-
-    assert statuses(report) == both("misread")
-    assert values(report) == [(1.0, 1.0), (0.1, 0.1)]
-
-
 @pytest.mark.parametrize(
     ("number", "value"),
     [
@@ -152,32 +112,12 @@ def test_numbers_that_are_no_scales_are_taken_and_named(
     assert "does not multiply" not in report.layers[1].k.why
 
 
-def test_the_ranks_must_be_those_of_the_engine(path: Path) -> None:
-    two = {str(rank): {"0": 0.05 * (rank + 1), "1": 0.04} for rank in range(2)}
-    write(path, change(scaling_factor=two))
-
-    assert statuses(ask_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
-    assert values(ask_sglang_json(path, plain_geometry(), 2)) == [(0.1, 0.1), (0.04, 0.04)]
-    assert statuses(ask_sglang_json(write(path, GOOD), plain_geometry(), 2)) == both("defaulted")
-
-
 def test_one_bad_rank_is_enough(path: Path) -> None:
     two = {"0": {"0": 0.05, "1": 0.04}, "1": {"0": 0.05, "1": 0.0}}
 
     report = ask_sglang_json(write(path, change(scaling_factor=two)), plain_geometry(), 2)
 
     assert ["does not multiply" in layer.k.why for layer in report.layers] == [True, False]
-
-
-def test_layers_without_a_cache_must_stand_in_the_file(path: Path) -> None:
-    attentions = [None, make_attention(1)]
-    geometry = make_geometry(attentions, model_type="llama")
-    short = change(scaling_factor={"0": {"1": 0.04}})
-
-    assert [layer.layer for layer in ask_sglang_json(write(path, GOOD), geometry, 1).layers] == [1]
-    assert statuses(ask_sglang_json(write(path, short), geometry, 1)) == [
-        ("defaulted", "defaulted")
-    ]
 
 
 def _hybrid() -> ModelGeometry:

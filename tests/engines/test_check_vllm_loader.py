@@ -184,32 +184,3 @@ def _map(name: str, method: KvMethod) -> str:
         stored=(),
     )
     return loader.map_name(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "mapped"),
-    [
-        ("transformer.h.0.attn.k_scale", "transformer.h.0.attn.k_scale"),
-        ("transformer.h.0.attn.kv_scale", "transformer.h.0.attn.attn.k_scale"),
-        ("transformer.h.0.attn.attn.k_scale", "transformer.h.0.attn.attn.k_scale"),
-        ("model.layers.0.self_attn.v_scale", "model.layers.0.self_attn.attn.v_scale"),
-        ("backbone.layers.3.mixer.k_proj.k_scale", "backbone.layers.3.mixer.attn.k_scale"),
-        ("model.layers.0.attn.k_proj.k_scale", "model.layers.0.attn.k_proj.attn.k_scale"),
-        ("a.self_attn.q.scale", "a.self_attn.attn.q_scale"),
-        ("a.self_attn.k_cache.scale", "a.self_attn.attn.k_scale"),
-        ("a.self_attn.v_cache.scale", "a.self_attn.attn.v_scale"),
-        ("a.self_attn.qkqkv_proj.v_scale", "a.self_attn.attn.v_scale"),
-        ("a.mixer.k_proj.k_scale", "a.mixer.attn.k_scale"),
-        ("a.attention.k_cache.scale", "a.attention.k_cache.scale"),
-    ],
-)
-def test_names_are_mapped_as_vllms_regexes_do(name: str, mapped: str) -> None:
-    """What `QuantizationConfig.get_cache_scale_mapper().map_name` of vLLM 0.32.0 gave."""
-    assert _map(name, KvMethod.COMPRESSED_TENSORS) == mapped
-
-
-def test_output_scales_are_mapped_for_fp8_and_quark_alone() -> None:
-    name = "model.layers.0.self_attn.k_proj.output_scale"
-
-    assert _map(name, KvMethod.FP8) == "model.layers.0.self_attn.attn.k_scale"
-    assert _map(name, KvMethod.MODELOPT) == name

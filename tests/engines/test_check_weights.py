@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
-from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
-from fp8calib.engines.weights.rules import QuantizedWeights, apply_rules
+from fp8calib.engines.weights.rules import QuantizedWeights
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.model.geometry_from_config import read_geometry
@@ -97,24 +92,6 @@ def read_weights(folder: Path, engine: str = "vllm==0.32") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("form", "scheme"), PAIRS)
-def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, scheme: str) -> None:
-    folder = make(tmp_path, form, scheme, **WHOLE)
-    refused = {
-        engine
-        for engine in ("vllm", "sglang", "transformers")
-        if explain_refusal(ask(folder, engine))
-    }
-    assert refused == {
-        ("modelopt", "fp8-dynamic"): {"sglang"},
-        ("autofp8", "fp8-static"): {"transformers"},
-    }.get((form, scheme), set())
-    assert ask(folder, "vllm").ok
-    misread = ask(folder, "transformers").weights
-    is_read = form == "compressed-tensors" or (form, scheme) == ("autofp8", "fp8-block")
-    assert (misread is None) is is_read
-
-
-@pytest.mark.parametrize(("form", "scheme"), PAIRS)
 def test_a_group_that_is_quantized_in_part_is_refused(
     tmp_path: Path, form: str, scheme: str
 ) -> None:
@@ -130,39 +107,6 @@ def test_a_group_that_is_quantized_in_part_is_refused(
         elif (engine, form, scheme) != ("sglang", "modelopt", "fp8-dynamic"):
             group = "model.layers.1.self_attn.q_proj+k_proj+v_proj"
             assert explain_refusal(report).startswith(f"{group} becomes one weight")
-
-
-@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
-@pytest.mark.parametrize(
-    ("sizes", "engines"),
-    [
-        ({"intermediate_size": 192}, {"vllm", "sglang"}),
-        ({"head_dim": 48}, {"vllm", "sglang"}),
-        ({"head_dim": 32, "num_key_value_heads": 4}, set()),
-        ({"hidden_size": 192}, set()),
-    ],
-)
-def test_blocks_that_do_not_fill_a_part(
-    tmp_path: Path, form: str, sizes: dict[str, int], engines: set[str]
-) -> None:
-    folder = make(tmp_path, form, "fp8-block", **{**WHOLE, **sizes})
-    found = {engine for engine in ("vllm", "sglang") if explain(ask(folder, engine))}
-    assert found == engines
-
-
-def test_vllms_fp8_method_does_not_check(tmp_path: Path) -> None:
-    """250 rows have two blocks, 500 have four: every scale has a place, but not its own.
-
-    Row 250 is in the second block of the joined weight, and its scale in the third.
-    """
-    for form, status in (("autofp8", "misread"), ("compressed-tensors", "refused")):
-        sizes = {**WHOLE, "intermediate_size": 250}
-        report = ask(make(tmp_path / form, form, "fp8-block", **sizes), "vllm")
-        verdict = report.layers[0].k if status == "refused" else report.weights
-        assert verdict is not None
-        assert verdict.status == status
-        assert "mlp.gate_proj has 250 outputs" in verdict.why
-        assert not report.ok
 
 
 def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
@@ -223,16 +167,6 @@ def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
     assert "fc1 has 192 outputs on each of 2 ranks" in why
 
 
-def test_projections_stored_as_one_are_looked_at_by_part(tmp_path: Path) -> None:
-    """phi3 stores gate above up: the blocks of one weight, but engines count per projection."""
-    for size, is_refused in ((256, False), (192, True)):
-        sizes = {**WHOLE, "intermediate_size": size}
-        del sizes["head_dim"]
-        folder = make(tmp_path / str(size), "autofp8", "fp8-block", "phi3", **sizes)
-        why = explain(ask(folder, "vllm"))
-        assert ("gate_proj has 192 outputs, no multiple" in why) is is_refused
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_have_rules_of_their_own(tmp_path: Path, family: str) -> None:
     name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
@@ -273,14 +207,6 @@ def test_vllms_fp8_method_repeats_the_scales_of_experts(
     assert bool(explain(ask(folder, "sglang", tp))) is (size != 512)
 
 
-def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
-    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
-    change_quantization(folder, transform_config={"a": 1})
-    report = ask(folder, "vllm")
-    assert any("what engines do with the FP8 weights is not checked" in p for p in report.unknown)
-    assert not report.ok
-
-
 def test_experts_packed_as_integers_are_not_taken_for_misnamed_ones(tmp_path: Path) -> None:
     """As auto-round 0.16.1 writes W4A16; vLLM 0.32.0 has its kernels on GPUs alone."""
     folder = tmp_path / "model"
@@ -304,25 +230,6 @@ def test_experts_packed_as_integers_are_not_taken_for_misnamed_ones(tmp_path: Pa
     report = ask(folder, "vllm")
     assert report.weights is None
     assert any("'auto-round' are not judged offline" in why for why in report.unknown)
-
-
-def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
-    """Transformers 5.23 loads such weights right, and vLLM 0.32.0 those of Mistral 3 alone."""
-    folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
-    assert ask(folder, "transformers").weights is not None
-    change_tensors(
-        folder,
-        lambda tensors: {
-            name.replace(".weight_scale", ".weight_scale_inv").replace(
-                ".input_scale", ".activation_scale"
-            ): tensor
-            for name, tensor in tensors.items()
-        },
-    )
-    assert ask(folder, "transformers").weights is None
-    assert "per-tensor scales named weight_scale and input_scale" in explain_refusal(
-        ask(folder, "vllm")
-    )
 
 
 @pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "MIXED_PRECISION"])
@@ -363,23 +270,6 @@ def test_stacks_of_experts_are_told_to_be_unchecked(tmp_path: Path) -> None:
     change_tensors(folder, {name: torch.ones(4, 256, 256).to(torch.float8_e4m3fn)})
     told = f"not checked where one tensor holds many experts ({name})"
     assert any(told in reason for reason in ask(folder, "vllm").unknown)
-
-
-def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
-    """In transformers, which serves this model's KV scales well."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
-    report = ask(folder, "transformers")
-    assert all(layer.ok for layer in report.layers)
-    status, why = read_weights(folder, "transformers")
-    assert (status, "random numbers" in why, report.ok) == ("misread", True, False)
-
-
-def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> None:
-    """As transformers 5.23 does: it makes the experts anew one by one, and finds all of them."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "llama4_text")
-    report = ask(folder, "transformers")
-    assert report.ok
-    assert not any("made anew" in problem for problem in report.problems)
 
 
 def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
@@ -478,25 +368,6 @@ def test_transformers_joins_all_experts_of_a_layer_or_none(
     assert (status != "refused") is loads
 
 
-def test_every_fault_is_named(tmp_path: Path) -> None:
-    """A scale that is missing, and a weight put back to 16 bits."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic")
-    lost, plain = (f"model.layers.{index}.mlp.down_proj" for index in (0, 1))
-
-    def damage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        name = f"{plain}.weight"
-        tensors = {**tensors, name: tensors[name].to(torch.bfloat16)}
-        return {n: each for n, each in tensors.items() if n != f"{lost}.weight_scale"}
-
-    change_tensors(folder, damage)
-    report = ask(folder, "vllm")
-    assert report.weights is not None
-    others = [text for text in report.problems if text.startswith("weights, too: ")]
-    for name in (lost, plain):
-        told = (report.weights.why, *others)
-        assert sum(name in text for text in told) == 1, told
-
-
 @pytest.mark.parametrize("name", ["experts.0.", "experts."], ids=["an expert", "a layer"])
 def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: str) -> None:
     """As in 0.32.0 (run); they are not quantized."""
@@ -518,23 +389,6 @@ def test_quarks_loader_of_gpt_oss_finds_no_stacks(
     status, why = read_weights(change_quantization(folder, exclude=["re:.*"]))
     assert bool(status) is is_misread
     assert why.endswith("it is uninitialised memory" if is_misread else "")
-
-
-@pytest.mark.parametrize("name", ["granitemoe", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("excludes_experts", [True, False])
-def test_stacks_of_experts_in_16_bits_are_excluded_or_cast(
-    tmp_path: Path, name: str, excludes_experts: bool
-) -> None:
-    """FP8 experts are created by the config, whatever is stored (vLLM 0.32.0; granitemoe: run)."""
-    zoo.save(name, tmp_path / "model")
-    names = load_file(tmp_path / "model" / WEIGHTS)
-    ignored = [each.removesuffix(".weight") for each in names if "experts" not in each]
-    places = {each.partition("_moe.")[0] + "_moe" for each in ignored if "input_linear" in each}
-    places |= {each.partition(".mlp.gate")[0] + ".mlp" for each in ignored if ".mlp.gate" in each}
-    ignored += [f"{place}.experts" for place in places] if excludes_experts else []
-    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
-    _, why = read_weights(change_quantization(tmp_path / "model", **fields))
-    assert ("experts.0." in why) is (name != "llama" and not excludes_experts)
 
 
 def store_int8(tensors: Tensors) -> Tensors:
@@ -585,57 +439,3 @@ def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: boo
     for engine in ("vllm", "sglang"):
         found = list(list_block_findings(engine, weights, EMPTY, 1))
         assert bool(found) is (is_refused and engine == "vllm")
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme", "is_refused"),
-    [
-        ("bloom", "fp8-static", True),
-        ("bloom", "fp8-block", True),
-        ("bloom", "fp8-dynamic", False),
-        ("falcon", "fp8-static", False),
-        ("falcon", "fp8-block", True),
-    ],
-)
-def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refused: bool) -> None:
-    """As it does the weight (0.32.0, run)."""
-    linears = {"transformer.h.0.self_attention.query_key_value": (768, 256)}
-    weights = describe(linears, scheme, config={"model_type": name})
-
-    rules = find_replayed("vllm").weight_rules
-    found = [each.status for each in apply_rules(rules, weights)]
-
-    assert (Status.REFUSED in found) is is_refused
-
-
-def test_a_subclass_of_the_fp8_method_casts_weights_too(tmp_path: Path) -> None:
-    """As `models/deepseek_v4/quant_config.py` of vLLM 0.32.0 does (run)."""
-    zoo.save("llama", tmp_path / "model")
-    fields = {"quant_method": "deepseek_v4_fp8", "activation_scheme": "dynamic"}
-    status, why = read_weights(change_quantization(tmp_path / "model", **fields))
-    assert (status, "is not quantized" in why) == ("misread", True)
-
-
-def test_experts_per_channel_with_static_inputs_are_refused_by_vllm(tmp_path: Path) -> None:
-    """As auto-round writes them; vLLM 0.32 stopped with an AssertionError."""
-    zoo.save("qwen3_moe", tmp_path / "m")
-    out, static = tmp_path / "out", tmp_path / "static"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fp8calib.quantize(tmp_path / "m", "fp8-dynamic", out)
-    shutil.copytree(out, static)
-    names = [name for name in load_file(out / WEIGHTS) if name.endswith(".weight_scale")]
-    inputs = [name.replace("weight_scale", "input_scale") for name in names]
-    change_tensors(static, {name: torch.tensor([0.5]) for name in inputs})
-
-    def make_static(config: dict[str, Any]) -> None:
-        (group,) = config["quantization_config"]["config_groups"].values()
-        group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
-
-    change_config(static, make_static)
-    found = {each: fp8calib.check(each, engine="vllm").engines["vllm"] for each in (out, static)}
-
-    assert found[out].ok
-    assert found[static].weights is not None
-    assert found[static].weights.status == "refused"
-    assert "it runs FP8 experts with a scale per tensor" in found[static].weights.why

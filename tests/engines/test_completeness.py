@@ -149,15 +149,6 @@ def test_files_without_any_matrix_of_the_model(
         assert is_missing is is_checkpoint, name
 
 
-def test_in_a_quantized_checkpoint_vllm_does_not_compare(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
-    part, quantization = "1.input_layernorm.weight", {"quant_method": "fp8"}
-    folder = damage(saved("llama"), tmp_path / "x", part, quantization_config=quantization)
-
-    assert judge(folder, "vllm", "sglang") == {"vllm": "misread", "sglang": "misread"}
-
-
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fewer KV heads": ("llama", {"num_key_value_heads": 1}),
     "more KV heads": ("llama", {"num_key_value_heads": 4}),
@@ -217,17 +208,6 @@ def shard(source: Path, folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_a_file_that_the_index_does_not_name_is_opened_by_none(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
-    weight_map = shard(saved("llama"), tmp_path / "x")
-    kept = {name: file for name, file in weight_map.items() if "-1" in file}
-    (tmp_path / "x" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
-    reports = ask(tmp_path / "x")
-
-    assert not [key for key, each in reports.items() if tell(each) == "ok"]
-
-
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_tensor_in_two_files_is_misread_where_both_are_opened(
     saved: Callable[[str], Path], tmp_path: Path, is_sharded: bool
@@ -248,49 +228,6 @@ def test_a_tensor_in_two_files_is_misread_where_both_are_opened(
     found = judge(folder, "vllm", "sglang", "transformers")
     single = {"transformers"} if not is_sharded else set()
     assert {key for key, each in found.items() if each == "misread"} == found.keys() - single
-
-
-@pytest.mark.parametrize("change", ["surplus", "unnamed", "moved"])
-def test_an_index_that_differs_from_the_files_does_no_harm(
-    saved: Callable[[str], Path], tmp_path: Path, change: str
-) -> None:
-    weight_map = shard(saved("llama"), tmp_path / "x")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    if change == "surplus":
-        weight_map["model.layers.9.mlp.up_proj.weight"] = weight_map[name]
-    elif change == "unnamed":
-        del weight_map[name]
-    else:
-        weight_map[name] = "model-1.safetensors"
-    (tmp_path / "x" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-    assert all(report.weights is None for report in ask(tmp_path / "x").values())
-
-
-def test_a_tensor_that_only_the_index_has_is_missing(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
-    name = "model.layers.1.input_layernorm.weight"
-    folder = tmp_path / "x"
-    weight_map = shard(saved("llama"), folder)
-    change_tensors(folder, {name: None}, weight_map[name])
-
-    for report in ask(folder).values():
-        why = report.weights.why if report.weights is not None else report.unknown[0]
-        assert name in why
-
-
-def test_a_copy_of_the_weights_under_other_names_is_no_problem(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
-    shard(saved("llama"), tmp_path / "x")
-    save_file({"layers.0.wq.weight": torch.ones(2, 2)}, tmp_path / "x" / "consolidated.safetensors")
-
-    reports = ask(tmp_path / "x", "vllm", "sglang", "transformers")
-    opened = "vLLM opens consolidated.safetensors and no other file"
-    assert not any(each.weights or each.problems for each in reports.values())
-    assert any(opened in why for why in reports["vllm"].unknown)
-    assert {engine for engine, each in reports.items() if each.unknown} == {"vllm"}
 
 
 def _fuse(tensors: Tensors) -> Tensors:

@@ -68,30 +68,6 @@ def list_misread(report: EngineReport) -> Mapping[Slot, str]:
     }
 
 
-@pytest.mark.parametrize("with_stats", [True, False])
-@pytest.mark.parametrize(
-    ("slot", "factor"), [((3, "k"), 1 / 64), ((7, "v"), 100.0), ((8, "v"), 100.0), ((0, "v"), 64.0)]
-)
-def test_one_layer_is_found_wherever_it_is(
-    model: Path,
-    stats: fp8calib.CalibrationStats,
-    amax: Scales,
-    tmp_path: Path,
-    slot: Slot,
-    factor: float,
-    with_stats: bool,
-) -> None:
-    right = {each: x / 448 for each, x in amax.items()}
-    folder = write_overlay(model, tmp_path / "o", right | {slot: right[slot] * factor})
-
-    if with_stats:
-        assert list(list_misread(check(folder, stats))) == [slot]
-    else:
-        [text] = check(folder).suspicious
-        assert text.startswith(f"the {slot[1]} scale of layer {slot[0]} ")
-        assert "those of layers" not in text
-
-
 def test_a_scale_that_clips_is_bad_by_what_it_clips(
     model: Path, stats: fp8calib.CalibrationStats, amax: Scales, tmp_path: Path
 ) -> None:

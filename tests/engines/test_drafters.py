@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.model.drafters import find_promise, is_drafted
 from tests import zoo
 from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
@@ -127,28 +126,3 @@ def test_a_promised_drafter_that_is_absent_is_named(
         is_said = any("promises a drafter" in problem for problem in report.problems)
         assert is_said is (promised and not stored)
         assert is_fine(report)
-
-
-@pytest.mark.parametrize(
-    ("path", "num_layers", "expected"),
-    [
-        ("mtp.fc", 0, True),
-        ("model.mtp.layers.0.mlp.up_proj", 0, True),
-        ("model.mtp_layers.0.mlp.up_proj", 2, True),
-        ("model.mtp_block.0.mlp.up_proj", 2, True),
-        ("model.layers.2.eh_proj", 2, True),
-        ("model.layers.1.mlp.up_proj", 2, False),
-        ("model.layers.2.mlp.up_proj", 0, False),
-        ("model.layers.1.mlp.experts.7.up_proj", 2, False),
-        ("model.layers.1.smtp_proj", 2, False),
-        ("vision_tower.layers.7.mlp.fc1", 2, False),
-    ],
-)
-def test_names_of_drafters(path: str, num_layers: int, expected: bool) -> None:
-    assert is_drafted(path, num_layers, "model.layers.") is expected
-
-
-def test_a_promise_may_be_in_the_config_of_the_text_part() -> None:
-    inner = {"mtp_num_hidden_layers": 1}
-    assert find_promise({"text_config": inner}) == "mtp_num_hidden_layers 1"
-    assert find_promise({"num_nextn_predict_layers": 0}) == ""

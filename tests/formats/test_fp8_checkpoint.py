@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
 from fp8calib.formats.fp8.quantization_config import Activation
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.numerics.formats import E4M3FNUZ
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (
     AUTO_ROUND,
@@ -24,8 +24,6 @@ from tests.formats.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
     CODES,
-    CT_BLOCK,
-    CT_CHANNEL,
     CT_STATIC,
     FBGEMM,
     FINEGRAINED,
@@ -178,26 +176,6 @@ def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bo
     assert list(checkpoint.tensors) == [WEIGHT]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fmt", "foreign"),
-    [
-        (torch.float8_e4m3fn, E4M3FN, ml_dtypes.float8_e4m3fn),
-        (torch.float8_e4m3fnuz, E4M3FNUZ, ml_dtypes.float8_e4m3fnuz),
-        (torch.float8_e5m2, E5M2, ml_dtypes.float8_e5m2),
-    ],
-)
-def test_every_code_has_the_value_of_its_own_format(
-    tmp_path: Path, dtype: torch.dtype, fmt: object, foreign: type
-) -> None:
-    every = np.arange(256, dtype=np.uint8)
-    finite = every[np.isfinite(every.view(foreign).astype(np.float32))]
-    weight = torch.from_numpy(finite.copy()).view(dtype).reshape(1, -1)
-    checkpoint = _open(tmp_path, linear(weight=weight, scale=scalar(3.0)), AUTOFP8_DYNAMIC)
-    expected = finite.view(foreign).astype(np.float32) * np.float32(3)
-    assert checkpoint.fmt is fmt
-    assert checkpoint.read(WEIGHT).flatten().tolist() == expected.tolist()
-
-
 def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make a weight [130, 300], its scales [2, 3], and element by element the product."""
     weight = torch.arange(130 * 300).remainder(0x7F).to(torch.uint8).reshape(130, 300)
@@ -211,146 +189,9 @@ def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt", "modelopt, older"])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
-    tmp_path: Path, form: str, fuse: bool
-) -> None:
-    weight, scale, expected = _make_blocks()
-    config = {
-        "compressed-tensors": CT_BLOCK,
-        "autofp8": FINEGRAINED,
-        "modelopt": modelopt("fp8_pb_wo"),
-        "modelopt, older": modelopt("MIXED_PRECISION")
-        | {"quantized_layers": {LINEAR: {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}}},
-    }[form]
-    name = f"{LINEAR}.weight_scale_inv" if form == "autofp8" else f"{LINEAR}.weight_scale"
-    stored = scale.reshape(2, 1, 3, 1) if form == "modelopt" else scale
-    checkpoint = _open(tmp_path, linear(weight=weight) | {name: stored}, config, fuse=fuse)
-    assert torch.equal(checkpoint.read(WEIGHT), expected)
-    for start, stop in ((0, 130), (127, 129), (129, 130), (5, 5)):
-        assert torch.equal(checkpoint.read_rows(WEIGHT, start, stop), expected[start:stop])
-    assert checkpoint.activation(WEIGHT) == GROUP
-    assert form.startswith(checkpoint.dialect.name)
-    assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
-
-
-def test_scales_may_be_stored_as_powers_of_two(tmp_path: Path) -> None:
-    """So transformers saves them under `scale_fmt: ue8m0`: a byte of exponent, plus 127."""
-    weight, _, _ = _make_blocks()
-    exponents = torch.tensor([[127, 126, 130], [117, 127, 137]], dtype=torch.uint8)
-    tensors = {f"{LINEAR}.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
-    checkpoint = _open(tmp_path, linear(weight=weight) | tensors, FINEGRAINED)
-    found = checkpoint.read(WEIGHT)
-    for row, column, scale in ((0, 0, 1), (0, 128, 0.5), (0, 256, 8), (128, 0, 2**-10)):
-        assert found[row, column] == weight[row, column].float() * scale
-
-
-def test_what_is_not_fp8_comes_as_it_is_stored_and_scales_are_out_of_sight(tmp_path: Path) -> None:
-    norm = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    others = {
-        "model.norm.weight": norm,
-        "model.layers.0.self_attn.k_scale": HALF,
-        "model.layers.0.self_attn.v_proj.v_scale": HALF,
-        "model.layers.0.self_attn.q_zero_point": HALF,
-        "model.layers.0.self_attn.qkv_proj.output_scale": HALF,
-        "model.layers.0.altup.correct_output_scale": HALF,
-    }
-    checkpoint = _open(tmp_path, linear(scale=HALF) | others, AUTOFP8_DYNAMIC)
-    kept = {WEIGHT, "model.norm.weight", "model.layers.0.altup.correct_output_scale"}
-    assert set(checkpoint.tensors) == kept
-    assert torch.equal(checkpoint.read("model.norm.weight"), norm)
-    assert checkpoint.dtype("model.norm.weight") == torch.bfloat16
-    assert checkpoint.tensors[WEIGHT].shape == (2, 4)
-    assert WEIGHT in checkpoint.tensors
-    assert f"{LINEAR}.weight_scale" not in checkpoint.tensors
-    assert checkpoint.folder == tmp_path
-    assert checkpoint.load_config()["model_type"] == "llama"
-
-
 # 416 * 1.5 = 624, which under a scale of 2 lies between 576 and 640; 15 * 1.5 = 22.5 between 22
 # and 24.
 FUSED = codes([[0x7D, 0x57]])
-ROUNDED_AGAIN = [[640.0, 22.0]]
-AS_STORED = [[624.0, 22.5]]
-
-
-@pytest.mark.parametrize(
-    ("small", "large"),
-    [
-        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"),
-        ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.q_proj"),
-        ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
-        ("model.layers.1.linear_attn.in_proj_z", "model.layers.1.linear_attn.in_proj_qkv"),
-        ("model.layers.1.linear_attn.in_proj_b", "model.layers.1.linear_attn.in_proj_a"),
-        ("transformer.h.1.mlp.c_fc_1", "transformer.h.1.mlp.c_fc_0"),
-        ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"),
-        (f"{EXPERTS}.7.gate_proj", f"{EXPERTS}.7.up_proj"),
-        (
-            "model.layers.1.block_sparse_moe.experts.0.w3",
-            "model.layers.1.block_sparse_moe.experts.0.w1",
-        ),
-    ],
-)
-def test_fused_projections_are_rounded_again_with_the_largest_of_their_scales(
-    tmp_path: Path, small: str, large: str
-) -> None:
-    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
-    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
-    fused = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
-    assert fused.read(f"{small}.weight").tolist() == ROUNDED_AGAIN
-    assert fused.weight_scale(f"{small}.weight").tolist() == 2.0
-    assert fused.read(f"{large}.weight").tolist() == [[832.0, 30.0]]
-    assert fused.activation(f"{small}.weight").scale == 0.5
-    assert fused.activation(f"{large}.weight").scale == 0.5
-    stored = Fp8Checkpoint.open(tmp_path, fuse=False)
-    assert stored.read(f"{small}.weight").tolist() == AS_STORED
-    assert stored.weight_scale(f"{small}.weight").tolist() == 1.5
-    assert stored.activation(f"{small}.weight").scale == 0.25
-
-
-def test_experts_share_input_scales_over_the_layer_but_weight_scales_only_inside_one(
-    tmp_path: Path,
-) -> None:
-    tensors: Tensors = {}
-    for layer, expert, projection, scale, input_scale in (
-        (3, 0, "gate_proj", 1.5, 0.25),
-        (3, 0, "up_proj", 1.5, 0.25),
-        (3, 1, "gate_proj", 2.0, 0.5),
-        (3, 1, "up_proj", 2.0, 2.0),
-        (3, 0, "down_proj", 1.5, 4.0),
-        (3, 1, "down_proj", 2.0, 1.0),
-        (4, 0, "up_proj", 2.0, 8.0),
-    ):
-        module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
-        tensors |= linear(
-            module, weight=FUSED, scale=scalar(scale), input_scale=scalar(input_scale)
-        )
-    checkpoint = _open(tmp_path, tensors, MODELOPT, fuse=True)
-    inputs = {
-        name.removeprefix("model.layers.").removesuffix("_proj.weight"): checkpoint.activation(name)
-        for name in sorted(checkpoint.quantized)
-    }
-    assert {name: item.scale for name, item in inputs.items()} == {
-        "3.mlp.experts.0.gate": 2.0,
-        "3.mlp.experts.0.up": 2.0,
-        "3.mlp.experts.1.gate": 2.0,
-        "3.mlp.experts.1.up": 2.0,
-        "3.mlp.experts.0.down": 4.0,
-        "3.mlp.experts.1.down": 4.0,
-        "4.mlp.experts.0.up": 8.0,
-    }
-    assert checkpoint.read(f"{EXPERTS}.0.gate_proj.weight").tolist() == AS_STORED
-    assert checkpoint.read(f"{EXPERTS}.0.down_proj.weight").tolist() == AS_STORED
-
-
-def test_scales_per_channel_and_per_block_are_never_fused(tmp_path: Path) -> None:
-    small = {"weight": FUSED, "scale": scalar(1.5).reshape(1, 1)}
-    large = {"weight": FUSED, "scale": scalar(2.0).reshape(1, 1)}
-    for config in (CT_CHANNEL, CT_BLOCK):
-        tensors = linear("a.q_proj", **small) | linear("a.k_proj", **large)
-        checkpoint = _open(tmp_path, tensors, config, fuse=True)
-        assert checkpoint.read("a.q_proj.weight").tolist() == AS_STORED
 
 
 def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
@@ -365,29 +206,6 @@ def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
 
 
 STACKED = codes([list(CODES[0]), list(CODES[1])]).reshape(2, 2, 2)
-STACKED_VALUES = torch.tensor(VALUES).reshape(2, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "scale", "config"),
-    [
-        ("_weight_scale", torch.tensor([0.5, 4.0]), AUTOFP8_DYNAMIC),
-        ("_scale_inv", torch.tensor([[[0.5]], [[4.0]]]), AUTOFP8_DYNAMIC),
-        ("_scale_inv", torch.tensor([[[0.5]], [[4.0]]]), FINEGRAINED),
-        ("_scale", torch.tensor([[[0.5], [2.0]], [[4.0], [8.0]]]), FBGEMM),
-        ("_scale", torch.tensor([[[0.5, 2.0]], [[4.0, 8.0]]]), FBGEMM),
-        ("_weight_scale", torch.tensor(0.5), AUTOFP8_DYNAMIC),
-    ],
-)
-def test_stacked_experts_are_read_whole_and_one_by_one(
-    tmp_path: Path, suffix: str, scale: torch.Tensor, config: dict[str, object]
-) -> None:
-    name = f"{EXPERTS}.gate_up_proj"
-    checkpoint = _open(tmp_path, {name: STACKED, name + suffix: scale}, config, fuse=True)
-    expected = STACKED_VALUES * (scale.reshape(-1, 1, 1) if scale.dim() == 1 else scale)
-    assert torch.equal(checkpoint.read(name), expected)
-    assert torch.equal(checkpoint.read_rows(name, 1, 2), expected[1:2])
-    assert list(checkpoint.tensors) == [name]
 
 
 def test_stacked_experts_in_blocks_have_blocks_of_their_own(tmp_path: Path) -> None:
@@ -444,23 +262,6 @@ def test_quark_takes_the_rule_by_name_before_that_by_class_before_that_for_all(
     checkpoint = _open(tmp_path, tensors, config)
     assert checkpoint.activation("a.down_proj.weight") == NONE
     assert checkpoint.activation("a.up_proj.weight") == TOKEN
-
-
-def test_the_config_may_stand_in_a_file_of_modelopt_or_in_the_text_config(tmp_path: Path) -> None:
-    tensors = linear(scale=HALF, input_scale=INPUT)
-    folder = save(tmp_path, tensors, None)
-    quantization = {
-        "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
-        "exclude_modules": ["lm_head"],
-    }
-    document = {"producer": {"name": "modelopt"}, "quantization": quantization}
-    (folder / "hf_quant_config.json").write_text(json.dumps(document))
-    assert Fp8Checkpoint.open(folder, fuse=False).activation(WEIGHT) == STATIC
-    (folder / "hf_quant_config.json").unlink()
-    nested = {"model_type": "gemma3", "text_config": {"quantization_config": CT_STATIC}}
-    (folder / "config.json").write_text(json.dumps(nested))
-    assert Fp8Checkpoint.open(folder, fuse=False).dialect.name == "compressed-tensors"
 
 
 TINY = scalar(2.0**-20)

@@ -62,16 +62,6 @@ def _refuse(folder: Path, tensors: Tensors, config: object) -> ModelError:
     return caught.value
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_weight_scale_that_is_none_is_refused(
-    tmp_path: Path, value: float, dtype: torch.dtype
-) -> None:
-    tensors = linear(scale=scalar(value).to(dtype))
-    message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
-    assert f"model.safetensors: {SCALE}: " in message
-
-
 @pytest.mark.parametrize("config", [CT_STATIC, CT_CHANNEL, CT_BLOCK])
 def test_a_config_of_compressed_tensors_without_a_format_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any]

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.read import FoundScales, read_scales
 from fp8calib.formats.table import ScaleSource
 from fp8calib.model.shapes import ModelGeometry, Role
-from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
-from tests.formats.handmade import hybrid_stats, make_attention, make_geometry, shared_stats
+from tests.formats.handmade import make_attention, make_geometry, shared_stats
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 
@@ -61,71 +59,6 @@ def _refusal(path: Path, document: object, geometry: ModelGeometry = TWO_LAYERS)
     return caught.value.message.removeprefix(f"{path / 'scales.json'}: ")
 
 
-def test_integer_keys_are_the_form_of_vllm_and_a_rank_is_an_element(tmp_path: Path) -> None:
-    found = _read(tmp_path, VLLM_TEXT)
-
-    assert found.table.dialect == "vllm-json"
-    assert (found.table.tp, found.table.per_head, found.table.fmt) == (2, False, E4M3FN)
-    fp32 = 0.015223912894725800
-    first = torch.tensor(fp32, dtype=torch.float32).item()
-    assert _values(found) == {
-        "model.layers.0.self_attn.k": [first, 0.5],
-        "model.layers.0.self_attn.v": [first, 0.5],
-        "model.layers.1.self_attn.k": [0.25, 2.0],
-        "model.layers.1.self_attn.v": [0.25, 2.0],
-    }
-    assert {scale.values.dtype for scale in found.table.scales.values()} == {torch.float32}
-    assert found.notes == ("one scale per layer is used for both k and v",)
-    assert not found.has_weights
-
-
-def test_rank_keys_are_the_form_of_the_rfc_in_any_order(tmp_path: Path) -> None:
-    found = _read(tmp_path, RFC_TEXT)
-
-    assert (found.table.dialect, found.table.tp) == ("rfc", 2)
-    assert _values(found)["model.layers.0.self_attn.k"] == [1.0, 0.5]
-    assert _values(found)["model.layers.1.self_attn.v"] == [0.25, 2.0]
-
-
-def test_the_dtype_of_the_file_is_the_format_of_the_table(tmp_path: Path) -> None:
-    document = _document({"0": {"0": 1.5, "1": 0.5}}, dtype="float8_e4m3fnuz")
-
-    assert _read(tmp_path, document).table.fmt is E4M3FNUZ
-    assert _values(_read(tmp_path, document))["model.layers.0.self_attn.k"] == [1.5]
-    assert _read(tmp_path, document, source_fmt=E4M3FNUZ).table.fmt is E4M3FNUZ
-    with pytest.raises(ModelError, match="states that its scales are for e4m3fnuz, not e4m3fn"):
-        _read(tmp_path, document, source_fmt=E4M3FN)
-
-
-@pytest.mark.parametrize("with_first", [True, False])
-def test_layers_without_a_cache_may_be_listed_and_are_left_out(
-    tmp_path: Path, with_first: bool
-) -> None:
-    layers = {"0": 1.0, "1": 0.5} if with_first else {"1": 0.5}
-    document = _document({"0": layers}, model_type="qwen3_next")
-    found = _read(tmp_path, document, hybrid_stats().geometry)
-
-    assert _values(found) == {
-        "model.layers.1.self_attn.k": [0.5],
-        "model.layers.1.self_attn.v": [0.5],
-    }
-
-
-def test_layers_that_share_a_cache_may_be_missing_and_take_its_scale(tmp_path: Path) -> None:
-    geometry = shared_stats().geometry
-    found = _read(tmp_path, _document({"0": {"0": 0.5, "1": 2.0}}), geometry)
-
-    assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
-    assert _values(found)["model.layers.3.self_attn.v"] == [0.5]
-    origins = [found.table.scales[a.site(Role.K)].source for _, a in geometry.attentions()]
-    assert origins == [
-        ScaleSource.OBSERVED,
-        ScaleSource.OBSERVED,
-        ScaleSource.ABSENT,
-        ScaleSource.ABSENT,
-    ]
-
-
 def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) -> None:
     layers = {"0": 0.5, "1": 2.0, "2": 2.0, "3": 0.75}
     found = _read(tmp_path, _document({"0": layers}), shared_stats().geometry)
@@ -138,13 +71,7 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
     assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
 
 
-def test_a_model_type_of_null_fits_every_model_and_the_rfc_needs_none(tmp_path: Path) -> None:
-    assert _read(tmp_path, _document({"0": LAYERS}, model_type=None)).table.tp == 1
-    assert _read(tmp_path, _document({"rank0": LAYERS}, model_type="absent")).table.dialect == "rfc"
-
-
 LAYERS = {"0": 1.0, "1": 1.0}
-TWENTY = make_geometry([make_attention(index) for index in range(20)])
 NOT_JSON = "cannot be read as JSON: "
 NO_FACTORS = "there is no `scaling_factor` object in `kv_cache`"
 
@@ -245,34 +172,6 @@ def test_what_holds_no_scales_of_the_model_is_refused(
 ) -> None:
     found = _refusal(tmp_path, document)
     assert found == message or (message == NOT_JSON and found.startswith(message))
-
-
-@pytest.mark.parametrize(
-    ("layers", "geometry", "missing"),
-    [
-        ({"3"}, TWENTY, "layers 0-2, 4-19 (19 of 20 are missing)"),
-        ({str(index) for index in range(20)} - {"7"}, TWENTY, "layer 7 (1 of 20 are missing)"),
-        # a producer is not excused by the layers that share its cache
-        ({"0", "2", "3"}, shared_stats().geometry, "layer 1 (1 of 2 are missing)"),
-    ],
-)
-def test_all_missing_layers_are_named(
-    tmp_path: Path, layers: set[str], geometry: ModelGeometry, missing: str
-) -> None:
-    message = _refusal(tmp_path, _document({"0": dict.fromkeys(layers, 1.0)}), geometry)
-    assert message == f"there is no KV scale for {missing}"
-
-
-def test_the_smallest_scale_of_all_is_read(tmp_path: Path) -> None:
-    text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {2.0**-126!r}')
-    found = _read(tmp_path, text)
-    assert _values(found)["model.layers.0.self_attn.k"] == [1.0, 2.0**-126]
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "scales.json").write_bytes(b'{"kv_cache": "\xff"}')
-    with pytest.raises(ModelError, match="cannot be read as JSON: 'utf-8' codec"):
-        read_scales(tmp_path / "scales.json", TWO_LAYERS)
 
 
 def test_a_file_too_large_for_scales_is_not_read_into_memory(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
+from fp8calib.formats.read import FoundScales, read_scales
 from tests.formats.handmade import make_attention, make_geometry
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
@@ -41,43 +41,6 @@ def _refusal(path: Path) -> str:
         read_scales(path, TWO_LAYERS)
     assert caught.value.message.startswith(f"{path}")
     return caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name"),
-    [
-        ("rank{}.safetensors", NAME),
-        ("llama_tp2_rank{}.npz", AMMO_NAME),
-        ("llama_tp2_rank{}.safetensors", AMMO_NAME),
-    ],
-)
-def test_the_ranks_of_a_folder_become_the_elements_of_a_scale(
-    tmp_path: Path, pattern: str, name: str
-) -> None:
-    _save(tmp_path / pattern.format(1), {0: 0.25, 1: 4.0}, name)
-    _save(tmp_path / pattern.format(0), {1: 2.0, 0: 0.5}, name)
-    found = read_scales(tmp_path, TWO_LAYERS)
-
-    assert has_kv_scales(tmp_path)
-    assert found.table.dialect == "trtllm"
-    assert (found.table.tp, found.table.per_head, found.has_weights) == (2, False, False)
-    assert _values(found) == [[0.5, 0.25], [0.5, 0.25], [2.0, 4.0], [2.0, 4.0]]
-    assert found.notes == ("one scale per layer is used for both k and v",)
-
-
-def test_ten_ranks_are_in_the_order_of_numbers(tmp_path: Path) -> None:
-    for rank in range(11):
-        _save(tmp_path / f"rank{rank}.npz", {0: rank + 1, 1: 1})
-    first = _values(read_scales(tmp_path, TWO_LAYERS))[0]
-    assert first == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-
-
-@pytest.mark.parametrize("name", ["llama.npz", "llama.safetensors", "rank0.npz"])
-def test_a_file_that_is_alone_is_rank_0(tmp_path: Path, name: str) -> None:
-    path = _save(tmp_path / name, {0: 0.5, 1: 2.0})
-    for place in (path, tmp_path):
-        assert has_kv_scales(place)
-        assert _values(read_scales(place, TWO_LAYERS)) == [[0.5], [0.5], [2.0], [2.0]]
 
 
 SUFFIXES = ("npz", "safetensors")
@@ -182,15 +145,6 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     assert _refusal(tmp_path / "rank0.npz").endswith("when allow_pickle=False")
     (tmp_path / "rank1.npz").write_bytes(pickle.dumps(_Bomb()))
     assert "not a readable .npz archive" in _refusal(tmp_path / "rank1.npz")
-
-
-@pytest.mark.parametrize("cut", [0, 10, 100, -30])
-def test_a_truncated_archive_is_refused(tmp_path: Path, cut: int) -> None:
-    path = _save(tmp_path / "rank0.npz", {0: 1, 1: 1})
-    path.write_bytes(path.read_bytes()[:cut])
-    assert "not a readable .npz archive" in _refusal(path)
-    with pytest.raises(ModelError, match=r"not a readable \.npz archive"):
-        has_kv_scales(path)
 
 
 def test_a_tensor_of_one_number_has_one_axis_at_most(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from fp8calib.errors import ModelError
 from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.formats.table import ScaleSource
 from fp8calib.model.shapes import ModelGeometry, Role
-from fp8calib.numerics.formats import E4M3FNUZ
 from tests.formats.handmade import latent_stats, make_attention, make_geometry, shared_stats
 
 Tensors = Mapping[str, torch.Tensor]
@@ -73,30 +72,6 @@ def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
 
 
 @pytest.mark.parametrize(
-    ("k", "v", "config", "dialect"),
-    [
-        ("k_proj.k_scale", "v_proj.v_scale", "autofp8", "modelopt"),
-        ("qkv_proj.k_scale", "qkv_proj.v_scale", "autofp8", "modelopt"),
-        ("k_proj.output_scale", "v_proj.output_scale", "autofp8", "quark"),
-        ("k_scale", "v_scale", "quark", "quark"),  # AutoFP8's names
-    ],
-)
-def test_names_go_before_the_config(
-    tmp_path: Path, k: str, v: str, config: str, dialect: str
-) -> None:
-    folder = _save(tmp_path / "a", _pair(k, v), quantization_config=CONFIGS[config])
-    assert read_scales(folder, TWO_LAYERS).table.dialect == dialect
-
-
-def test_scales_without_a_config_are_only_scales(tmp_path: Path) -> None:
-    save_file(_pair(), tmp_path / "kv_scales.safetensors")
-    for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
-        found = read_scales(path, TWO_LAYERS)
-        assert (found.table.dialect, found.has_weights) == ("kv-scales", False)
-        assert _values(found) == EXPECTED
-
-
-@pytest.mark.parametrize(
     ("config", "dialect"),
     [
         ({"kv_cache_torch_dtype": "float8_e4m3fn"}, "tgi"),
@@ -132,39 +107,6 @@ def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-)
-def test_a_scale_may_have_any_float_dtype_and_is_read_as_fp32(
-    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensors = {name: scale.reshape(shape).to(dtype) for name, scale in _pair().items()}
-    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-
-    assert _values(found) == EXPECTED
-    assert {scale.values.dtype for scale in found.table.scales.values()} == {torch.float32}
-
-
-def test_per_head_scales_are_a_row_and_q_has_the_attention_heads(tmp_path: Path) -> None:
-    tensors = {}
-    for layer in range(2):
-        prefix = PREFIX.format(layer)
-        tensors[f"{prefix}k_scale"] = torch.tensor([0.25, 0.5]).reshape(2, 1, 1).bfloat16()
-        tensors[f"{prefix}v_scale"] = torch.tensor([0.125, 0.75]).reshape(2, 1, 1).bfloat16()
-        tensors[f"{prefix}q_scale"] = torch.tensor([1.0, 2, 3, 4]).reshape(4, 1, 1)
-        tensors[f"{prefix}k_zero_point"] = torch.zeros(2, 1, 1).to(torch.float8_e4m3fn)
-    found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-
-    assert (found.table.per_head, found.table.tp) == (True, 1)
-    assert not found.has_weights
-    assert list(_values(found).items())[3:] == [
-        ("model.layers.1.self_attn.k", [[0.25, 0.5]]),
-        ("model.layers.1.self_attn.v", [[0.125, 0.75]]),
-        ("model.layers.1.self_attn.q", [[1.0, 2.0, 3.0, 4.0]]),
-    ]
-
-
 @pytest.mark.parametrize("q", ["q_scale", "q_proj.q_scale", "q_proj.output_scale"])
 def test_q_is_read_where_it_is_there(tmp_path: Path, q: str) -> None:
     queries = {PREFIX.format(layer) + q: _scalar(layer + 1) for layer in range(2)}
@@ -175,14 +117,6 @@ def test_q_is_read_where_it_is_there(tmp_path: Path, q: str) -> None:
     assert _refusal(_save(tmp_path / "b", _pair() | queries)).endswith(
         "there is no q_scale for layer 0, but other layers have one"
     )
-
-
-def test_latent_attention_has_one_head_under_both_names(tmp_path: Path) -> None:
-    tensors = {
-        PREFIX.format(0) + name: torch.full((1, 1, 1), 0.5) for name in ("k_scale", "v_scale")
-    }
-    found = read_scales(_save(tmp_path / "a", tensors), latent_stats().geometry)
-    assert list(_values(found).values()) == [[[0.5]], [[0.5]]]
 
 
 @pytest.mark.parametrize(("inner", "is_told"), [("{}_proj.", True), ("", False)])
@@ -269,16 +203,6 @@ def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
     assert _refusal(_save(tmp_path / "a", tensors)).endswith("kv_scale has shape [2, 1, 1]")
 
 
-def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
-    small = {
-        PREFIX.format(0) + "k_scale": _scalar(2.0**-126),
-        PREFIX.format(0) + "v_scale": _scalar(2.0**-20).to(torch.float16),
-        PREFIX.format(1) + "k_scale": _scalar(2.0**-24).to(torch.bfloat16),
-    }
-    found = read_scales(_save(tmp_path / "a", _pair() | small), TWO_LAYERS)
-    assert list(_values(found).values())[:3] == [[2.0**-126], [2.0**-20], [2.0**-24]]
-
-
 def test_zero_points_are_zero(tmp_path: Path) -> None:
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
     points = {
@@ -342,14 +266,6 @@ def _save_shards(folder: Path) -> Path:
     return folder
 
 
-def test_a_file_beside_the_index_is_read_as_well(tmp_path: Path) -> None:
-    folder = _save_shards(tmp_path / "a")
-    save_file({PREFIX.format(0) + "q_scale": _scalar(1)}, folder / "kv_scales.safetensors")
-    save_file({PREFIX.format(1) + "q_scale": _scalar(2)}, folder / "more.safetensors")
-    found = read_scales(folder, TWO_LAYERS)
-    assert found.table.scales[make_attention(1).site(Role.Q)].values.tolist() == [2.0]
-
-
 def test_a_shard_with_listed_scales_may_not_be_missing(tmp_path: Path) -> None:
     folder = _save_shards(tmp_path / "a")
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -359,24 +275,6 @@ def test_a_shard_with_listed_scales_may_not_be_missing(tmp_path: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert has_kv_scales(folder)
     assert "the index lists 4 scales that no file has (model.layers.0." in _refusal(folder)
-
-
-def test_a_shard_with_weights_alone_may_be_missing(tmp_path: Path) -> None:
-    folder = _save_shards(tmp_path / "a")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"]["lm_head.weight"] = "model-00003-of-00003.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert _values(read_scales(folder, TWO_LAYERS)) == EXPECTED
-
-
-def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
-    tensors = {PREFIX.format(layer) + "kv_scale": _scalar(0.5) for layer in range(2)}
-    folder = _save(tmp_path / "a", tensors, kv_cache_torch_dtype="float8_e4m3fnuz")
-
-    for path in (folder, folder / "model.safetensors"):
-        found = read_scales(path, TWO_LAYERS)
-        assert (found.table.fmt, found.table.dialect) == (E4M3FNUZ, "tgi")
-        assert _values(found)["model.layers.0.self_attn.k"] == [0.5]
 
 
 def test_scales_outside_the_decoder_are_told(tmp_path: Path) -> None:

@@ -58,12 +58,6 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
         read_scales(tmp_path, GEOMETRY)
 
 
-def test_scales_among_the_tensors_go_before_a_json_beside_them(tmp_path: Path) -> None:
-    save_file(SCALES, tmp_path / "kv_scales.safetensors")
-    (tmp_path / "kv_cache_scales.json").write_text(JSON)
-    assert read_scales(tmp_path, GEOMETRY).table.dialect == "kv-scales"
-
-
 WEIGHTS = {"model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)}
 
 
@@ -100,14 +94,6 @@ def test_files_without_scales_are_told_apart(
             read_scales(path, GEOMETRY)
         assert caught.value.message == f"{path}: there are no KV scales"
         assert caught.value.hint.startswith(hint)
-
-
-@pytest.mark.parametrize("text", ["{}", '{"scaling_factor": 1}', '{"model_type": "llama"}'])
-def test_a_json_about_something_else_has_no_scales(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    assert not has_kv_scales(tmp_path / "a.json")
-    with pytest.raises(ModelError, match=r"a\.json: there are no KV scales"):
-        read_scales(tmp_path / "a.json", GEOMETRY)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

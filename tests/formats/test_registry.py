@@ -21,16 +21,13 @@ from fp8calib.formats.write import (
 )
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.rules import AMAX, Fallback, Rule, parse_rule
+from fp8calib.numerics.rules import AMAX, Fallback, Rule
 from tests.formats.handmade import (
     amax_of,
     expert_stats,
-    hybrid_stats,
     latent_stats,
-    linear_stats,
     plain_stats,
     save_source,
-    shared_stats,
 )
 
 ALL = (
@@ -70,21 +67,6 @@ def out(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()
     return folder
-
-
-def test_layers_that_share_or_lack_a_cache_are_named(out: Path) -> None:
-    shared = _write(shared_stats(), out, ("vllm-json",), tps=(1, 2))[1]
-    why = "reads another layer's K and V, so it carries that layer's scale"
-    assert shared == [
-        f"model.layers.{layer}.self_attn.{role}: {why}" for layer in (2, 3) for role in "kv"
-    ]
-
-    (out / "b").mkdir()
-    hybrid = _write(hybrid_stats(), out / "b", ("rfc", "vllm-json", "kv-scales"))[1]
-    why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
-    assert hybrid == [f"model.layers.0: {why}"]
-    (out / "c").mkdir()
-    assert _write(hybrid_stats(), out / "c", ("kv-scales",))[1] == []
 
 
 def _with_dead_v(stats: CalibrationStats, *, scales: tuple[float, float]) -> CalibrationStats:
@@ -141,24 +123,6 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
     check_export(geometry, ["vllm-json"], [2], E4M3FN)
     with pytest.raises(UsageError, match="the stats keep 1 blocks"):
         check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
-
-
-def test_a_rule_reaches_kv_inputs_and_no_weights(out: Path) -> None:
-    stats = linear_stats()
-    found = []
-    for text in ("amax", "headroom:2"):
-        folder = out / text.partition(":")[0]
-        folder.mkdir()
-        assert _write(stats, folder, ("rfc",), rule=parse_rule(text))[1] == []
-        found.append(json.loads((folder / "rfc.tp1.json").read_text()))
-    plain, roomy = found
-    for section, factor in (("activation", 2), ("weight", 1)):
-        for part in ("mlp", "attention"):
-            before = plain[part][section]["scaling_factor"]["rank0"]["0"]
-            after = roomy[part][section]["scaling_factor"]["rank0"]["0"]
-            assert after == {name: factor * scale for name, scale in before.items()}
-    before, after = (each["kv_cache"]["scaling_factor"]["rank0"] for each in found)
-    assert after == {layer: 2 * scale for layer, scale in before.items()}
 
 
 def test_a_side_of_zeros_leaves_the_one_scale_of_its_layer_to_the_other(out: Path) -> None:

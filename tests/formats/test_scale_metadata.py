@@ -10,15 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.formats.read import read_scales
 from fp8calib.numerics.formats import E4M3FN
 from tests.formats.handmade import (
-    DATA,
     MODEL,
-    linear_stats,
     plain_stats,
-    save_source,
     write_scales,
 )
 
@@ -48,37 +45,6 @@ def test_config_and_file_may_not_differ(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="several formats: e4m3fn, e4m3fnuz"):
         read_scales(tmp_path, STATS.geometry)
-
-
-def _write_every_form(folder: Path) -> list[Path]:
-    table, source = compute_kv_scales(STATS, E4M3FN), save_source(STATS, folder / "model")
-    per_head = compute_kv_scales(STATS, E4M3FN, per_head=True)
-    write_scales("kv-overlay", table, folder / "kv-overlay", source=source)
-    write_scales("kv-overlay-head", per_head, folder / "kv-overlay-head", source=source)
-    write_scales("tgi", table, folder / "tgi", source=source)
-    write_scales("kv-scales", table, folder / "kv_scales.safetensors")
-    write_scales("vllm-json", table, folder / "vllm.json")
-    linear = linear_stats()
-    kv = compute_kv_scales(linear, E4M3FN)
-    linears = compute_linear_scales(linear, E4M3FN)
-    write_scales("rfc", kv, folder / "rfc.json", linears=linears)
-    source.close()
-    names = (
-        "kv-overlay",
-        "kv-overlay-head",
-        "tgi",
-        "kv_scales.safetensors",
-        "vllm.json",
-        "rfc.json",
-    )
-    return [folder / name for name in names]
-
-
-def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
-    for path in _write_every_form(tmp_path):
-        measured = read_scales(path, STATS.geometry).table.origin
-        assert measured is not None, path
-        assert (measured.model, measured.data) == (MODEL, DATA)
 
 
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])

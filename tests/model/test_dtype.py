@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.model import dtype as chosen
 from fp8calib.model.dtype import choose_dtype
@@ -32,15 +32,6 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def set_flags(patch: pytest.MonkeyPatch, flags: str) -> None:
     patch.setattr(chosen, "_cpu_flags", lambda: frozenset(flags.split()))
-
-
-@pytest.mark.parametrize("flag", ["amx_bf16", "avx512_bf16"])
-def test_a_processor_that_multiplies_bfloat16_uses_it(
-    checkpoint: Checkpoint, processor: pytest.MonkeyPatch, flag: str
-) -> None:
-    set_flags(processor, f"fpu {flag} avx2")
-    found = choose_dtype("auto", device="cpu", checkpoint=checkpoint)
-    assert found == ("bfloat16", f"the processor has {flag}")
 
 
 @pytest.mark.usefixtures("processor")
@@ -67,21 +58,3 @@ def test_a_gpu_uses_the_checkpoints_own(checkpoint: Checkpoint) -> None:
 def test_an_unknown_dtype_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(UsageError, match="--dtype int4: not one of auto, float32"):
         choose_dtype("int4", device="cpu", checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        (torch.float32, "float32"),
-        (torch.float16, "float16"),
-        (torch.bfloat16, "bfloat16"),
-        (torch.float64, "float32"),
-        (torch.float8_e4m3fn, "f8_e4m3"),
-    ],
-)
-def test_most_bytes_decide_what_a_checkpoint_is_stored_in(
-    tmp_path: Path, stored: torch.dtype, expected: str
-) -> None:
-    weights = {"a": torch.ones(64).to(stored), "b": torch.ones(4), "c": torch.ones(1).bool()}
-    save_file(weights, tmp_path / "model.safetensors")
-    assert stored_dtype(Checkpoint.open(tmp_path)) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
-from fp8calib.quantization.plan import CalibratedScales
-from tests.architectures.families import FAMILIES
-from tests.architectures.families import save as save_family
+from fp8calib.model.expert_layouts import EXPERT_LAYOUTS
 from tests.quantization.by_hand import (
-    Run,
     Tensors,
     codes_of,
     encode,
@@ -28,11 +22,9 @@ from tests.quantization.by_hand import (
     scale_for,
     to_numpy,
 )
-from tests.quantization.stacked import STACKED, Family, find_experts, run_by_hand, run_expert
-from tests.zoo import save as save_zoo
+from tests.quantization.stacked import STACKED, Family, find_experts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-DATA_FREE = ("fp8-dynamic", "w8a16", "fp8-block")
 
 
 @dataclass(frozen=True)
@@ -72,19 +64,6 @@ def test_every_layout_is_tried_here() -> None:
     assert set(EXPERT_LAYOUTS) - set(STACKED) == {"gemma4", "qwen3_vl_moe_text"}
 
 
-@torch.no_grad()
-def test_transformers_runs_the_experts_that_are_written(saved: Saved, tmp_path: Path) -> None:
-    """An expert run from its three tensors agrees with the model's own, to what FP8 takes."""
-    tensors = run(saved.folder, tmp_path / "fp8", "fp8-dynamic").tensors()
-    rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
-    for module, expert, path in saved.experts():
-        weights = {name: dequantize(tensors, f"{path}.{name}") for name in PROJECTIONS}
-        assert {weight.dim() for weight in weights.values()} == {2}
-        found = run_by_hand(weights, rows, module.act_fn)
-        expected = run_expert(module, expert, rows)
-        assert float((found - expected).norm() / expected.norm()) < 0.06
-
-
 def slices(module: Any, expert: int) -> dict[str, np.ndarray[Any, Any]]:
     """Cut an expert's matrices, [out, in], from the parameters of the model in memory."""
     gate_up, down = (to_numpy(p.detach()[expert]) for p in (module.gate_up_proj, module.down_proj))
@@ -94,33 +73,8 @@ def slices(module: Any, expert: int) -> dict[str, np.ndarray[Any, Any]]:
     return {"gate_proj": gate_up[:half], "up_proj": gate_up[half:], "down_proj": down}
 
 
-@pytest.mark.parametrize("scheme", DATA_FREE)
-def test_codes_and_scales_of_every_expert_are_its_own(
-    saved: Saved, tmp_path: Path, scheme: str
-) -> None:
-    """Bit for bit what numpy and ml_dtypes make of the slice; all of it lies in one block."""
-    found = run(saved.folder, tmp_path / "fp8", scheme)
-    tensors, left = found.tensors(), found.plan.selection.unquantized
-    assert not [n for n, tensor in tensors.items() if tensor.dim() == 3 and "conv1d" not in n]
-    assert not [each for each in left if "experts" in each.module.split(".")]
-    for module, expert, path in saved.experts():
-        for name, weight in slices(module, expert).items():
-            axis = (0, 1) if scheme == "fp8-block" else 1
-            scale = scale_for(np.abs(weight).max(axis=axis, keepdims=True))
-            stored = tensors[f"{path}.{name}.weight_scale"].numpy()
-            np.testing.assert_array_equal(stored, scale)
-            codes = codes_of(tensors[f"{path}.{name}.weight"])
-            np.testing.assert_array_equal(codes, encode(weight, scale))
-
-
 HIDDEN, INTERMEDIATE, EXPERTS = 200, 1300, 3
 STACK = "model.layers.0.mlp.experts"
-BY_TYPE = {
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", False),
-    "qwen3_vl_moe_text": ("qwen3_vl_moe_text", False),
-    "qwen3_vl_moe_text, turned": ("qwen3_vl_moe_text", True),
-    "llama4_text": ("llama4_text", True),
-}
 
 
 def make_stacks(*, is_turned: bool) -> tuple[Tensors, dict[str, torch.Tensor]]:
@@ -155,63 +109,10 @@ def find_amax(matrix: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]
     return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), rows, 0), columns, 1)
 
 
-@pytest.mark.parametrize("kind", BY_TYPE)
-@pytest.mark.parametrize("scheme", DATA_FREE)
-def test_large_stacks_are_read_in_pieces(tmp_path: Path, kind: str, scheme: str) -> None:
-    """Matrices of many blocks, more outputs than are read at once, in two shards."""
-    model_type, is_turned = BY_TYPE[kind]
-    tensors, matrices = make_stacks(is_turned=is_turned)
-    save(tmp_path / "m", tensors, shards=2, model_type=model_type)
-    found = run(tmp_path / "m", tmp_path / "fp8", scheme).tensors()
-    assert set(found) == {f"{m}.weight{end}" for m in matrices for end in ("", "_scale")}
-    for module, matrix in matrices.items():
-        weight = to_numpy(matrix)
-        scale = scale_for(find_amax(weight, scheme))
-        np.testing.assert_array_equal(found[f"{module}.weight_scale"].numpy(), scale)
-        expected = encode(weight, spread(torch.from_numpy(scale), matrix.shape))
-        np.testing.assert_array_equal(codes_of(found[f"{module}.weight"]), expected)
-    index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "fp8" / file, framework="pt") as part:
-            assert name in part.keys()  # noqa: SIM118
-
-
-def test_gate_and_up_of_one_expert_share_a_scale(tmp_path: Path) -> None:
-    """A static scheme has one scale per weight: each expert its own, gate and up the same."""
-    tensors, matrices = make_stacks(is_turned=True)
-    save(tmp_path / "m", tensors, model_type="llama4_text")
-    scales = CalibratedScales(inputs={module: torch.tensor(0.5) for module in matrices}, kv={})
-    found: Run = run(tmp_path / "m", tmp_path / "fp8", "fp8-static", scales=scales)
-    written = found.tensors()
-    for expert in range(EXPERTS):
-        own = {name: matrices[f"{STACK}.{expert}.{name}"] for name in PROJECTIONS}
-        amax = {name: float(weight.abs().max()) for name, weight in own.items()}
-        amax |= dict.fromkeys(PROJECTIONS[:2], max(amax["gate_proj"], amax["up_proj"]))
-        for name, weight in own.items():
-            module = f"{STACK}.{expert}.{name}"
-            scale = scale_for(amax[name])
-            assert written[f"{module}.weight_scale"].tolist() == [float(scale)]
-            assert written[f"{module}.input_scale"].tolist() == [0.5]
-            codes = encode(to_numpy(weight), np.asarray(scale))
-            np.testing.assert_array_equal(codes_of(written[f"{module}.weight"]), codes)
-
-
 def refuse(folder: Path, *ignore: str) -> str:
     with pytest.raises(ModelError) as caught:
         run(folder, folder.parent / "out", "fp8-dynamic", ignore=ignore)
     return caught.value.message
-
-
-def test_what_engines_load_no_single_experts_of_is_refused_with_the_reason(tmp_path: Path) -> None:
-    save_family("dbrx", FAMILIES["dbrx"], tmp_path / "dbrx")
-    save_zoo("gpt_oss", tmp_path / "gpt_oss")
-    assert set(UNSERVED_STACKS) == {"dbrx", "gpt_oss"}
-    message = refuse(tmp_path / "dbrx")
-    assert "transformer.blocks.0.ffn.experts.mlp.v1 [192, 32] holds several" in message
-    assert "vLLM 0.32.0 loads no tensors of single experts for dbrx" in message
-    message = refuse(tmp_path / "gpt_oss")
-    assert "model.layers.0.mlp.experts.down_proj [4, 48, 32] holds several" in message
-    assert "rows of gate and up alternate and have biases" in message
 
 
 def stack(*shape: int) -> torch.Tensor:
@@ -262,22 +163,6 @@ def test_a_square_stack_lies_as_the_one_beside_it(
     turned = {name: value.transpose(1, 2).contiguous() for name, value in stacks.items()}
     save(tmp_path / "turned", turned, model_type="qwen3_vl_moe_text")
     assert f"{STACK}.{square} [2, 200, 200] holds several" in refuse(tmp_path / "turned")
-
-
-def test_the_hidden_size_is_that_of_the_text_model(tmp_path: Path) -> None:
-    """A config of several parts has several hidden sizes."""
-    tensors, matrices = make_stacks(is_turned=True)
-    folder = save(tmp_path / "m", tensors)
-    config = {
-        "model_type": "qwen3_vl_moe",
-        "vision_config": {"model_type": "qwen3_vl_moe_vision", "hidden_size": 2 * INTERMEDIATE},
-        "text_config": {"model_type": "qwen3_vl_moe_text", "hidden_size": HIDDEN},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    found = run(folder, tmp_path / "fp8", "fp8-dynamic").tensors()
-    assert {name: tuple(found[f"{name}.weight"].shape) for name in matrices} == {
-        name: tuple(matrix.shape) for name, matrix in matrices.items()
-    }
 
 
 @pytest.mark.parametrize("pattern", [STACK, f"{STACK}.*_proj", r"re:.*\.experts\.\d+\..*"])

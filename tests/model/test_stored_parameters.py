@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,13 +12,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.model.shapes import Role, Site
 from fp8calib.quantization.sources.decoded import check_unquantized
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.test_vision_language import MODELS
-from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
-from tests.kit.checkpoints import change_config, change_tensors
+from tests.calibration.running import as_bytes, opened
+from tests.kit.checkpoints import change_tensors
 
 LAYER = "model.layers.0.self_attn"
 EITHER = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
@@ -36,60 +33,10 @@ def list_skipped(folder: Path, *, streamed: bool) -> dict[str, str]:
     return {item.site: item.why for item in skipped}
 
 
-def publish(config: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Change keys of config.json; None removes one."""
-    for key, value in changes.items():
-        config[key] = value
-        if value is None:
-            del config[key]
-
-
 def drop_tensors(folder: Path, part: str) -> None:
     dropped = [name for name in load_file(folder / "model.safetensors") if part in name]
     assert dropped
     change_tensors(folder, dict.fromkeys(dropped))
-
-
-def compute_first_keys(folder: Path, row: np.ndarray, head_dim: int) -> np.ndarray:
-    """Compute K of layer 0 of a llama with biases, in float64: [tokens, heads, head_dim]."""
-    stored = load_file(folder / "model.safetensors")
-    tensors = {name: value.double().numpy() for name, value in stored.items()}
-    hidden = tensors["model.embed_tokens.weight"][row]
-    hidden = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5)
-    hidden = hidden * tensors["model.layers.0.input_layernorm.weight"]
-    keys = hidden @ tensors[f"{LAYER}.k_proj.weight"].T + tensors[f"{LAYER}.k_proj.bias"]
-    first, second = np.split(keys.reshape(len(row), -1, head_dim), 2, axis=-1)
-    frequencies = 10000.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))
-    angles = np.arange(len(row))[:, None, None] * frequencies
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-@zoo.NEEDS_5_23
-@EITHER
-@pytest.mark.parametrize(
-    ("family", "head_dim", "published"),
-    [
-        (
-            "internlm3",
-            8,
-            {"attention_bias": None, "mlp_bias": None, "qkv_bias": True, "bias": True},
-        ),
-        ("iquestcoder", 128, {"head_dim": None}),
-    ],
-)
-def test_a_class_that_serves_two_configs_is_built_from_the_one_that_was_opened(
-    family: str, head_dim: int, published: dict[str, Any], streamed: bool, tmp_path: Path
-) -> None:
-    """LlamaForCausalLM runs both; LlamaConfig knows neither their names nor their defaults."""
-    folder = tmp_path / "m"
-    families.save(family, {"head_dim": head_dim, "attention_bias": True, "mlp_bias": True}, folder)
-    change_config(folder, lambda config: publish(config, published))
-    stats = calibrate(folder, streamed=streamed)
-    rows = [row.numpy() for row in rows_of(LENGTHS).sequences]
-    keys = np.concatenate([compute_first_keys(folder, row, head_dim) for row in rows])
-    found = stats.sites[Site(LAYER, Role.K)].amax.numpy()
-    np.testing.assert_allclose(found, np.abs(keys).max(axis=(0, 2)), rtol=1e-5)
 
 
 @EITHER
@@ -147,13 +94,6 @@ def test_a_missing_parameter_that_text_needs_is_refused(
         ModelError, match=rf"the checkpoint lacks \S*{part}.weight; the model would"
     ):
         calibrate(tmp_path / "m", streamed=streamed)
-
-
-@EITHER
-def test_a_tied_head_may_be_missing(streamed: bool, tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "m", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
-    assert not any("lacks" in why for why in list_skipped(tmp_path / "m", streamed=streamed))
 
 
 @EITHER

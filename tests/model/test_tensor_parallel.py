@@ -10,30 +10,8 @@ from fp8calib.model.tensor_parallel import (
     check_heads,
     check_linears,
     owned_blocks,
-    owned_channels,
-    owned_rows,
-    rank_range,
 )
 from tests.formats.handmade import expert_stats, linear_stats, make_attention, make_geometry
-
-
-@pytest.mark.parametrize(
-    ("count", "tp", "expected"),
-    [
-        (8, 1, [(0, 8)]),
-        (8, 2, [(0, 4), (4, 8)]),
-        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
-        (3, 3, [(0, 1), (1, 2), (2, 3)]),
-        # fewer heads than ranks: rank r holds head floor(r * heads / ranks)
-        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (1, 4, [(0, 1)] * 4),
-        (2, 8, [(0, 1)] * 4 + [(1, 2)] * 4),
-        (4, 8, [(0, 1)] * 2 + [(1, 2)] * 2 + [(2, 3)] * 2 + [(3, 4)] * 2),
-    ],
-)
-def test_ranks_own_contiguous_units(count: int, tp: int, expected: list[tuple[int, int]]) -> None:
-    found = [rank_range(count, tp, rank) for rank in range(tp)]
-    assert [(units.start, units.stop) for units in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -77,20 +55,6 @@ def test_a_latent_is_whole_on_every_rank() -> None:
 def _linear(name: str) -> Linear:
     geometry = linear_stats().geometry
     return next(linear for _, linear in geometry.linears() if linear.module.endswith(name))
-
-
-def test_column_parallel_weights_are_cut_by_rows() -> None:
-    (k,) = (linear := _linear("0.self_attn.k_proj")).parts
-    # two heads of two rows: the third and the fourth rank share the second head
-    assert [owned_rows(linear, k, 2, rank) for rank in range(2)] == [[0, 1], [2, 3]]
-    assert [owned_rows(linear, k, 4, rank) for rank in range(4)] == [[0, 1]] * 2 + [[2, 3]] * 2
-    assert [owned_channels(linear, 2, rank) for rank in range(2)] == [range(8)] * 2
-
-
-def test_row_parallel_weights_are_cut_by_columns() -> None:
-    (o,) = (linear := _linear("0.self_attn.o_proj")).parts
-    assert [owned_channels(linear, 2, rank) for rank in range(2)] == [range(4), range(4, 8)]
-    assert owned_rows(linear, o, 2, 1) == list(range(8))
 
 
 def test_blocks_of_experts_are_cut_along_the_same_axis() -> None:

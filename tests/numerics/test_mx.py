@@ -21,7 +21,6 @@ from fp8calib.numerics.from_amax import power_of_two_scale_of
 from fp8calib.numerics.schemes import MX_BLOCK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-DRAWN = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

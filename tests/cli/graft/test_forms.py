@@ -11,8 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fp8calib.calibration.fingerprint import fingerprint_model
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.conftest import write_rows
@@ -24,7 +22,7 @@ from tests.cli.graft.grafting import (
     stored_scales,
 )
 from tests.cli.program import snapshot, succeed
-from tests.cli.quantized_children import BASE, FORMS, save_fp4, save_int
+from tests.cli.quantized_children import FORMS, save_fp4, save_int
 from tests.kit.checkpoints import change_config
 
 
@@ -100,22 +98,6 @@ def test_modelopts_own_file_is_merged_too(
     assert old["quantization"].pop("kv_cache_quant_algo") is None
     assert new["quantization"].pop("kv_cache_quant_algo") == "FP8"
     assert new == old
-
-
-def test_both_models_are_recorded(calibrated: Path, child: Path, tmp_path: Path) -> None:
-    graft(calibrated, child, tmp_path / "out")
-    metadata = TensorFile(tmp_path / "out" / "kv-overlay" / SHARD).header.metadata
-    with Checkpoint.open(BASE) as base, Checkpoint.open(child) as own:
-        prints = [fingerprint_model(each.load_config(), each) for each in (base, own)]
-    assert json.loads(metadata["fp8calib.measured_on"])["model"] == prints[0]
-    recorded = json.loads(metadata["fp8calib.grafted"])
-    assert recorded == {
-        "model": prints[1],
-        "accepted": "",
-        "unchecked": "",
-        "compared": "14 of 14 recorded linears",
-        "replaces_scales": False,
-    }
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.cli.graft.grafting import (
-    graft,
     name_command,
 )
-from tests.cli.program import fail, snapshot, succeed
+from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import NORM, change_norm
-
-
-def test_a_pack_makes_the_same_checkpoint_as_the_statistics(
-    calibrated: Path, child: Path, tmp_path: Path
-) -> None:
-    graft(calibrated, child, tmp_path / "direct")
-    pack = calibrated / "kv_scales.safetensors"
-    command = ("extract-kv-scales", "--quantized-model", pack, "--model", child)
-    succeed(*command, "--save-path", tmp_path / "pack")
-    assert snapshot(tmp_path / "pack") == snapshot(tmp_path / "direct" / "kv-overlay")
 
 
 def test_a_pack_of_another_base_is_refused_with_what_differs(

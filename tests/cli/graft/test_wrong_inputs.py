@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.cli.graft.grafting import (
-    graft,
-)
 from tests.kit.checkpoints import change_config
 
 Refused = Callable[..., str]
@@ -28,23 +25,6 @@ def test_modelopt_without_an_algorithm(
     change_config(child, lambda config: config["quantization_config"].pop("quant_algo"))
     text = refused(7, child)
     assert f"{child / 'config.json'}: the ModelOpt config has no quant_algo" in text
-
-
-@pytest.mark.parametrize(
-    ("scheme", "says"),
-    [
-        ({"num_bits": 8, "type": "int"}, "kv_cache_scheme is {'num_bits': 8, 'type': 'int'}"),
-        ({"num_bits": 4, "type": "float"}, "kv_cache_scheme is {'num_bits': 4"),
-        ({"num_bits": 8, "type": "float", "dynamic": True}, "kv_cache_scheme is"),
-    ],
-)
-def test_another_scheme_of_the_cache_is_not_replaced_in_silence(
-    refused: Refused, calibrated: Path, child: Path, tmp_path: Path, scheme: object, says: str
-) -> None:
-    change_config(child, lambda c: c["quantization_config"].update(kv_cache_scheme=scheme))
-    text = refused(7, child)
-    assert says in text
-    graft(calibrated, child, tmp_path / "out", "--replace-scales")
 
 
 @pytest.mark.parametrize(

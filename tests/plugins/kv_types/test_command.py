@@ -217,39 +217,6 @@ def settle(
     return "" if chosen is None else chosen.name, why
 
 
-def test_most_exact_type_is_recommended_and_the_smallest_named() -> None:
-    exact = make_row("exact", 66, 0.001, backends=("triton_attn",))
-    name, why = settle(exact, make_row("small", 36, 0.02))
-    assert name == "exact"
-    assert why == (
-        "Of the types of the KV cache use exact (66 bytes a token, KLD 0.0010 ± 0.0034), which is "
-        "better (KLD -0.0090 ± 0.0005) against scale-1.0 (64 bytes a token, KLD 0.0100 ± 0.0034); "
-        "it is served with triton_attn. The smallest that passes is small (36 bytes a token, KLD "
-        "0.0200 ± 0.0034)."
-    )
-
-
-def test_of_equal_losses_the_smallest_is_recommended() -> None:
-    same = {("exact", SCALE_ONE): PairedAnswer.NO_DIFFERENCE}
-    name, why = settle(make_row("exact", 66, 0.009), answers=same)
-    assert name == SCALE_ONE
-    assert "use scale-1.0 (64 bytes a token, KLD 0.0100 ± 0.0034); no other" in why
-
-
-@pytest.mark.parametrize("rival", [SCALE_ONE, "other"])
-def test_nothing_is_recommended_of_what_cannot_be_told(rival: str) -> None:
-    unclear = {
-        ("exact", rival): PairedAnswer.CANNOT_TELL,
-        (rival, "exact"): PairedAnswer.CANNOT_TELL,
-    }
-    name, why = settle(make_row("exact", 66, 0.004), make_row("other", 66, 0.005), answers=unclear)
-    assert name == ""
-    assert "Which type of the KV cache loses least cannot be told" in why
-    assert f"{rival} may differ, which so few sequences cannot tell" in why or (
-        f"{rival} differs by less than this text can tell" in why
-    )
-
-
 def test_no_type_passes() -> None:
     failing = UNSCALED.model_copy(update={"verdict": Verdict.FAIL})
     small = make_row("small", 36, 0.5, verdict=Verdict.FAIL)

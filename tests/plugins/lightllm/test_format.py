@@ -16,7 +16,6 @@ from fp8calib.model.shapes import ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ
 from tests.formats.handmade import (
     MEASURED,
-    hybrid_stats,
     latent_stats,
     make_attention,
     make_geometry,
@@ -84,18 +83,6 @@ def test_what_its_exporter_writes_is_read(tmp_path: Path) -> None:
     drafted = ship(tmp_path / "c.json", joint)
     assert read(drafted, Role.K) == [[0.25, 0.5], [2.0, 0.0625]]
     assert read_scales(drafted, GEOMETRY).notes == ("the scales of a draft (1) are left out",)
-
-
-def test_layers_without_a_cache_have_no_row(tmp_path: Path) -> None:
-    stats = hybrid_stats()
-    table = compute_kv_scales(stats, E4M3FN)
-    write_scales("lightllm", table, tmp_path / "f.json")
-    written = json.loads((tmp_path / "f.json").read_text())
-    attentions = [attention for _, attention in stats.geometry.attentions()]
-    assert len(attentions) < len(stats.geometry.layers)
-    assert written["num_layers"] == len(written["scales"]) == len(attentions)
-    expected = [table.scales[each.site(Role.K)].values.tolist() for each in attentions]
-    assert read(tmp_path / "f.json", Role.K, stats.geometry) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,6 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from fp8calib.calibration.calibration_stats import load_stats_file
-from fp8calib.plugins.plan.choices import Choices
-from fp8calib.plugins.plan.opened import open_plan
-from fp8calib.plugins.plan.recipe import make_planned_scheme, require_loaded
-from fp8calib.plugins.plan.request import PlanRequest
 from fp8calib.verification import score
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
@@ -160,29 +155,6 @@ def test_a_search_keeps_to_its_passes(
         assert found["searched_kld"] <= BUDGETS["max_kld"]
 
 
-def test_a_loss_that_nothing_keeps_to_leaves_all_in_16_bits(
-    planted: tuple[Path, Path], tmp_path: Path
-) -> None:
-    options = ("--max-kld", 1e-9, "--passes", 2, "--points", 0, "--kv-tokens", 0)
-    outcome = plan(planted, tmp_path / "out", *options)
-    assert outcome.code == 0, outcome.err
-    found = outcome.json
-    assert found["kld_mean"] == found["searched_kld"] == 0
-    assert found["bytes"]["before"] == found["bytes"]["after"]
-    assert not found["write"]
-
-
-def test_a_budget_that_held_out_text_refutes_exits_8(
-    planted: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Nothing is as small as a tenth."""
-    outcome = plan(planted, tmp_path / "out", "--max-bytes", 0.1, "--points", 0, "--kv-tokens", 0)
-    assert outcome.code == 8
-    assert outcome.json["met"] == "no"
-    assert "nothing is smaller" in outcome.json["why"]
-    assert outcome.json["budget"] == "least KLD with at most 0.1 of the unquantized bytes"
-
-
 def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -259,29 +231,6 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     judged = ("--scales", out, "--data", held_out, *QUICK, "--json")
     verified = succeed("verify", place[0], *judged).json["candidates"][0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
-
-
-@pytest.mark.parametrize("engine", ["vllm", *in_minutes("sglang")])
-def test_any_two_schemes_that_are_choices_load_together(
-    planted: tuple[Path, Path], tmp_path: Path, engine: str
-) -> None:
-    """A scheme of which `check` cannot tell is no choice."""
-    path, text = planted
-    asked = PlanRequest(path, str(text), max_bytes=0.5, kv_tokens=0, engine=engine, seq_len=32)
-    names = ("--recipe", "w8a8-static", "--samples", 4, "--seq-len", 32, "--out", tmp_path / "out")
-    succeed("calibrate", path, "--data", text, *names)
-    stats = load_stats_file(tmp_path / "out" / "stats.safetensors")
-    with open_plan(asked) as opened:
-        units = Choices(opened, stats).open(opened.model.prepared.model).units
-        names = dict.fromkeys(name for unit in units for name in unit.sizes)
-        assert ("mxfp8-a16" in names) == (engine == "vllm")
-        for two in itertools.combinations(names, 2):
-            chosen = {
-                unit.name: two[place % 2]
-                for place, unit in enumerate(units)
-                if two[place % 2] in unit.sizes
-            }
-            require_loaded(opened, make_planned_scheme(units, chosen), stats)
 
 
 def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:

@@ -15,7 +15,7 @@ import fp8calib
 from fp8calib.plugins.plan import plan
 from fp8calib.plugins.plan.report import PlanResult
 from tests import zoo
-from tests.cli.conftest import save_changed, save_tokenizer, write_rows
+from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import succeed
 
 VOCABULARY, LAYERS, HEAD = 96, 4, 16
@@ -146,49 +146,6 @@ def test_the_recipe_writes_the_scales_of_the_rules(folder: Path, found: PlanResu
             assert scale.item() == known.kv_scales(rule=rule)[name].item(), name
 
 
-def test_on_a_plain_model_nothing_is_gained_by_rules(tmp_path: Path) -> None:
-    model = zoo.build("llama", seed=3, vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=HEAD)
-    found = choose(model, tmp_path)
-    assert rules_of(found) == {}
-    assert "plan with amax" not in {point.name for point in found.frontier}
-
-
-def test_a_layer_that_every_rule_spoils_stays_in_16_bits(tmp_path: Path) -> None:
-    found = choose(build_model(wide=3), tmp_path, max_bytes=None, max_kld=0.2)
-    caches = {group.layers[0]: group.choice for group in found.groups if not group.linears}
-    assert caches[3] == "16 bits"
-    assert list(caches.values()).count("fp8") == 3
-    recipe = yaml.safe_load((tmp_path / "plan" / "recipe.yaml").read_text())
-    assert recipe["description"].endswith("--kv-cache-dtype-skip-layers 3")
-
-
 def test_rules_that_are_not_named_are_not_chosen(tmp_path: Path) -> None:
     found = choose(build_model(), tmp_path, rules=["amax"])
     assert rules_of(found) == {}
-
-
-def test_the_layer_that_fp8_weights_break_is_left_out(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    """One input channel of its down_proj leaves FP8 no room for the others."""
-
-    def spoil(spoilt: Any) -> None:
-        mlp = spoilt.model.layers[3].mlp
-        mlp.up_proj.weight[0] *= 2e7
-        mlp.down_proj.weight[:, 0] /= 2e7
-        mlp.down_proj.weight *= 20
-
-    save_changed(model, tmp_path / "model", spoil, num_hidden_layers=5)
-    options = {
-        "scheme": "fp8-dynamic",
-        "max_kld": 0.005,
-        "samples": 40,
-        "points": 0,
-        "kv_tokens": 0,
-    }
-    found = plan(tmp_path / "model", data, out=tmp_path / "plan", **OPTIONS, **options)
-    left = [group.name for group in found.groups if group.choice == "16 bits"]
-    assert left == ["model.layers.3.mlp.down_proj"]
-    recipe = yaml.safe_load((tmp_path / "plan" / "recipe.yaml").read_text())
-    assert recipe["quantize"]["scheme"] == "fp8-dynamic"
-    assert recipe["quantize"]["ignore"] == left

@@ -74,16 +74,6 @@ def test_no_plan_of_at_most_the_size_costs_less(seed: int) -> None:
         assert drawn.cost(plan) == pytest.approx(best, abs=1e-12)
 
 
-def test_the_frontier_rises_in_size_and_falls_in_cost() -> None:
-    drawn = draw(3)
-    frontier = list_frontier(drawn.groups)
-    sizes, costs = [each.size_bytes for each in frontier], [each.kld for each in frontier]
-    assert [drawn.size(each.picks) for each in frontier] == sizes
-    assert np.allclose([drawn.cost(each.picks) for each in frontier], costs)
-    assert (np.diff(sizes) > 0).all()
-    assert (np.diff(costs) < 0).all()
-
-
 def test_thinned_plans_stay_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = draw(5, groups=9)
     drawn.costs[:] = [[1 / size for size in each] for each in drawn.sizes]

@@ -234,14 +234,3 @@ def test_a_cache_that_is_not_fp8(
     assert report["advice"].startswith(
         "The server behaves like the unquantized model: its KV cache is not FP8 (its changes are "
     )
-
-
-def test_scales_that_were_not_named_are_not_taken_for_no_fp8(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
-) -> None:
-    """They change far less than scale 1.0, which clips, and are not related to it."""
-    report = ask(runner.predict(runner.emulate(served.values)))
-    assert report["advice"].startswith(
-        "The server behaves like the unquantized model: its KV cache is not FP8, or has scales "
-        "that fit it: name them with --scales (its changes are "
-    )

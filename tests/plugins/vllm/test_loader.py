@@ -134,24 +134,6 @@ def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("second", "status", "named"),
-    [("0.0005", "used", ""), ("nan", "misread", "on rank 1 of 2"), ("4", "used", "on rank 1 of 2")],
-)
-def test_every_rank_is_asked(
-    overlay: Path, tmp_path: Path, second: str, status: str, named: str
-) -> None:
-    ranks = [hold_rank(["0.0005"], ["0.0005"]), hold_rank([second], ["0.0005"])]
-    python = make_python(tmp_path / "python", rank=1, scales=ranks)
-
-    report = vllm.check(overlay, python=python, tp=2)
-
-    layer = report.engines["vllm"].layers[0]
-    assert (layer.k.status, layer.v.status) == (status, "used")
-    assert ("rank" in layer.k.why) == bool(named)
-    assert named in layer.k.why
-
-
-@pytest.mark.parametrize(
     ("error", "place"),
     [
         (
