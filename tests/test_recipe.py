@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fp8calib.commands.options import describe_recipes
@@ -11,8 +9,6 @@ from fp8calib.commands.recipe import load_recipe, parse_recipe
 from fp8calib.errors import RecipeError
 from fp8calib.model.module_paths import match_modules
 
-ROOT = Path(__file__).parents[1]
-PROMISED = {"kv", "w8a8-static", "w8a8-dynamic", "w8a16"}
 MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
 
 

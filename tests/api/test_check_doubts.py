@@ -21,7 +21,6 @@ from tests.kit.checkpoints import change_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ("model-1.safetensors", "model-2.safetensors")
-NAME = "model.layers.1.self_attn.k_proj.weight"
 Edit = Callable[[Path], object]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests import zoo
 from tests.cli.program import snapshot, succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
-QUICK: dict[str, Any] = {"samples": 4, "seq_len": 16}
 QUICK_OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
 
 

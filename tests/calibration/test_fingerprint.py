@@ -154,20 +154,3 @@ RECORDED = (
 def test_a_damaged_sketch_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not 32|padding|base64|buffer"):
         decode_sketch(text)
-
-
-# --- tensors that stay unquantized ---------------------------------------------------------------
-
-
-EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm.weight"
-
-
-def make(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Make an embedding of 6,400 values and a norm, in bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        EMBEDDING: torch.randn(100, 64, generator=generator),
-        NORM: torch.randn(64, generator=generator),
-    }
-    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | changes

@@ -29,7 +29,6 @@ from tests import zoo
 # The zoo's llama: 32 wide, 48 inside, 4 heads of 8, 2 KV heads, 2 layers, 128 tokens, untied.
 LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)
 EMBEDDING = 4 * 128 * 32
-NORM = 4 * 32
 TOKENS = torch.arange(40).view(2, 20)
 BATCHES = (
     Batch(input_ids=TOKENS, lengths=(20, 20), first=0),

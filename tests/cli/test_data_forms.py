@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 
-QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
 TEXTS = [" ".join(f"w{i * j % 90}" for j in range(1, 40)) for i in range(12)]
 
 

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
-
-LOOSE = ("kv-scales", "vllm-json", "rfc")
-"""Formats that need no model."""
 
 
 @pytest.fixture
 def stats(calibrated: tuple[Path, Outcome]) -> Path:
     return calibrated[0] / "stats.safetensors"
-
-
-@pytest.fixture
-def refused(tmp_path: Path) -> Callable[..., str]:
-    """Export, require the exit code, and that the folder around the output did not change."""
-
-    def export(code: int, stats: Path, *options: object) -> str:
-        before = snapshot(tmp_path)
-        text = fail(code, "export", stats, *options, "--out", tmp_path / "out")
-        assert snapshot(tmp_path) == before
-        return text
-
-    return export
 
 
 # --- show --------------------------------------------------------------------------------------
@@ -86,16 +68,6 @@ scales:
     model.layers.1.self_attn.k: percentile:90
     "*.v": headroom:2
 """
-OTHERS = {"model.layers.0.self_attn.k": "mse", "model.layers.1.self_attn.k": "percentile:90"}
-
-
-def read_scales(folder: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.endswith(("k_scale", "v_scale"))]  # noqa: SIM118
-            found |= {name: file.get_tensor(name).item() for name in names}
-    return found
 
 
 @pytest.fixture(scope="module")

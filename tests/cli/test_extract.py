@@ -16,8 +16,6 @@ from tests.cli import quantized_sources as sources
 from tests.cli.program import fail, snapshot, succeed
 from tests.cli.quantized_sources import ATTENTION, K
 
-OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
-FORMATS = (*OVERLAYS, "kv-scales", "vllm-json", "rfc")
 FILES = {
     "kv-scales": "kv_scales.safetensors",
     "vllm-json": "kv_cache_scales.tp1.json",
@@ -25,15 +23,6 @@ FILES = {
 }
 JSON_RANKS = {"vllm-json": "0", "rfc": "rank0"}
 SHARD = "model-00002-of-00002.safetensors"
-CHECKPOINT = {
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model-00001-of-00002.safetensors",
-    SHARD,
-    "model.safetensors.index.json",
-}
-
 Extract = Callable[..., Any]
 
 

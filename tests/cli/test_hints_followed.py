@@ -38,7 +38,6 @@ JUDGED = (8, 9)
 """The exit codes of a judgement: what is wrong, or cannot be told."""
 QUICK = "--data {data} --samples 4 --seq-len 16 --dtype float32"
 STATS = "stats.safetensors"
-FOREIGN = Path(__file__).parents[1] / "foreign"
 _SIZE = re.compile(r"(?<=--memory )[\d.]+")
 """That of a process, which no two machines agree on."""
 

@@ -13,8 +13,6 @@ from fp8calib.plugins.plan.request import PlanRequest
 from tests.cli.conftest import write_rows
 from tests.kit.multimodal import draw_image, save_multimodal
 
-QUICK = ("--seq-len", 256, "--dtype", "float32")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -87,13 +87,6 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     assert not out.exists()
 
 
-def find_smallest_cap(text: str) -> str:
-    """Find the cap that the refusal of a smaller one names."""
-    found = re.search(r"use --memory (\S+) or more", text)
-    assert found is not None
-    return found.group(1)
-
-
 @pytest.mark.parametrize(
     ("family", "code", "command", "why"),
     [
@@ -112,9 +105,6 @@ def test_a_model_that_cannot_be_spread_is_to_be_streamed(
         told = fail(code, *command, *arguments)
     assert why in told
     assert "leave out --device-map" in told
-
-
-# --- verify ------------------------------------------------------------------------------------
 
 
 # --- a config alone ------------------------------------------------------------------------------

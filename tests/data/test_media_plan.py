@@ -63,19 +63,6 @@ def ids(*tokens: int) -> dict[str, Any]:
     return {"input_ids": list(tokens)}
 
 
-def brief(plan: DataPlan) -> list[Any]:
-    """Give each sequence: its tokens, or the text of the row with media."""
-
-    def read(index: int) -> Any:
-        if index not in plan.media:
-            return plan.sequences[index].tolist()
-        row = plan.media[index].row
-        assert row.messages is not None
-        return row.messages[0]["content"][-1]
-
-    return [read(index) for index in range(len(plan.sequences))]
-
-
 def test_media_that_change_after_planning_are_refused(plan_of: Any, tmp_path: Path) -> None:
     """The fingerprint names what was planned, so nothing else is run."""
     plan = plan_of(see("What?"))

@@ -151,9 +151,6 @@ def test_the_template_is_not_applied_to_a_conversation_that_it_rejects(tmp_path:
 # --- shares of a plan hold every sequence once, in unchanged batches -----------------------------
 
 
-LENGTHS = [5, 9, 3, 8, 8, 2, 7, 4, 6, 5]
-
-
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "-1/4", "1/4/2", "a/b", "", "1 / 2"])
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not I/N"):

@@ -119,13 +119,6 @@ def test_a_config_that_cannot_be_read_is_one_error(folder: Path, raw: bytes) -> 
         open_folder(folder)
 
 
-_METHODS = ("compressed-tensors", "fp8", "modelopt", "quark", "awq")
-_KEYS = (
-    *("config_groups", "kv_cache_scheme", "ignore", "format", "quantization_status", "export"),
-    *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
-)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -> None:
     folder = save_folder(tmp_path / "f", spell(*PAIR, layers=3), quantization=PER_TENSOR)

@@ -17,7 +17,7 @@ from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.vllm.names import LoaderKind, WeightLoader, is_placeless, make_loader
+from fp8calib.engines.vllm.names import WeightLoader, is_placeless, make_loader
 from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"
@@ -171,16 +171,3 @@ def test_a_name_is_loaded_ignored_or_refused_as_in_vllm(
         loads_k = [name for name, outcome in zip(names, expected, strict=True) if outcome == "L"]
         keys = [name for name in loads_k if ".q" not in name and "prob" not in name]
         assert all(loader.find_slot(name) for name in keys if "zero_point" not in name)
-
-
-def _map(name: str, method: KvMethod) -> str:
-    loader = WeightLoader(
-        kind=LoaderKind.NAMES_FIRST,
-        model_type="llama",
-        release=VLLM_RUN,
-        method=method,
-        places={},
-        attends=(),
-        stored=(),
-    )
-    return loader.map_name(name)

@@ -29,7 +29,6 @@ PROJECTION = "model.layers.{}.self_attn.{}_proj.weight"
 NUM_LAYERS = 2
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 SCHEME["symmetric"] = True
-PARTS = ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def change(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -99,26 +98,6 @@ def write_overlay(model: Path, out: Path, scales: Mapping[tuple[int, str], float
         config_groups={},
         ignore=[],
     )
-
-
-CHANGES: Mapping[str, Callable[[float], float]] = {
-    "right": lambda amax: amax / 448,
-    "reciprocal": lambda amax: 448 / amax,
-    "divided twice": lambda amax: amax / 448 / 448,
-    "for e5m2": lambda amax: amax / 57344,
-    "amax": lambda amax: amax,
-    "64 times as large": lambda amax: 64 * amax / 448,
-    "twice as large": lambda amax: 2 * amax / 448,
-    "clipped": lambda amax: amax / 1.02 / 448,
-}
-REASONS = {
-    "reciprocal": "it looks like a reciprocal: 448 / amax, not amax / 448",
-    "divided twice": "it looks as if it was divided by 448 twice",
-    "for e5m2": "it looks like a scale for E5M2: amax / 57344, not amax / 448",
-    "amax": "it looks like amax, not amax / 448",
-    "64 times as large": "times too large",
-}
-ODD = set(REASONS)
 
 
 def ask(folder: Path) -> Any:

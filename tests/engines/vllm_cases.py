@@ -122,7 +122,6 @@ MIXED = {**UNQUANTIZED, "quant_algo": "MIXED_PRECISION", "kv_cache_scheme": None
 MIXED["quantized_layers"] = LAYERS
 ROUNDED = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 ROUNDED |= {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "none"}
-FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
 BLOCKS = {**FP8, "weight_block_size": [128, 128]}
 NO_GROUPS = {key: value for key, value in PER_HEAD.items() if key != "config_groups"}
 ODD: Scales = {"k_scale": 0.0123456, "v_scale": 0.5}

@@ -22,8 +22,6 @@ from tests.numerics.test_histogram_estimates import UNIT_BIN, make_histogram
 
 RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")
 OCTAVE = 8
-LIMIT = 64.0
-"""What `percentile:50` of BELOW_64 gives: half its values lie in the bin that ends there."""
 BELOW_64 = {UNIT_BIN + 6 * OCTAVE - 1: 500, UNIT_BIN + 12 * OCTAVE: 500}
 
 

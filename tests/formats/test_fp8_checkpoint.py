@@ -189,11 +189,6 @@ def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
 
 
-# 416 * 1.5 = 624, which under a scale of 2 lies between 576 and 640; 15 * 1.5 = 22.5 between 22
-# and 24.
-FUSED = codes([[0x7D, 0x57]])
-
-
 def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
     # 240 * 0.75 = 180, between 176 and 192; 7.5 * 0.75 = 5.625, between 5.5 and 6.
     weight = codes([[0x7F, 0x57]], torch.float8_e4m3fnuz)
@@ -203,9 +198,6 @@ def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
     assert checkpoint.fmt is E4M3FNUZ
     assert checkpoint.read("a.q_proj.weight").tolist() == [[176.0, 5.5]]
     assert checkpoint.read("a.k_proj.weight").tolist() == [[240.0, 7.5]]
-
-
-STACKED = codes([list(CODES[0]), list(CODES[1])]).reshape(2, 2, 2)
 
 
 def test_stacked_experts_in_blocks_have_blocks_of_their_own(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ SCALE = f"{LINEAR}.weight_scale"
 INPUT_SCALE = f"{LINEAR}.input_scale"
 STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 HALF = scalar(0.5)
-BAD = (0.0, -0.0, -0.5, float("nan"), float("inf"), -float("inf"))
 
 
 def _read_all(folder: Path, *, fuse: bool = True) -> None:

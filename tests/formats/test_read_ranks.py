@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
-from fp8calib.formats.read import FoundScales, read_scales
+from fp8calib.formats.read import read_scales
 from tests.formats.handmade import make_attention, make_geometry
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
@@ -30,10 +30,6 @@ def _save(path: Path, scales: Mapping[int, float], name: str = NAME) -> Path:
     else:
         save_file({key: torch.from_numpy(array) for key, array in arrays.items()}, path)
     return path
-
-
-def _values(found: FoundScales) -> list[object]:
-    return [scale.values.tolist() for scale in found.table.scales.values()]
 
 
 def _refusal(path: Path) -> str:

@@ -30,11 +30,6 @@ from tests.formats.handmade import (
     save_source,
 )
 
-ALL = (
-    *("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc"),
-    *("lightllm", "lightllm-head"),
-)
-
 
 def _write(
     stats: CalibrationStats,

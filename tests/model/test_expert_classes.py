@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -15,13 +14,6 @@ from fp8calib.quantization.select import find_selection
 from tests import zoo
 from tests.architectures import families
 from tests.quantization.by_hand import run
-
-TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "granitemoe_swa": (families.EXPERTS, "model.layers.1.block_sparse_moe.experts"),
-    "hy_v4": (families.EXPERTS, "model.layers.1.mlp.experts"),
-    "minimax_m3_vl_text": (families.EXPERTS, "model.layers.1.mlp.experts"),
-}
-"""Types that no table has: what makes a tiny one, and where its experts are."""
 
 
 def ask(folder: Path) -> ClassStacks:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +17,10 @@ from tests.quantization.by_hand import (
     run,
     save,
     scale_for,
-    to_numpy,
 )
-from tests.quantization.stacked import STACKED, Family, find_experts
+from tests.quantization.stacked import STACKED
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tiny model, its checkpoint, and what stands for its experts' path there."""
-
-    model: Any
-    folder: Path
-    places: Mapping[str, str]
-    """From the path of the experts in memory to that of the experts on disk."""
-
-    def experts(self) -> Iterator[tuple[Any, int, str]]:
-        """Give every expert: the module, its number, and its path on disk."""
-        for path, module in find_experts(self.model).items():
-            for expert in range(module.gate_up_proj.shape[0]):
-                yield module, expert, f"{self.places[path]}.{expert}"
-
-
-@pytest.fixture(scope="module", params=sorted(STACKED))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Write a tiny model of every family, as it is published."""
-    family: Family = STACKED[request.param]
-    model = family.build(request.param)
-    folder = family.save(model, tmp_path_factory.mktemp(request.param) / "model")
-    on_disk = {"aria": ("model.language_model", "language_model.model")}
-    old, new = on_disk.get(request.param, ("", ""))
-    places = {path: path.replace(old, new, 1) for path in find_experts(model)}
-    return Saved(model, folder, places)
 
 
 def dequantize(tensors: Tensors, module: str) -> torch.Tensor:
@@ -62,15 +30,6 @@ def dequantize(tensors: Tensors, module: str) -> torch.Tensor:
 def test_every_layout_is_tried_here() -> None:
     """But for `gemma4` and `qwen3_vl_moe_text`, which are other names for a part or a whole."""
     assert set(EXPERT_LAYOUTS) - set(STACKED) == {"gemma4", "qwen3_vl_moe_text"}
-
-
-def slices(module: Any, expert: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Cut an expert's matrices, [out, in], from the parameters of the model in memory."""
-    gate_up, down = (to_numpy(p.detach()[expert]) for p in (module.gate_up_proj, module.down_proj))
-    if gate_up.shape[1] != 32:  # the hidden size
-        gate_up, down = gate_up.T, down.T
-    half = gate_up.shape[0] // 2
-    return {"gate_proj": gate_up[:half], "up_proj": gate_up[half:], "down_proj": down}
 
 
 HIDDEN, INTERMEDIATE, EXPERTS = 200, 1300, 3
@@ -93,20 +52,6 @@ def make_stacks(*, is_turned: bool) -> tuple[Tensors, dict[str, torch.Tensor]]:
                 matrices[f"{STACK}.{expert}.{projection}"] = part
         tensors[f"{STACK}.{name}"] = stack.transpose(1, 2).contiguous() if is_turned else stack
     return tensors, matrices
-
-
-def spread(scale: torch.Tensor, shape: torch.Size) -> np.ndarray[Any, Any]:
-    """Give every element its scale."""
-    if scale.numel() > 1 and scale.shape[-1] > 1:
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return scale[: shape[0], : shape[1]].expand(shape).numpy()
-
-
-def find_amax(matrix: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
-    if scheme != "fp8-block":
-        return np.abs(matrix).max(axis=1, keepdims=True)
-    rows, columns = (np.arange(0, extent, 128) for extent in matrix.shape)
-    return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), rows, 0), columns, 1)
 
 
 def refuse(folder: Path, *ignore: str) -> str:

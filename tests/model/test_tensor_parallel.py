@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.model.shapes import Linear, ModelGeometry
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.tensor_parallel import (
     check_heads,
     check_linears,
@@ -50,11 +50,6 @@ def test_a_latent_is_whole_on_every_rank() -> None:
     check_heads(make_geometry([latent]), 3)
     with pytest.raises(UsageError, match="neither divides the other"):
         check_heads(make_geometry([make_attention(0, num_heads=6, num_kv_heads=4)]), 3)
-
-
-def _linear(name: str) -> Linear:
-    geometry = linear_stats().geometry
-    return next(linear for _, linear in geometry.linears() if linear.module.endswith(name))
 
 
 def test_blocks_of_experts_are_cut_along_the_same_axis() -> None:

@@ -33,12 +33,6 @@ LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-GROUPS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.down_proj",),
-)
 
 
 def unit_inputs() -> CalibratedScales:
@@ -112,16 +106,6 @@ def test_a_disk_too_small_is_told_before_the_first_byte(
 
 
 # --- the same bytes as llm-compressor and modelopt write of a model, where they divide as we do ---
-
-
-SAME = {
-    "llmcompressor-fp8-static-float32": ("compressed-tensors", "fp8-static"),
-    "llmcompressor-fp8-dynamic-float32": ("compressed-tensors", "fp8-dynamic"),
-    "llmcompressor-fp8-block-float32": ("compressed-tensors", "fp8-block"),
-    "modelopt-fp8-float32": ("modelopt", "fp8-static"),
-    "modelopt-fp8-channel-kv": ("modelopt", "fp8-dynamic"),
-}
-"""By folder: our form and scheme."""
 
 
 def quantize(theirs: Tensors, out: Path, form: str, scheme: str) -> Tensors:

@@ -14,12 +14,6 @@ from fp8calib.errors import ModelError
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
 
-PAIRS = [
-    *(("compressed-tensors", s) for s in ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")),
-    *(("autofp8", scheme) for scheme in ("fp8-static", "fp8-block")),
-    *(("modelopt", scheme) for scheme in ("fp8-static", "fp8-dynamic")),
-]
-"""Names, shapes and bytes are those of `test_peers.py` and of the goldens."""
 INPUT_SCALE = 0.0371
 
 

@@ -39,7 +39,6 @@ from tests.verification.by_hand import (
     tensor_scale,
 )
 
-MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 _WIDE = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
 WIDE = {"llama": _WIDE, "gpt_oss": _WIDE, "gpt2": {"n_embd": 160}}
 

@@ -45,31 +45,6 @@ def make_summary(
     )
 
 
-TABLE = [
-    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06)
-    (1.000, 0.0, SAME, SAME),
-    (1.004, 0.005, SAME, SAME),
-    (1.004, 0.001, PASS, PASS),
-    (0.980, 0.001, PASS, PASS),
-    (0.980, 0.030, OPEN, OPEN),
-    (1.0099, 0.0001, PASS, PASS),
-    (1.015, 0.001, WARN, PASS),
-    (1.015, 0.006, PASS, PASS),
-    (1.030, 0.001, WARN, WARN),
-    (1.030, 0.012, OPEN, PASS),
-    (1.030, 0.050, OPEN, OPEN),
-    (1.055, 0.001, FAIL, WARN),
-    (1.055, 0.006, WARN, WARN),
-    (1.065, 0.001, FAIL, FAIL),
-    (1.065, 0.006, FAIL, WARN),
-    (1.300, 0.010, FAIL, FAIL),
-    (4.0, 1.0, FAIL, FAIL),
-    (500.0, 600.0, FAIL, FAIL),
-    (500.0, 4000.0, OPEN, OPEN),
-    (1e250, 1e251, FAIL, FAIL),
-]
-
-
 def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
     gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
     assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.001), gate) == (

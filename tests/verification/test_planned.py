@@ -49,13 +49,6 @@ REFUSED = ("dbrx", "gpt2", "gpt_oss")
 Tensors = dict[str, torch.Tensor]
 
 
-def multiply(written: Tensors, name: str) -> torch.Tensor:
-    """Multiply codes by scales of blocks of 128 x 128."""
-    codes, scales = written[name], written[f"{name}_scale"]
-    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
-
-
 _SIZES = {"hidden_size": 64, "intermediate_size": 96}
 _BLOCKS = {**_SIZES, "head_dim": 32}
 """With these all inputs are whole blocks of MXFP8, 32 elements."""

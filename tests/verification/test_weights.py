@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,58 +39,6 @@ from tests.verification.by_hand import (
 )
 
 BATCH = make_batch([5, 20, 13])
-GROUPS = {
-    "llama": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-        ["mlp.down_proj"],
-    ],
-    "phi3": [
-        ["self_attn.o_proj"],
-        ["self_attn.qkv_proj"],
-        ["mlp.gate_up_proj"],
-        ["mlp.down_proj"],
-    ],
-    "opt": [
-        ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"],
-        ["self_attn.out_proj"],
-        ["fc1"],
-        ["fc2"],
-    ],
-    "starcoder2": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.c_fc"],
-        ["mlp.c_proj"],
-    ],
-    "mixtral": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-    ],
-    "deepseek_v3": [
-        ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
-        ["self_attn.q_b_proj"],
-        ["self_attn.kv_b_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-        ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
-        ["mlp.shared_experts.down_proj"],
-    ],
-    "qwen3_next": [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.experts.gate_up_proj"],
-        ["mlp.experts.down_proj"],
-        ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
-        ["mlp.shared_expert.down_proj"],
-    ],
-}
-
-
 # --- an FP8 checkpoint -------------------------------------------------------------------------
 
 
@@ -133,9 +80,6 @@ def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
 
 # --- what a checkpoint clipped, and its scales ---------------------------------------------------
 
-
-Spread = Callable[[torch.Tensor], torch.Tensor]
-"""From a weight to its amax, in the shape in which scales are stored."""
 
 LARGEST = 448.0
 

@@ -117,7 +117,7 @@ def test_another_budget_takes_what_was_measured(
 
 
 BUDGETS = {"max_bytes": 0.6, "max_kld": 0.02, "max_ratio": 1.03}
-IN_SECONDS = {("max_kld", 2), ("max_bytes", 60)}
+IN_SECONDS = {("max_kld", 2), ("max_bytes", 7)}
 NEEDED = 60
 """With fewer passes whole layers are decided together, each of which loses more than the budget."""
 
@@ -210,7 +210,7 @@ def test_impossible_requests_are_refused(
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "deepseek_v3", *in_minutes("qwen3_next", "gemma3n_text")]
+    "family", ["deepseek_v3", *in_minutes("mixtral", "qwen3_next", "gemma3n_text")]
 )
 def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
     """What is written loses what was measured, and passes `check`."""
