@@ -15,7 +15,7 @@ import fp8calib
 from fp8calib import commands
 from fp8calib.cli import app as program
 from fp8calib.commands import COMMANDS, find_request
-from fp8calib.commands.request import REQUIRED, list_options
+from fp8calib.commands.request import list_options
 from fp8calib.errors import UsageError
 from scripts.reference import list_requests, make_commands
 from tests import zoo
@@ -100,13 +100,6 @@ def test_a_file_is_a_function(made_up: str) -> None:
         count("x", most=0)
     with pytest.raises(TypeError, match=r"^count_sheep\(\) got an unexpected keyword argument"):
         count("x", least=3)
-
-
-def test_a_field_is_data(made_up: str) -> None:
-    place, most, lambs, herd = list_options(find_request(made_up))
-    assert (place.flags, place.type, place.default) == ((), "str | Path", REQUIRED)
-    assert (most.flags, most.value, most.least, most.default) == (("--most",), "N", 1, 7)
-    assert (lambs.negates, herd.only_in_python) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])

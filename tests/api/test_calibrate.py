@@ -87,29 +87,6 @@ def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> None:
-    model = zoo.build("llama", num_key_value_heads=4)
-    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
-    heads = stats.kv_scales(granularity="head")
-    ranks = stats.kv_scales(tp=2)
-    whole = stats.kv_scales()
-    assert heads.keys() == ranks.keys() == whole.keys()
-    for name, by_head in heads.items():
-        assert by_head.shape == (4, 1, 1)
-        assert torch.equal(ranks[name], by_head.reshape(2, 2).amax(1))
-        assert torch.equal(whole[name], by_head.max())
-    doubled = stats.kv_scales(rule="headroom:2", fp8_dtype="e4m3fnuz")
-    name = next(iter(whole))
-    assert float(doubled[name]) == pytest.approx(float(whole[name]) * 2 * 448 / 240)
-    assert any(each.endswith("q_scale") for each in stats.kv_scales(query=True))
-    model.save_pretrained(tmp_path / "model")
-    fp8calib.export(stats, tmp_path / "out", formats="kv-overlay-head", model=tmp_path / "model")
-    shards = (tmp_path / "out" / "kv-overlay-head").glob("*.safetensors")
-    stored = {n: t for shard in shards for n, t in load_file(shard).items() if n in heads}
-    assert stored.keys() == heads.keys()
-    assert all(torch.equal(stored[each], heads[each]) for each in heads)
-
-
 def test_inference_mode_of_the_caller_changes_nothing(tmp_path: Path) -> None:
     model = zoo.build("llama")
     result = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
@@ -272,17 +249,3 @@ def test_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     assert all(hasattr(fp8calib, name) for name in fp8calib.__all__)
     assert not hasattr(fp8calib, "calibration_of_nothing")
-
-
-def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
-    model = zoo.build("llama")
-    whole = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
-    for part in ("1/2", "2/2"):
-        where: dict[str, Any] = {"shard": part, "out": tmp_path / part[0]}
-        shard = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, **where)
-        assert shard.shard is not None
-        assert (shard.sequences, shard.files) == (4, ("report.json", "stats.safetensors"))
-    joined = fp8calib.export([tmp_path / "1", tmp_path / "2"], tmp_path / "joined")
-    assert joined.files == ("stats.safetensors",)
-    expected = stats_bytes(whole.stats, tmp_path)
-    assert (tmp_path / "joined" / "stats.safetensors").read_bytes() == expected

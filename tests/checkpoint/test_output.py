@@ -105,27 +105,6 @@ def test_an_existing_empty_folder_is_accepted_and_keeps_its_permissions(tmp_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
 
 
-def test_a_folder_that_is_not_empty_is_refused_without_force(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    _write(path, text="old")
-
-    with pytest.raises(UsageError, match="not empty") as caught:
-        _write(path)
-
-    assert "--force" in caught.value.hint
-    assert _list_tree(tmp_path)["out/stats"] == "old"
-
-
-def test_force_replaces_what_the_command_writes(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    _write(path, text="old")
-    (path / "tree" / "older").write_text("old")
-    _write(path, force=True)
-
-    assert _list_tree(path) == FILLED
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("force", [True, False])
 def test_a_folder_that_holds_anything_else_is_refused_even_with_force(
     tmp_path: Path, force: bool
@@ -286,28 +265,6 @@ def test_a_folder_filled_by_someone_else_meanwhile_is_not_replaced(tmp_path: Pat
     assert _list_tree(tmp_path) == {"out": "", "out/theirs": "x"}
 
 
-@pytest.mark.parametrize("inside", [".", "sub/deeper"])
-def test_an_output_that_would_replace_what_is_read_is_refused(tmp_path: Path, inside: str) -> None:
-    model = tmp_path / inside
-    model.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "link").symlink_to(tmp_path)
-    owned = frozenset({"sub", "link", "deeper"})
-
-    for path in (tmp_path, tmp_path / "link"):
-        with pytest.raises(UsageError, match="would replace"):
-            check_output(path, owned, True, inputs=[model])
-    check_output(tmp_path / "new", owned, True, inputs=[model])
-
-
-def test_checking_early_writes_nothing(tmp_path: Path) -> None:
-    before = tmp_path.stat()
-    check_output(tmp_path / "a" / "b", OWNED, False)
-    check_output(tmp_path, OWNED, False)
-
-    assert _list_tree(tmp_path) == {}
-    assert tmp_path.stat().st_mtime_ns == before.st_mtime_ns
-
-
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "loop/out"])
 def test_an_impossible_path_is_a_usage_error(tmp_path: Path, path: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
@@ -325,15 +282,6 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(small_disk: Path) -> None:
     assert str(path) in caught.value.message
     assert "No space left on device" in caught.value.message
     assert list(small_disk.iterdir()) == []
-
-
-def test_a_file_is_replaced_whole_and_its_parents_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "x"
-    write_file_atomic(path, b"old")
-    write_file_atomic(path, b"new")
-
-    assert path.read_bytes() == b"new"
-    assert [entry.name for entry in path.parent.iterdir()] == ["x"]
 
 
 def test_a_failing_write_keeps_the_old_file(

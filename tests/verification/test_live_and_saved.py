@@ -5,19 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fp8calib
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from tests import zoo
-from tests.architectures.test_vision_language import MODELS
-from tests.kit.minutes import takes_minutes
 from tests.kit.pictures import assert_unchanged, take
 
 ROWS = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(6)]
@@ -28,41 +24,6 @@ def _without_notes() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
         yield
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llava",
-        "llama4",
-        *(pytest.param(each, marks=takes_minutes) for each in ("qwen3_5", "internvl")),
-    ],
-)
-def test_a_multimodal_model_in_memory_and_its_folder_are_one_model(
-    family: str, tmp_path: Path
-) -> None:
-    """The text decoder has another path where it is loaded alone."""
-    text, vision, *_ = MODELS[family]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
-    live = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    live.save_pretrained(tmp_path / "m")
-    folder = str(tmp_path / "m")
-    found = {}
-    for name, source in (("live", live), ("folder", folder)):
-        options = {} if source is live else {"dtype": "float32"}
-        stats = fp8calib.calibrate(source, ROWS, recipe="w8a8-static", seq_len=32, **options).stats
-        for target in (live, folder):
-            more = {} if target is live else {"dtype": "float32"}
-            for scheme in (None, "fp8-static"):
-                report = fp8calib.verify(target, stats, ROWS, scheme=scheme, seq_len=32, **more)
-                kld = report.candidates[0].kld_mean
-                assert kld is not None
-                assert kld > 0
-                found[name, target is live, scheme] = kld
-    for scheme in (None, "fp8-static"):
-        klds = {kld for (_, _, asked), kld in found.items() if asked == scheme}
-        assert max(klds) == pytest.approx(min(klds), rel=1e-3)
 
 
 def test_an_emulation_that_meets_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
