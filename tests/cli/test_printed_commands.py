@@ -30,7 +30,6 @@ STRICT = "pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n"
 
 
 CASES = [
-    ("", "calibrate --format kv-overlay --format rfc --out"),
     ("", "calibrate --format kv-scales --shard 1/2 --batch-size 2 --out"),
     ("", "calibrate --recipe w8a8-static --out"),
     ("", "verify --gate strict.yaml"),
@@ -38,7 +37,6 @@ CASES = [
     ("", "plan --max-kld 1 --scheme w8a16 --out"),
     ("", "gptq --scheme w8a16 --samples 8 --out"),
     (TRUST, "calibrate --out"),
-    (TRUST, "verify --gate strict.yaml"),
     (TRUST, "verify --gate strict.yaml --scheme w8a16"),
     (TRUST, "kv-types --engine vllm"),
     (TRUST, "auto --samples 40 --out"),

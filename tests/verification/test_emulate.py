@@ -26,7 +26,7 @@ from tests.cli.program import succeed
 from tests.kit.pictures import assert_unchanged, take
 
 LENGTH, NEW_TOKENS = 32, 12
-FAMILIES = ["llama", "gemma3n_text", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+FAMILIES = ["llama", "gemma3n_text", "gpt_oss", "deepseek_v3"]
 PROMPTS = torch.stack(zoo.draw([9, 9, 9], seed=3))
 OPTIONS = ("--samples", 8, "--seq-len", LENGTH, "--batch-size", 2, "--dtype", "float32")
 Made = dict[str, Path]
