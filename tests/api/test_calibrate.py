@@ -249,3 +249,26 @@ def test_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     assert all(hasattr(fp8calib, name) for name in fp8calib.__all__)
     assert not hasattr(fp8calib, "calibration_of_nothing")
+
+
+def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> None:
+    model = zoo.build("llama", num_key_value_heads=4)
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
+    heads = stats.kv_scales(granularity="head")
+    ranks = stats.kv_scales(tp=2)
+    whole = stats.kv_scales()
+    assert heads.keys() == ranks.keys() == whole.keys()
+    for name, by_head in heads.items():
+        assert by_head.shape == (4, 1, 1)
+        assert torch.equal(ranks[name], by_head.reshape(2, 2).amax(1))
+        assert torch.equal(whole[name], by_head.max())
+    doubled = stats.kv_scales(rule="headroom:2", fp8_dtype="e4m3fnuz")
+    name = next(iter(whole))
+    assert float(doubled[name]) == pytest.approx(float(whole[name]) * 2 * 448 / 240)
+    assert any(each.endswith("q_scale") for each in stats.kv_scales(query=True))
+    model.save_pretrained(tmp_path / "model")
+    fp8calib.export(stats, tmp_path / "out", formats="kv-overlay-head", model=tmp_path / "model")
+    shards = (tmp_path / "out" / "kv-overlay-head").glob("*.safetensors")
+    stored = {n: t for shard in shards for n, t in load_file(shard).items() if n in heads}
+    assert stored.keys() == heads.keys()
+    assert all(torch.equal(stored[each], heads[each]) for each in heads)

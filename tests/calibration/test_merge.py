@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,19 @@ from fp8calib.calibration.statistic import SiteStats
 from fp8calib.data.shares import Share
 from fp8calib.errors import ModelError, UsageError
 from tests import zoo
-from tests.calibration.running import WorkShare, opened
+from tests.calibration.running import WorkShare, as_bytes, opened
 from tests.calibration.test_calibration_stats import WEIGHT, K, make_stats
+
+
+def through_files(
+    parts: list[CalibrationStats], folder: Path
+) -> list[tuple[str, CalibrationStats]]:
+    found = []
+    for number, part in enumerate(parts):
+        save_stats(part, folder / f"{number}.safetensors")
+        loaded = load_stats_file(folder / f"{number}.safetensors", accepts_shard=True)
+        found.append((f"file {number}", loaded))
+    return found
 
 
 def seen(**changes: Any) -> SiteStats:
@@ -124,3 +136,29 @@ def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject, pytest.raises(UsageError, match="only 7 batches"):
         subject.calibrate(WorkShare(shard=Share(index=1, count=8)))
+
+
+def test_parts_make_the_whole_in_any_order() -> None:
+    for parts in permutations(make_parts()):
+        merged = merge_shards(parts)
+        assert merged.shard is None
+        assert merged.header == make_stats().header
+        assert merged.sites.keys() == {K, WEIGHT}
+        assert merged.sites[K].count == 16
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_merge_to_the_whole_in_any_order(
+    family: str, streamed: bool, tmp_path: Path
+) -> None:
+    zoo.save(family, tmp_path / "model")
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        for count in (1, 3):
+            shards = [Share(index=index, count=count) for index in range(1, count + 1)]
+            parts = through_files(
+                [subject.calibrate(WorkShare(shard=shard)) for shard in shards], tmp_path
+            )
+            for order in (parts, parts[::-1], parts[1:] + parts[:1]):
+                assert as_bytes(merge_shards(order), tmp_path) == whole

@@ -150,3 +150,17 @@ def test_what_is_read_is_not_written_over(shards: Path) -> None:
     parts = (shards / "1", shards / "2")
     text = fail(2, "export", *parts, "--out", shards / "2", "--force")
     assert "the output would replace" in text
+
+
+def test_joined_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> None:
+    whole = (shards / "whole" / "stats.safetensors").read_bytes()
+    names = [shards / "2", shards / "1" / "stats.safetensors"]
+    out = ("--out", tmp_path / "all")
+    for order in (names, names[::-1]):
+        outcome = succeed("export", *order, *out, "--force", "--json")
+        assert snapshot(tmp_path / "all").keys() == {"stats.safetensors"}
+        assert (tmp_path / "all" / "stats.safetensors").read_bytes() == whole
+        assert outcome.json["files"] == ["stats.safetensors"]
+        assert outcome.json["shards"] == list(map(str, order))
+    assert "use --force to replace its files" in fail(2, "export", *names, *out)
+    assert succeed("export", *names, *out, "--force").out.startswith("joined 2 shards\nwritten to ")

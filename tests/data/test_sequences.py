@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -155,3 +156,9 @@ def test_the_template_is_not_applied_to_a_conversation_that_it_rejects(tmp_path:
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not I/N"):
         parse_share(text)
+
+
+def test_the_fingerprint_is_the_digest_of_flag_length_and_ids(tmp_path: Path) -> None:
+    plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4, 5, 6]))
+    expected = hashlib.sha256(struct.pack("<10q", 1, 4, 4, 1, 2, 3, 4, 2, 5, 6)).hexdigest()
+    assert plan.fingerprint == expected

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fp8calib.commands.check import CheckResult
+from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ModelError
@@ -20,16 +25,284 @@ from tests.engines.check_handmade import (
     SCALES,
     WEIGHTS,
     ask,
+    ask_sglang_json,
     both,
     plain_geometry,
     save_folder,
     spell,
     statuses,
 )
+from tests.kit.minutes import HAS_MINUTES
 
 PAIR = ("k_scale", "v_scale")
 BY_INDEX = ("vllm", "sglang", "transformers")
 K = "model.layers.0.self_attn.k_scale"
+
+
+_BOUNDED = settings(
+    max_examples=250 if HAS_MINUTES else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+_METHODS = ("compressed-tensors", "fp8", "modelopt", "quark", "awq")
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+_JSON = st.recursive(
+    _LEAF,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.sampled_from(["0", "1", "00"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+_KEYS = (
+    *("config_groups", "kv_cache_scheme", "ignore", "format", "quantization_status", "export"),
+    *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
 
 
 @pytest.fixture
@@ -127,3 +400,39 @@ def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -
     assert any(
         "scales of draft layers (2, such as model.layers.2." in text for text in report.problems
     )
+
+
+@_BOUNDED
+@given(
+    method=st.sampled_from(_METHODS) | _JSON,
+    parts=st.dictionaries(st.sampled_from(_KEYS), _JSON, max_size=5),
+    is_ours=st.booleans(),
+)
+def test_no_config_makes_it_stumble(
+    folder: Path, method: object, parts: dict[str, Any], is_ours: bool
+) -> None:
+    start = dict(PER_TENSOR) if is_ours else {}
+    quantization = {**start, "quant_method": method, **parts}
+    document = {"model_type": "llama", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(document))
+
+    report = check_folder(open_folder(folder), plain_geometry(), list_defaults(), 1)
+
+    assert list(report.engines) == list_defaults()
+    json.dumps(CheckResult.of(report).to_json(), allow_nan=False)
+
+
+@_BOUNDED
+@given(factors=_JSON, model_type=_JSON, is_whole=st.booleans())
+def test_no_json_makes_it_stumble(
+    tmp_path: Path, factors: object, model_type: object, is_whole: bool
+) -> None:
+    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+    document = {"model_type": model_type, "kv_cache": kv_cache} if is_whole else factors
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps(document))
+
+    report = ask_sglang_json(path, plain_geometry(), 1)
+
+    assert [layer.layer for layer in report.layers] == [0, 1]
+    json.dumps(report.model_dump(mode="json"), allow_nan=False)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
 from fp8calib.formats.fp8.quantization_config import Activation
-from fp8calib.numerics.formats import E4M3FNUZ
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.numerics.schemes import InputScaling
 from tests.formats.fp8_handmade import (
     AUTO_ROUND,
@@ -24,6 +24,7 @@ from tests.formats.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
     CODES,
+    CT_BLOCK,
     CT_STATIC,
     FBGEMM,
     FINEGRAINED,
@@ -330,3 +331,47 @@ def test_fp8_is_told_even_where_a_shard_is_missing(tmp_path: Path) -> None:
     shards = {WEIGHT: "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert is_fp8_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "foreign"),
+    [
+        (torch.float8_e4m3fn, E4M3FN, ml_dtypes.float8_e4m3fn),
+        (torch.float8_e4m3fnuz, E4M3FNUZ, ml_dtypes.float8_e4m3fnuz),
+        (torch.float8_e5m2, E5M2, ml_dtypes.float8_e5m2),
+    ],
+)
+def test_every_code_has_the_value_of_its_own_format(
+    tmp_path: Path, dtype: torch.dtype, fmt: object, foreign: type
+) -> None:
+    every = np.arange(256, dtype=np.uint8)
+    finite = every[np.isfinite(every.view(foreign).astype(np.float32))]
+    weight = torch.from_numpy(finite.copy()).view(dtype).reshape(1, -1)
+    checkpoint = _open(tmp_path, linear(weight=weight, scale=scalar(3.0)), AUTOFP8_DYNAMIC)
+    expected = finite.view(foreign).astype(np.float32) * np.float32(3)
+    assert checkpoint.fmt is fmt
+    assert checkpoint.read(WEIGHT).flatten().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt", "modelopt, older"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
+    tmp_path: Path, form: str, fuse: bool
+) -> None:
+    weight, scale, expected = _make_blocks()
+    config = {
+        "compressed-tensors": CT_BLOCK,
+        "autofp8": FINEGRAINED,
+        "modelopt": modelopt("fp8_pb_wo"),
+        "modelopt, older": modelopt("MIXED_PRECISION")
+        | {"quantized_layers": {LINEAR: {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}}},
+    }[form]
+    name = f"{LINEAR}.weight_scale_inv" if form == "autofp8" else f"{LINEAR}.weight_scale"
+    stored = scale.reshape(2, 1, 3, 1) if form == "modelopt" else scale
+    checkpoint = _open(tmp_path, linear(weight=weight) | {name: stored}, config, fuse=fuse)
+    assert torch.equal(checkpoint.read(WEIGHT), expected)
+    for start, stop in ((0, 130), (127, 129), (129, 130), (5, 5)):
+        assert torch.equal(checkpoint.read_rows(WEIGHT, start, stop), expected[start:stop])
+    assert checkpoint.activation(WEIGHT) == GROUP
+    assert form.startswith(checkpoint.dialect.name)
+    assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.quantization.plan import CalibratedScales
-from tests.formats.foreign import FOLDER
+from tests.formats.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import (
     LAYER,
+    Run,
     Tensors,
     codes_of,
+    encode,
     make_tensors,
+    random,
     run,
     save,
     scale_for,
@@ -33,12 +37,112 @@ LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
+GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.down_proj",),
+)
+
+
+def check_tensor_scales(tensors: Tensors, run: Run, groups: tuple[tuple[str, ...], ...]) -> None:
+    """Compare per-tensor scales and codes, one scale for each group."""
+    found = run.tensors()
+    for group in groups:
+        weights = {name: to_numpy(tensors[f"{LAYER}.{name}.weight"]) for name in group}
+        scale = scale_for(max(np.abs(weight).max() for weight in weights.values()))
+        for name, weight in weights.items():
+            stored = found[f"{LAYER}.{name}.weight_scale"]
+            assert (stored.dtype, float(stored)) == (torch.float32, float(scale)), name
+            codes = codes_of(found[f"{LAYER}.{name}.weight"])
+            assert np.array_equal(codes, encode(weight, scale)), name
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_static_weights_share_the_scale_of_their_group(tmp_path: Path, shards: int) -> None:
+    """Members of a group lie in different shards, and in any order."""
+    tensors = make_tensors()
+    source = save(tmp_path / "source", tensors, shards=shards)
+    found = run(source, tmp_path / "out", "fp8-static", scales=unit_inputs())
+    check_tensor_scales(tensors, found, GROUPS)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        ("mlp.experts.1.w1", "mlp.experts.1.w3"),
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"),
+    ],
+)
+def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, ...]) -> None:
+    names = [f"{LAYER}.{name}" for name in group]
+    other = f"{LAYER}.self_attn.o_proj"
+    tensors = {
+        f"{name}.weight": random(48, 32, seed=place, factor=3.0**place)
+        for place, name in enumerate((*names, other))
+    }
+    inputs = dict.fromkeys((*names, other), torch.tensor(1.0))
+    source = save(tmp_path / "source", tensors)
+    found = run(
+        source, tmp_path / "out", "fp8-static", scales=CalibratedScales(inputs=inputs, kv={})
+    )
+    check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
 
 
 def unit_inputs() -> CalibratedScales:
     """Give an input scale for every linear."""
     inputs = {f"{LAYER}.{name}": torch.tensor(0.25 + i) for i, name in enumerate(LINEARS)}
     return CalibratedScales(inputs=inputs, kv={})
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_have_scales_of_their_own(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", scheme).tensors()
+    for name in LINEARS:
+        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
+        scale = scale_for(np.abs(weight).max(1, keepdims=True))
+        stored = found[f"{LAYER}.{name}.weight_scale"]
+        assert stored.dtype is torch.float32
+        assert np.array_equal(stored.numpy(), scale)
+        assert np.array_equal(codes_of(found[f"{LAYER}.{name}.weight"]), encode(weight, scale))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_blocks_have_scales_of_their_own(tmp_path: Path, power_of_two: bool) -> None:
+    """Those at the edges are smaller."""
+    tensors = make_tensors()
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-block", power_of_two=power_of_two).tensors()
+    for name in LINEARS:
+        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
+        scale = found[f"{LAYER}.{name}.weight_scale"].numpy()
+        codes = codes_of(found[f"{LAYER}.{name}.weight"])
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        assert scale.shape == (rows, columns)
+        for i in range(rows):
+            for j in range(columns):
+                place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
+                expected = scale_for(np.abs(weight[place]).max())
+                if power_of_two:
+                    expected = np.float32(2.0 ** math.ceil(math.log2(expected)))
+                assert scale[i, j] == expected, (name, i, j)
+                assert np.array_equal(codes[place], encode(weight[place], expected)), (name, i, j)
+
+
+def test_all_else_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    tensors = make_tensors() | {"model.ids": torch.arange(7), "model.flag": torch.tensor(True)}
+    found = run(save(tmp_path / "source", tensors, shards=3), tmp_path / "out", "fp8-block")
+    stored = found.tensors()
+    quantized = {f"{LAYER}.{name}.weight" for name in LINEARS}
+    for name in tensors.keys() - quantized:
+        assert stored[name].dtype is tensors[name].dtype
+        assert torch.equal(stored[name], tensors[name]), name
+    scales = {name.replace(".weight", ".weight_scale") for name in quantized}
+    assert stored.keys() == tensors.keys() | scales
 
 
 def test_dead_rows_and_weights_get_usable_scales_and_are_listed(tmp_path: Path) -> None:
@@ -58,6 +162,19 @@ def test_dead_rows_and_weights_get_usable_scales_and_are_listed(tmp_path: Path) 
         (f"{LAYER}.mlp.gate_proj.weight", 1, 300),
         (f"{LAYER}.mlp.down_proj.weight", 200, 200),
     }
+
+
+def test_a_dead_expert_takes_the_largest_scale_of_its_siblings(tmp_path: Path) -> None:
+    experts = f"{LAYER}.mlp.experts"
+    tensors = {
+        f"{experts}.0.down_proj.weight": random(32, 16, seed=1),
+        f"{experts}.1.down_proj.weight": random(32, 16, seed=2, factor=5.0),
+        f"{experts}.2.down_proj.weight": torch.zeros(32, 16, dtype=torch.bfloat16),
+        f"{experts}.0.up_proj.weight": random(16, 32, seed=3, factor=50.0),
+    }
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-block").tensors()
+    largest = np.abs(to_numpy(tensors[f"{experts}.1.down_proj.weight"])).max()
+    assert found[f"{experts}.2.down_proj.weight_scale"].item() == scale_for(largest)
 
 
 def test_a_lone_dead_weight_takes_one(tmp_path: Path) -> None:
@@ -92,6 +209,17 @@ def test_nan_in_a_norm_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_tiny_weights_do_not_divide_by_zero(tmp_path: Path) -> None:
+    """Subnormals: the scale stops at the smallest normal number."""
+    weight = torch.tensor([[2.0**-140, -(2.0**-145)], [2.0**-130, 0.0]])
+    source = save(tmp_path / "source", {f"{LAYER}.fc.weight": weight})
+    found = run(source, tmp_path / "out", "w8a16").tensors()
+    assert found[f"{LAYER}.fc.weight_scale"].tolist() == [[2.0**-126], [2.0**-126]]
+    expected = encode(weight.numpy(), np.float32(2.0**-126))
+    assert np.array_equal(codes_of(found[f"{LAYER}.fc.weight"]), expected)
+    assert expected[1, 0] > 0
+
+
 def test_a_disk_too_small_is_told_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +233,25 @@ def test_a_disk_too_small_is_told_before_the_first_byte(
     assert run(source, tmp_path / "other", "w8a16").written.files
 
 
+def test_the_plan_knows_the_size_to_the_byte(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    (source / "tokenizer.json").write_text("{}")
+    found = run(source, tmp_path / "out", "fp8-block")
+    total = sum(path.stat().st_size for path in found.out.iterdir())
+    assert found.plan.size_bytes == total
+
+
 # --- the same bytes as llm-compressor and modelopt write of a model, where they divide as we do ---
+
+
+SAME = {
+    "llmcompressor-fp8-static-float32": ("compressed-tensors", "fp8-static"),
+    "llmcompressor-fp8-dynamic-float32": ("compressed-tensors", "fp8-dynamic"),
+    "llmcompressor-fp8-block-float32": ("compressed-tensors", "fp8-block"),
+    "modelopt-fp8-float32": ("modelopt", "fp8-static"),
+    "modelopt-fp8-channel-kv": ("modelopt", "fp8-dynamic"),
+}
+"""By folder: our form and scheme."""
 
 
 def quantize(theirs: Tensors, out: Path, form: str, scheme: str) -> Tensors:
@@ -118,3 +264,34 @@ def quantize(theirs: Tensors, out: Path, form: str, scheme: str) -> Tensors:
     scales = CalibratedScales(inputs=inputs, kv={})
     with separate_scales():
         return run(FOLDER / "llama", out, scheme, form, scales=scales).tensors()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_every_tensor_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
+    theirs = load_tensors(name)
+    ours = quantize(theirs, tmp_path / "out", *SAME[name])
+    cache = {key for key in theirs if key.endswith((".k_scale", ".v_scale"))}
+    assert ours.keys() == theirs.keys() - cache
+    kept = {"model.embed_tokens.weight", "lm_head.weight"}
+    for key, tensor in ours.items():
+        if key in kept or "norm" in key:  # bfloat16 here, as in the source
+            assert torch.equal(tensor.float(), theirs[key].float()), key
+            continue
+        assert (tensor.dtype, tensor.shape) == (theirs[key].dtype, theirs[key].shape), key
+        raw = (each.reshape(-1).view(torch.uint8) for each in (tensor, theirs[key]))
+        assert torch.equal(*raw), key
+
+
+def test_in_bfloat16_modelopt_rounds_the_quotient_first(tmp_path: Path) -> None:
+    """Its scales are ours; with its quotients our codes would be its own."""
+    theirs, source = load_tensors("modelopt-fp8-kv"), load_tensors("llama")
+    ours = quantize(theirs, tmp_path / "out", "modelopt", "fp8-static")
+    linears = [key.removesuffix("_scale") for key in theirs if key.endswith(".weight_scale")]
+    assert len(linears) == 14
+    for name in linears:
+        scale = theirs[f"{name}_scale"].numpy()
+        assert scale == ours[f"{name}_scale"].numpy(), name
+        quotient = source[name].float().numpy() / scale
+        rounded = quotient.astype(ml_dtypes.bfloat16).astype(np.float32)
+        expected = rounded.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        assert np.array_equal(codes_of(theirs[name]), expected), name

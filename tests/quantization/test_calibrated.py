@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.calibrated_scales import (
     find_input_scales,
     find_kv_scales,
+    list_unmeasured,
 )
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.rank_weights import adopt_scales
@@ -77,6 +79,19 @@ def test_experts_on_disk_have_the_inputs_of_stacked_ones(family: str, tmp_path: 
     assert compared >= 6
 
 
+def test_a_linear_that_was_not_observed_is_an_error(tmp_path: Path) -> None:
+    """Extra prediction layers, for example, are not part of the live model."""
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    taken = [
+        *pick(tmp_path / "model"),
+        *(Matrix(module=m, shape=(4, 4), dtype="F32") for m in ("mtp.fc", "mtp.up", "model.side")),
+    ]
+    assert list_unmeasured(stats, taken) == ["mtp", "model.side"]
+    with pytest.raises(ExportError, match=r"no input of mtp\.fc") as raised:
+        find_input_scales(stats, taken)
+    assert "add --ignore mtp --ignore model.side, which" in raised.value.hint
+
+
 def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     tmp_path: Path,
 ) -> None:
@@ -107,6 +122,21 @@ def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
                     found = kv[f"{module}{inner}.{role}_scale"].item()
                     expected = amax(*(pair[place] for pair in pairs)) / 448
                     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    site = Site("model.layers.0.mlp.down_proj", Role.INPUT)
+    dead = replace(stats.sites[site], amax=stats.sites[site].amax * 0)
+    stats = replace(stats, sites={**stats.sites, site: dead})
+    found = find_input_scales(stats, pick(tmp_path / "model"))
+    layer = [
+        value.item()
+        for name, value in found.inputs.items()
+        if "layers.0" in name and "down_proj" not in name
+    ]
+    assert found.inputs[site.module].item() == max(layer)
+    assert any(note.startswith(f"{site}: ") for note in found.notes)
 
 
 # --- compound scales -----------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.decoded import open_model
+from fp8calib.quantization.sources.packed import unpack
 from tests import zoo
 from tests.cli.quantized_children import (
     BASE,
@@ -20,6 +23,7 @@ from tests.cli.quantized_children import (
     save_fp4,
     save_gpt_oss,
     save_int,
+    set_method,
 )
 from tests.kit.checkpoints import change_tensors
 
@@ -181,3 +185,55 @@ def test_experts_of_gpt_oss_are_what_transformers_decodes(tmp_path: Path) -> Non
             assert torch.equal(
                 opened.read_block(name, 1, range(3, 9), range(5, 11)), expected[1, 3:9, 5:11]
             )
+
+
+def test_zero_points_of_few_rows_are_a_column_of_words() -> None:
+    words = torch.tensor([[0x76543210, -0x12345679]], dtype=torch.int32)
+
+    found = unpack(words.T, 8, 4)
+
+    assert found.tolist() == [[*range(-8, 0)], [*range(-1, 7)]]
+
+
+def test_forms_of_several_groups_are_decoded_together(tmp_path: Path) -> None:
+    """Attention in FP8, gate_proj in INT4, and everything else in NVFP4."""
+    forms = {
+        "NVFP4": save_fp4(tmp_path / "nvfp4", "nvfp4"),
+        "FP8": save_child(CHANNELS, tmp_path / "fp8"),
+        "INT4": save_int(tmp_path / "int4", 4, group=32),
+    }
+
+    def find_form(name: str) -> str:
+        return "FP8" if ".self_attn." in name else "INT4" if ".gate_proj." in name else "NVFP4"
+
+    stored = {form: load_file(folder / "model.safetensors") for form, folder in forms.items()}
+    sections = {
+        form: json.loads((folder / "config.json").read_text())["quantization_config"]
+        for form, folder in forms.items()
+    }
+    targets = {"FP8": ["re:.*self_attn.*"], "INT4": ["re:.*gate_proj"], "NVFP4": ["Linear"]}
+    groups = {
+        form: {
+            **sections[form]["config_groups"]["group_0"],
+            "targets": targets[form],
+            "format": sections[form]["format"],
+        }
+        for form in forms
+    }
+    child = Path(shutil.copytree(forms["NVFP4"], tmp_path / "child"))
+    change_tensors(
+        child,
+        lambda _: {
+            name: t for form in forms for name, t in stored[form].items() if find_form(name) == form
+        },
+    )
+    set_method(child, **{**sections["NVFP4"], "format": "mixed-precision", "config_groups": groups})
+    with open_model(child, if_quantized="") as opened:
+        assert opened.form == "FP8 and INT4 and NVFP4 weights (compressed-tensors)"
+        names = set(opened.tensors)
+        for form, folder in forms.items():
+            with open_model(folder, if_quantized="") as single:
+                assert names == set(single.tensors)
+                for name in names:
+                    if find_form(name) == form:
+                        assert torch.equal(opened.read(name), single.read(name)), name

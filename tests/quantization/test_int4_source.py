@@ -144,3 +144,16 @@ def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: str) -> None:
     assert named in refuse(tmp_path / "m", make_weight(), section)
+
+
+def test_a_missing_key_has_its_default(tmp_path: Path) -> None:
+    """A strategy that is not told is per tensor without a group size, and symmetric."""
+    for weights, expected in (
+        ({"num_bits": 4}, True),
+        ({"num_bits": 4, "group_size": 128}, False),
+        ({}, False),
+        ({**WEIGHTS, "dynamic": True}, False),
+    ):
+        folder = save(tmp_path / "m", make_weight(), make_section(weights))
+        with Checkpoint.open(folder) as checkpoint:
+            assert is_int4_source(checkpoint) is expected

@@ -15,9 +15,15 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 
 import fp8calib
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.weights.linears import list_groups
 from fp8calib.errors import UsageError
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.targets import make_targets
+from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
 from tests.quantization.by_hand import (
@@ -171,6 +177,30 @@ def test_compressed_tensors_finds_the_scheme_of_each_linear_under_any_prefix(
         schemes = {name: name_scheme(group) for name, group in read}
         assert schemes == {f"{prefix}{m}": find_by_hand(choice, m) for m in linears}
         assert len(set(schemes.values())) > 1
+
+
+@pytest.mark.parametrize(("family", "choice"), CASES)
+def test_engines_find_the_scheme_of_each_weight_that_they_load(
+    family: str, choice: dict[str, str], tmp_path: Path
+) -> None:
+    """Of fused projections and of the experts of a layer too, whose names differ in SGLang."""
+    folder = open_folder(write(family, choice, tmp_path).out)
+    geometry = read_geometry(folder.path, folder.config)
+    tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
+    for engine in ("vllm", "sglang"):
+        make_reader = ENGINES[engine].make_reader
+        assert make_reader is not None
+        loader = make_reader(folder, geometry)
+        compared = 0
+        groups = list_groups(tensors, geometry, loader.classes)
+        for group in groups:
+            found = loader.find_scheme(group)
+            if isinstance(found, StoredScheme):
+                scheme = SCHEMES[find_by_hand(choice, group.members[0].module)]
+                read = (found.weights, found.inputs)
+                assert read == (scheme.weights, scheme.inputs), (engine, group.path)
+                compared += len(group.members)
+        assert compared >= 8
 
 
 def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:

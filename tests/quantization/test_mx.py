@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.numerics.schemes import MX_BLOCK, InputScaling
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.formats.foreign import FOLDER, load_tensors
@@ -94,6 +95,27 @@ def test_every_block_is_llm_compressors_but_for_the_edge(scheme: str, tmp_path: 
             assert group[part].items() <= theirs_too[part].items()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
+    form: str, written: dict[str, Path]
+) -> None:
+    out = written[form]
+    tensors = load(out)
+    assert {tensors[f"{each}.{FORMS[form]}"].dtype for each in list_linears(tensors)} == {
+        torch.uint8
+    }
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        assert found.dialect.name == form
+        assert {weight.scheme.block for weight in found._weights.values()} == {MX_BLOCK}
+        for linear in list_linears(tensors):
+            name = f"{linear}.weight"
+            exact = decode(tensors[name], tensors[f"{linear}.{FORMS[form]}"])
+            assert torch.equal(found.read(name).double(), exact)
+            assert torch.equal(found.read_rows(name, 3, 9).double(), exact[3:9])
+            activation = found.activation(name)
+            assert (activation.kind, activation.is_mx) == (InputScaling.GROUP, True)
+
+
 @pytest.mark.parametrize(
     ("form", "scheme"), [("mxfp8", "mxfp8"), ("compressed-tensors", "mxfp8-a16")]
 )
@@ -147,6 +169,21 @@ def test_damaged_scales_are_refused(
         Fp8Checkpoint.open(out, fuse=True)
 
 
+def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "llama" / "model.safetensors")
+    name = f"{LAYER}.mlp.down_proj.weight"
+    tensors[name][:, 32:64] = 0
+    tensors[name][1] = 0
+    source = shutil.copytree(FOLDER / "llama", tmp_path / "model")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    out = run(source, tmp_path / "out", "mxfp8").out
+    scales = load(out)[f"{name}_scale"]
+    assert scales[:, 1].tolist() == [0] * 32
+    assert scales[1].tolist() == [0] * 5
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        assert not found.read(name)[:, 32:64].any()
+
+
 KV_KEYS = {
     "compressed-tensors": ("kv_cache_scheme", "num_bits"),
     "modelopt": ("kv_cache_scheme", "num_bits"),
@@ -173,3 +210,23 @@ def test_commands_read_it_and_add_kv_scales(
     assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
     shown = succeed("show", out).out
     assert "0.000244141" in shown  # 2^-12
+
+
+def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
+    rows = [{"input_ids": row} for row in drawn]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
+    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
+    succeed(*made, *text, "--out", tmp_path / "gptq")
+    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
+    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
+    changed = 0
+    for linear in list_linears(nearest):
+        name = f"{linear}.weight"
+        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
+        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
+        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
+        assert error.norm() < 0.06 * source[name].double().norm()
+    assert changed == 14

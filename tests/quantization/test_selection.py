@@ -100,6 +100,15 @@ def test_linears_are_taken_and_the_rest_is_left_with_its_reason(tmp_path: Path) 
     assert reasons(found) == LEFT
 
 
+def test_an_encoder_beside_a_language_model_is_a_tower(tmp_path: Path) -> None:
+    """Granite Speech calls its audio tower so; vLLM makes a part of it without quantization."""
+    modules = ("encoder.layers.0.attn.to_q", "language_model.model.layers.0.mlp.up_proj")
+    found = pick(tmp_path, {f"{module}.weight": MATRIX.clone() for module in modules})
+    assert reasons(found) == {modules[0]: "a vision or audio tower"}
+    alone = pick(tmp_path, {f"{modules[0]}.weight": MATRIX.clone()})
+    assert taken(alone) == {modules[0]}
+
+
 def test_outside_the_layers_a_row_per_word_is_no_linear(tmp_path: Path) -> None:
     tensors = {
         "decoder.proj_out.weight": random(160, 8, seed=1),
@@ -110,12 +119,62 @@ def test_outside_the_layers_a_row_per_word_is_no_linear(tmp_path: Path) -> None:
     assert reasons(found)["decoder.proj_out"].startswith("an embedding or an output head")
 
 
+def test_only_float_matrices_count(tmp_path: Path) -> None:
+    tensors = {
+        f"{LAYER}.fc.weight": MATRIX,
+        f"{LAYER}.fc.bias": MATRIX[0].clone(),
+        f"{LAYER}.mask.weight": torch.zeros(4, 4, dtype=torch.int32),
+        f"{LAYER}.mixer.conv1d.weight": torch.zeros(48, 1, 4),
+        f"{LAYER}.mixer.A": torch.zeros(32, 32),
+    }
+    found = pick(tmp_path, tensors)
+    assert taken(found) == {f"{LAYER}.fc"}
+    assert reasons(found) == {
+        f"{LAYER}.mask": "stored in I32",
+        f"{LAYER}.mixer.conv1d": "not a 2-D *.weight",
+        f"{LAYER}.mixer.A": "not a 2-D *.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (f"{LAYER}.mlp.down_proj", {"mlp.down_proj"}),
+        (f"{LAYER}.mlp.down_proj.weight", {"mlp.down_proj"}),
+        (f"{LAYER}.mlp", {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}),
+        ("*.o_proj", {"self_attn.o_proj"}),
+        ("*.self_attn.[qk]_proj", {"self_attn.q_proj", "self_attn.k_proj"}),
+        (r"re:.*\.(gate|up)_proj", {"mlp.gate_proj", "mlp.up_proj"}),
+        (r"re:.*down_proj\.weight", {"mlp.down_proj"}),
+        (r"re:model\.layers\.\d+\.mlp", {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}),
+    ],
+)
+def test_patterns_leave_modules_and_all_that_is_in_them(
+    tmp_path: Path, pattern: str, expected: set[str]
+) -> None:
+    everything = taken(pick(tmp_path / "all", make_tensors()))
+    found = pick(tmp_path / "some", make_tensors(), pattern)
+    gone = {name.removeprefix(f"{LAYER}.") for name in everything - taken(found)}
+    assert gone == expected
+    assert {reasons(found)[f"{LAYER}.{name}"] for name in expected} == {f"--ignore {pattern}"}
+
+
 @pytest.mark.parametrize(
     "pattern", ["mlp", "model.layers.1", "*.w1", "re:.*gate", "re:layers", "", "down_proj"]
 )
 def test_a_pattern_that_names_nothing_is_an_error(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(UsageError, match="matches no module"):
         pick(tmp_path, make_tensors(), pattern)
+
+
+def test_what_is_left_anyway_may_be_named(tmp_path: Path) -> None:
+    """Scripts name lm_head for every model, tied or not."""
+    tensors = make_tensors()
+    assert reasons(pick(tmp_path / "a", tensors, "lm_head"))["lm_head"] == "--ignore lm_head"
+    del tensors["lm_head.weight"]
+    pick(tmp_path / "b", tensors, "lm_head", tie_word_embeddings=True)
+    with pytest.raises(UsageError):
+        pick(tmp_path / "c", tensors, "lm_head", tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +194,18 @@ def test_stacked_experts_are_refused_by_name(
         pick(tmp_path / "a", tensors)
     assert name in raised.value.message
     assert taken(pick(tmp_path / "b", tensors, name)) == {f"{LAYER}.fc"}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "imagegpt", "openai-gpt"])
+def test_families_of_transposed_weights_are_refused_by_name(
+    tmp_path: Path, model_type: str
+) -> None:
+    tensors = {"h.0.attn.c_attn.weight": MATRIX}
+    for config in ({"model_type": model_type}, {"decoder": {"model_type": model_type}}):
+        with pytest.raises(ModelError) as raised:
+            pick(tmp_path, tensors, **config)
+        assert model_type in raised.value.message
+        assert "h.0.attn.c_attn.weight" in raised.value.message
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,21 @@ The computations share no code with the product; only the opening of models does
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -301,6 +304,33 @@ class HandCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
+
+
+@contextmanager
+def changed_queries(model: PreTrainedModel, changes: list[Change]) -> Iterator[None]:
+    """Change q as torch's kernel or the family's eager function receives it, in layer order."""
+    kernel = functional.scaled_dot_product_attention
+    family = sys.modules[type(model).__module__]
+    eager = getattr(family, "eager_attention_forward", None)
+    queue: list[Change] = []
+
+    def next_change() -> Change:
+        if not queue:
+            queue.extend(changes)
+        return queue.pop(0)
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return kernel(next_change()(query), *args, **kwargs)
+
+    def attend_eagerly(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return eager(module, next_change()(query), *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
+        if eager is not None:
+            stack.enter_context(patch.object(family, "eager_attention_forward", attend_eagerly))
+        yield
+    assert not queue
 
 
 # --- models whose weights are replaced -----------------------------------------------------------

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.numerics.schemes import find_scheme
 from tests import zoo
+from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.verification.by_hand import opened, plan_scheme
+from tests.verification.by_hand import make_subject, opened, plan_scheme
 
 ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
+
+
+def verify_w8a16(
+    model: Path, quantized: Path, folder: Path
+) -> tuple[list[str], Mapping[str, torch.Tensor]]:
+    """Verify an FP8 checkpoint: the warnings, and every token's log-probability."""
+    data = write_rows(folder / "rows.jsonl", [{"input_ids": row} for row in ROWS])
+    outcome = succeed(
+        *("verify", model, "--scales", quantized, "--engine", "reference", "--data", data),
+        *("--seq-len", 16, "--dtype", "float32", "--dump", folder / "dump", "--force", "--json"),
+    )
+    return outcome.json["warnings"], load_file(folder / "dump")
 
 
 def dequantize(folder: Path) -> dict[str, torch.Tensor]:
@@ -30,6 +46,24 @@ def dequantize(folder: Path) -> dict[str, torch.Tensor]:
         for name, value in tensors.items()
         if not name.endswith("_scale")
     }
+
+
+def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """gemma3n mixes its streams by linears of the decoder itself, which tools quantize."""
+    zoo.save("gemma3n_text", tmp_path / "m")
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    warnings, found = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    assert [text for text in warnings if "altup" in text] == [
+        f"{tmp_path / 'q'}: model.altup_projections.0.weight and 3 more: only the weights are "
+        "quantized here, not the inputs: not a linear of a decoder layer"
+    ]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    model.load_state_dict(dequantize(tmp_path / "q"), strict=False)
+    with torch.no_grad():
+        logprobs = model(torch.tensor(ROWS)).logits.log_softmax(-1)
+    expected = logprobs[:, :-1].gather(2, torch.tensor(ROWS)[:, 1:, None]).flatten()
+    assert torch.allclose(found[str(tmp_path / "q")], expected, atol=1e-5)
+    assert float((found["reference"] - expected).abs().max()) > 1e-3
 
 
 def add_fp8(folder: Path, name: str) -> None:
@@ -99,6 +133,57 @@ def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refu
     damage(tmp_path / "q", name)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
     assert says in fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+
+
+def test_what_is_outside_the_text_decoder_is_left_out_and_told(tmp_path: Path) -> None:
+    """A projector in FP8 does not keep the text decoder from being verified."""
+    text, vision, _, _ = test_vision_language.MODELS["llava"]
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    _, before = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    add_fp8(tmp_path / "q", "multi_modal_projector.linear_1.weight")
+    warnings, after = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    assert [text for text in warnings if "not compared" in text] == [
+        f"{tmp_path / 'q'}: not compared, as it is outside the text decoder: "
+        "model.multi_modal_projector.linear_1.weight"
+    ]
+    assert torch.equal(before[str(tmp_path / "q")], after[str(tmp_path / "q")])
+
+
+@pytest.mark.parametrize(
+    ("family", "missed"),
+    [
+        ("llama", []),
+        ("phimoe", []),
+        (
+            "gemma4_text",
+            [
+                "it: model.per_layer_model_projection.weight: only the weights are quantized here, "
+                "not the inputs: not a linear of a decoder layer"
+            ],
+        ),
+        (
+            "llama4_text",
+            [
+                "it: model.layers.0.feed_forward.experts.down_proj and 3 more: only the weights "
+                "are quantized here, not the inputs: not a linear of a decoder layer"
+            ],
+        ),
+    ],
+)
+def test_what_no_scheme_reaches_is_told_and_routers_are_left(
+    family: str, missed: list[str], tmp_path: Path
+) -> None:
+    """Experts that are no linears, and linears of the decoder itself; routers nobody quantizes."""
+    families.save(family, {**families.FAMILIES, "llama": {}}[family], tmp_path)
+    source = open_source(str(tmp_path))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        subject = make_subject(build_skeleton(source), checkpoint)
+    blocks = plan_scheme(subject, find_scheme("fp8-block"))
+    assert [f"it: {note}" for note in blocks.notes] == missed
+    w8a16 = [f"it: {note}" for note in plan_scheme(subject, find_scheme("w8a16")).notes]
+    assert w8a16 == [text for text in missed if "not the inputs" not in text]
 
 
 def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:

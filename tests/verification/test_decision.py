@@ -20,7 +20,10 @@ from fp8calib.verification.judge.decide import conclude as conclude_report
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.judge.fits import (
     assess_need,
+    describe_damage,
+    is_damaged,
     list_losing,
+    loses,
 )
 from fp8calib.verification.judge.smallest import choose_smallest
 from fp8calib.verification.report import (
@@ -279,6 +282,29 @@ def test_sites_and_divergence_decide_together(
     assert found.sites == tuple(each.site for each in losing)
 
 
+@pytest.mark.parametrize(
+    ("one", "is_losing", "is_destroyed"),
+    [
+        (fit(0, loss_db=0.99), False, False),
+        (fit(0, loss_db=1.01), True, False),
+        (fit(0, clipped=0.0011), True, False),
+        (fit(0, clipped=0.011), True, True),
+        (fit(0, loss_db=0.5, worst_db=3.0), False, False),  # no scale of the tensor helps that head
+        (fit(0, loss_db=1.1, worst_db=14.9), True, True),
+        (fit(0, loss_db=2.9, flushed=0.5), True, False),
+        (fit(0, loss_db=3.1, flushed=0.011), True, True),
+        (fit(0, loss_db=3.1, flushed=0.009), True, False),
+        (fit(0, loss_db=0.4, flushed=0.033), False, False),  # small values without energy
+    ],
+)
+def test_what_a_fitted_scale_would_keep_is_a_loss(
+    one: LayerResult, is_losing: bool, is_destroyed: bool
+) -> None:
+    assert loses(one) is is_losing
+    assert is_damaged(one) is is_destroyed
+    assert bool(describe_damage([fit(1), one])) is is_destroyed
+
+
 def test_many_small_losses_count_together() -> None:
     assert not list_losing([fit(layer, loss_db=0.3) for layer in range(8)])
     assert len(list_losing([fit(layer, loss_db=0.5) for layer in range(8)])) == 8
@@ -419,6 +445,18 @@ def test_the_decision_is(
     assert any(each.startswith(line) for each in found.details.splitlines() or [""])
 
 
+def test_the_command_serves_what_the_answer_says_to_use() -> None:
+    found = settle(
+        candidates=(MINE, candidate("fp8", 0.03), candidate(SCALE_ONE, 0.006)),
+        layers=[row("mine"), row("fp8", "weight"), row(SCALE_ONE)],
+        fits={"mine": [fit(3)], SCALE_ONE: []},
+        kv=NO,
+        paired=[pair("mine", SCALE_ONE, -0.002, PairedAnswer.BETTER)],
+    )
+    assert found.headline.startswith("fp8 costs KLD ")
+    assert (found.remedy, found.candidate) == (Remedy.USE, "fp8")
+
+
 def test_q_is_told_from_k_and_v() -> None:
     """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
     query = row("mine", "q", site=QUERY.site, layer=7, scale=1.0)
@@ -536,3 +574,8 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen(
         assert found.headline == f"Serve {place}: KLD {KLDS[chosen]:.4f} ± 0.0010."
     unusable = report.model_copy(update={"unusable": tuple(spell(each) for each in verdicts)})
     assert not choose_smallest(unusable, sizes).candidate
+
+
+def test_the_cost_of_scales_that_fit_is_told_once() -> None:
+    mine = MINE.model_copy(update={"kld_se": 0.0002})
+    assert conclude(YES, mine).details == f"{ADDS} that FP8 costs with scales that fit."

@@ -256,6 +256,18 @@ def test_nothing_is_left_even_after_an_error(
     assert after == owners
 
 
+def test_a_model_in_another_dtype_takes_the_statistics_of_its_files(
+    make: Callable[[str], Made],
+) -> None:
+    """A class may also drop or add keys of its config in memory."""
+    made = make("llama")
+    model = AutoModelForCausalLM.from_pretrained(made["model"], dtype=torch.bfloat16).eval()
+    model.config.note = "in memory"
+    with fp8calib.emulate(model, made["stats"]) as candidate:
+        assert "statistics" in candidate.description
+        assert generate(model)[1].isfinite().all()
+
+
 def test_statistics_of_another_model_are_refused(
     make: Callable[[str], Made],
 ) -> None:

@@ -22,7 +22,7 @@ from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
@@ -269,3 +269,23 @@ def keep_tensors(subject: Subject) -> dict[Site, list[np.ndarray]]:
     finally:
         ALL_ATTENTION_FUNCTIONS[asked] = plain
     return kept
+
+
+@pytest.mark.parametrize("shape", [(), (2, 1, 1)])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 900.0])
+def test_a_fitted_scale_differs_by_the_power_of_two_with_which_nothing_clips(
+    scale: float, shape: tuple[int, ...]
+) -> None:
+    """The next smaller power clips; whatever the scale is, the two round normal values alike."""
+    heads = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(1))
+    heads[1] *= 1e-3
+    mine = Quantizer(fmt=E4M3FN, scale=torch.full(shape, scale))
+    fitted = mine.fitted_to(heads)
+    assert isinstance(fitted.scale, torch.Tensor)
+    assert fitted.scale.shape == shape
+    octaves = (fitted.scale / scale).log2()
+    assert torch.equal(octaves, octaves.round())
+    of_each = heads.abs().amax((1, 2), keepdim=True) if shape else heads.abs().max()
+    largest = of_each / fitted.scale
+    assert bool((largest <= 448).all())
+    assert bool((largest * 2 > 448).all())

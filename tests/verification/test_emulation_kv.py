@@ -15,9 +15,9 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.formats.table import ScaleTable
 from fp8calib.model.shapes import Attention, Role, Site
-from fp8calib.numerics.formats import E4M3FNUZ, E5M2, Fp8Format, Rounding
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.kv import emulate_kv
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
 from tests.verification import by_hand
 from tests.verification.by_hand import (
@@ -28,6 +28,7 @@ from tests.verification.by_hand import (
     HandCache,
     Subject,
     cast,
+    changed_queries,
     emulate,
     opened,
     plain_forward,
@@ -37,6 +38,7 @@ from tests.verification.by_hand import (
 
 TOWARD_ZERO = Numerics(name="down", kv_rounding=Rounding.TOWARD_ZERO)
 WITH_QUERY = Numerics(name="query", quantizes_query=True)
+BYPASSES_REGISTRY = ("falcon",)
 TOO_SMALL, TOO_LARGE = 0.37, 41.0
 """Times amax / 448: K clips, many of V flush to zero."""
 
@@ -115,6 +117,15 @@ def assert_same(
         assert not torch.equal(hidden, plain_forward(subject.model, batch))
 
 
+def test_one_scale_per_tensor_gives_what_a_quantized_cache_gives(subject: Subject) -> None:
+    scales = {
+        site: (amax.max() / 448 * factor(site)).reshape(1)
+        for site, amax in head_amaxes(subject).items()
+    }
+    spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
+    assert_same(subject, make_table(subject, scales), spread)
+
+
 def heads(subject: Subject, site: Site) -> int:
     """Tell how many KV heads a layer has."""
     return next(a.num_kv_heads for a in producers(subject).values() if a.module == site.module)
@@ -150,6 +161,15 @@ def test_rounding_toward_zero_takes_the_value_a_search_finds(subject: Subject) -
     spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
     table = make_table(subject, scales)
     assert_same(subject, table, spread, numerics=TOWARD_ZERO, quantize=search_down)
+
+
+def test_no_scales_are_scales_of_one(subject: Subject) -> None:
+    ones = {
+        attention.site(role): torch.ones(attention.num_kv_heads)
+        for attention in producers(subject).values()
+        for role in (Role.K, Role.V)
+    }
+    assert_same(subject, make_unscaled_table(subject.geometry, E4M3FN), ones)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +209,37 @@ def query_table(subject: Subject, values: dict[Site, torch.Tensor]) -> ScaleTabl
         for role in (Role.K, Role.V)
     }
     return make_table(subject, {**coarse, **values})
+
+
+def test_q_is_quantized_on_its_way_into_attention(subject: Subject) -> None:
+    """Shared layers too; latent attention is left alone."""
+    family = text_config(subject.model).model_type
+    if family in BYPASSES_REGISTRY:
+        pytest.skip("q does not go through transformers' attention interface")
+    attentions = [attention for _, attention in subject.geometry.attentions()]
+    numbers = {a.site(Role.Q): 0.0123 + 0.004 * i for i, a in enumerate(attentions)}
+    table = query_table(subject, {s: torch.tensor([v]) for s, v in numbers.items()})
+    quantizers = emulate_kv(table, WITH_QUERY)
+    changes: list[Change] = [
+        torch.clone if a.kind == "latent" else partial(_cast_query, a, numbers[a.site(Role.Q)])
+        for a in attentions
+    ]
+    kv = {site: torch.full((1,), 0.01) for site in head_amaxes(subject)}
+    spread = {site: value.expand(heads(subject, site)) for site, value in kv.items()}
+    for batch in BATCHES:
+        (found,) = emulate(subject, Candidate(quantizers=quantizers), batch)
+        with changed_queries(subject.model, changes):
+            expected = hand_forward(subject, batch, spread)
+        assert torch.equal(found, expected)
+        without = hand_forward(subject, batch, spread)
+        assert torch.equal(found, without) == (family == "deepseek_v3")
+
+
+def _cast_query(attention: Attention, scale: float, query: torch.Tensor) -> torch.Tensor:
+    if attention.query_divisor == 1.0:
+        return cast(query, scale)
+    before_scaling = query / attention.query_divisor
+    return cast(before_scaling, scale) * attention.query_divisor
 
 
 def test_q_of_opt_is_quantized_before_the_model_scales_it(

@@ -88,6 +88,14 @@ def assert_same(subject: Subject, emulation: Candidate, expected_model: PreTrain
         assert float(wrong.mean()) < 0.05 * float(cost.mean())
 
 
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_a_scheme_does_what_replacing_weights_and_inputs_does(
+    subject: Subject, scheme: str
+) -> None:
+    expected = quantize_by_hand(subject.model, RECIPES[scheme])
+    assert_same(subject, make_emulation(subject, SCHEMES[scheme]), expected)
+
+
 def test_static_scales_are_those_of_the_calibration(
     subject: Subject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -10,18 +10,22 @@ import pytest
 import torch
 from torch import nn
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
+from fp8calib.model.load import load_model, open_source
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import (
     Changed,
     WeightParameter,
 )
+from fp8calib.verification.lm_head import open_lm_head
 from tests import zoo
 from tests.kit.pictures import assert_unchanged, take
 from tests.verification.by_hand import (
@@ -29,7 +33,9 @@ from tests.verification.by_hand import (
     Subject,
     emulate,
     emulate_scheme,
+    make_subject,
     opened,
+    plain_forward,
 )
 
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_oss", "falcon", "gemma3n_text", "qwen3_next")
@@ -53,6 +59,15 @@ def subject(
 ) -> Iterator[Subject]:
     with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
         yield found
+
+
+def test_an_emulation_leaves_nothing_behind(subject: Subject) -> None:
+    before = take(subject.model)
+    plain = plain_forward(subject.model, PADDED)
+    (found,) = emulate(subject, make_emulation(subject), PADDED)
+    assert not torch.equal(found, plain)
+    assert_unchanged(subject.model, before)
+    assert torch.equal(plain_forward(subject.model, PADDED), plain)
 
 
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
@@ -99,6 +114,22 @@ def test_weights_come_back_when_changing_them_fails_half_way(subject: Subject) -
     assert_unchanged(subject.model, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_come_back_in_the_dtype_the_model_was_loaded_in(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The checkpoint is fp32, so what is read again is rounded as it was while loading."""
+    zoo.save(family, tmp_path / "m")
+    source = open_source(str(tmp_path / "m"))
+    model = load_model(source, dtype=dtype, device="cpu", device_map=None)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        subject = make_subject(model, checkpoint)
+        before = take(model)
+        emulate(subject, make_emulation(subject, "fp8-block"), PADDED)
+        assert_unchanged(model, before)
+
+
 def test_an_offloaded_weight_is_refused_and_the_others_come_back(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         before = take(subject.model)
@@ -112,3 +143,35 @@ def test_an_offloaded_weight_is_refused_and_the_others_come_back(tmp_path: Path)
             emulate(subject, emulation, PADDED)
         linear.weight = weight
         assert_unchanged(subject.model, before)
+
+
+# --- the head ----------------------------------------------------------------------------------
+
+
+def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
+    before = take(subject.model)
+    decoder = find_text_decoder(subject.model)[1]
+    with open_lm_head(subject.model) as logits:
+        assert "forward" in vars(decoder)
+        logits(torch.zeros(3, subject.model.config.hidden_size))
+    assert_unchanged(subject.model, before)
+    with pytest.raises(Interrupted), open_lm_head(subject.model):
+        raise Interrupted
+    assert_unchanged(subject.model, before)
+
+
+# --- looking -----------------------------------------------------------------------------------
+
+
+def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
+    """Bit for bit the plain forward, though 0.01 would ruin it; what is seen is in `found`."""
+    before = take(subject.model)
+    table = make_unscaled_table(subject.geometry, E4M3FN)
+    ones = emulate_kv(table, Numerics(name="plain"))
+    small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
+    hooks = MeasurementHooks({"unscaled": ones, "small": small})
+    (found,) = emulate(subject, Candidate(), PADDED, hooks=hooks)
+    assert torch.equal(found, plain_forward(subject.model, PADDED))
+    assert set(hooks.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}
+    assert hooks.damage == {}
+    assert_unchanged(subject.model, before)

@@ -45,6 +45,64 @@ def make_summary(
     )
 
 
+TABLE = [
+    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06)
+    (1.000, 0.0, SAME, SAME),
+    (1.004, 0.005, SAME, SAME),
+    (1.004, 0.001, PASS, PASS),
+    (0.980, 0.001, PASS, PASS),
+    (0.980, 0.030, OPEN, OPEN),
+    (1.0099, 0.0001, PASS, PASS),
+    (1.015, 0.001, WARN, PASS),
+    (1.015, 0.006, PASS, PASS),
+    (1.030, 0.001, WARN, WARN),
+    (1.030, 0.012, OPEN, PASS),
+    (1.030, 0.050, OPEN, OPEN),
+    (1.055, 0.001, FAIL, WARN),
+    (1.055, 0.006, WARN, WARN),
+    (1.065, 0.001, FAIL, FAIL),
+    (1.065, 0.006, FAIL, WARN),
+    (1.300, 0.010, FAIL, FAIL),
+    (4.0, 1.0, FAIL, FAIL),
+    (500.0, 600.0, FAIL, FAIL),
+    (500.0, 4000.0, OPEN, OPEN),
+    (1e250, 1e251, FAIL, FAIL),
+]
+
+
+@pytest.mark.parametrize(("ratio", "error", "kv", "w8a8"), TABLE)
+def test_the_verdict_of(ratio: float, error: float, kv: Verdict, w8a8: Verdict) -> None:
+    """Errors count on the logarithm: 500 +- 600 is e**6.2 +- a factor e**1.2, far from 1."""
+    summary = make_summary(ratio, error)
+    assert judge(summary, GATES["kv"])[0] is kv
+    assert judge(summary, GATES["w8a8"])[0] is w8a8
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "reason"),
+    [
+        (1.004, 0.005, "1.0040 ± 0.0050 is within one standard error of 1"),
+        (1.004, 0.001, "1.0040 ± 0.0010 is at most 1.01"),
+        (1.015, 0.006, "1.0150 ± 0.0060 is within one standard error of 1.01"),
+        (1.030, 0.001, "1.0300 ± 0.0010 is between 1.01 and 1.05"),
+        (1.065, 0.001, "1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
+    ],
+)
+def test_the_reason_names_the_ratio_its_error_and_the_threshold(
+    ratio: float, error: float, reason: str
+) -> None:
+    assert judge(make_summary(ratio, error), GATES["kv"])[1] == f"ratio {reason}"
+
+
+def test_the_thresholds_are_those_of_the_contract() -> None:
+    assert {(g.name, g.pass_at, g.fail_above) for g in GATES.values()} == {
+        ("kv", 1.01, 1.05),
+        ("w8a8", 1.02, 1.06),
+    }
+    assert all(gate.kld_fail_above is None for gate in GATES.values())
+    assert {name: load_gate(name) for name in GATES} == GATES
+
+
 def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
     gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
     assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.001), gate) == (
@@ -60,6 +118,28 @@ def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
         "mean KLD 0.0512 ± ?, whose error is unknown: use more and other text",
     )
     assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kld", "ratio", "expected"),
+    [
+        (3, 0.015, 1.0, OPEN),  # sqrt(0.03 / 3) = 0.1
+        (3, 0.015, 1.2, FAIL),  # log(1.2) = 0.18 is more than 0.1 above log(1.05) = 0.049
+        (3, 0.015, 1.1, OPEN),  # log(1.1) = 0.095 is not
+        (301, 0.015, 1.0, OPEN),  # sqrt(0.03 / 301) = 0.00998, log(1.01) = 0.00995
+        (304, 0.015, 1.0, SAME),  # 0.00993
+        (3, 0.0001, 1.0, SAME),  # 0.0082
+        (3, 0.0, 1.0, SAME),
+        (3, -1e-9, 1.0, SAME),  # rounding
+    ],
+)
+def test_few_tokens_whose_losses_are_alike_tell_nothing(
+    tokens: int, kld: float, ratio: float, expected: Verdict
+) -> None:
+    summary = make_summary(ratio, 0.0, kld=kld, tokens=tokens)
+    verdict, why = judge(summary, GATES["kv"])
+    assert verdict is expected
+    assert (f"is of {tokens} tokens, too few" in why) is (expected is OPEN)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +237,22 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("verdict", "why"), [(PASS, "why, but layer 7 is destroyed"), (FAIL, "why")]
+)
+def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict, why: str) -> None:
+    damage, summary = "layer 7 is destroyed", make_summary(1.0, 0.0, kld=0.0)
+    found = correct_if_misleading(verdict, "why", damage=damage, summary=summary, gate=GATES["kv"])
+    assert found == (FAIL, why)
+
+
+def test_the_worst_site_is_described() -> None:
+    rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
+    assert describe_damage(rows) == (
+        "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% zeroed"
+    )
+
+
+@pytest.mark.parametrize(
     ("gate", "kld", "expected"),
     [
         (GATES["kv"], 0.0487, PASS),
@@ -179,6 +275,20 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
 
 
 # --- files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "own"),
+    [
+        ("a.yaml", "pass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3\n", "a.yaml"),
+        ("a.json", '{"pass_at": 1.005, "fail_above": 1.2, "kld_fail_above": 0.3}', "a.json"),
+        ("a.yml", "name: b\npass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3", "b"),
+    ],
+)
+def test_a_file_holds_the_thresholds(name: str, text: str, own: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    expected = Gate(name=own, pass_at=1.005, fail_above=1.2, kld_fail_above=0.3)
+    assert load_gate(str(tmp_path / name)) == expected
 
 
 @pytest.mark.parametrize(

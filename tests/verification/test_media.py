@@ -53,6 +53,20 @@ def test_only_text_is_scored(name: str, tmp_path: Path) -> None:
     assert report.reference.ppl == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
 
 
+@parametrize(_KINDS)
+def test_a_streamed_verification_gives_the_same_figures(name: str, tmp_path: Path) -> None:
+    save_multimodal(name, tmp_path)
+    options = {"pack": False, "dtype": "float32", "seq_len": 512}
+    stats = fp8calib.calibrate(tmp_path, rows(name, 1), recipe="w8a8-static", **options).stats
+    found = []
+    for streams in (False, True):
+        with streamed(streams):
+            for scheme in (None, "fp8-static"):
+                report = fp8calib.verify(tmp_path, stats, rows(name, 1), scheme=scheme, **options)
+                found.append(report.candidates)
+    assert found[:2] == found[2:]
+
+
 def streamed(streams: bool) -> Any:
     """Let a verification stream the model, as if it did not fit."""
     choose = memory.plan_memory
@@ -64,3 +78,11 @@ def streamed(streams: bool) -> Any:
         return mode
 
     return patch.object(memory, "plan_memory", chosen)
+
+
+def test_a_model_that_sees_is_not_calibrated_on_text_without_a_word(tmp_path: Path) -> None:
+    save_multimodal("llava", tmp_path)
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="takes image, and all rows are text"):
+        fp8calib.calibrate(
+            tmp_path, [{"messages": messages("llava")[0]}] * 4, pack=False, dtype="float32"
+        )

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
+from fp8calib.errors import ModelError
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.numerics.schemes import SCHEMES, Granularity
@@ -29,10 +31,14 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.doors import make_plan as plan_data
 from tests.doors import run_calibration
+from tests.kit.minutes import in_minutes
+from tests.quantization.by_hand import run
 from tests.verification.by_hand import (
     Subject,
     emulate_checkpoint,
     emulate_plan,
+    emulate_scheme,
+    make_subject,
     opened,
 )
 from tests.zoo import draw
@@ -47,6 +53,65 @@ MODELS: dict[str, dict[str, Any]] = {
 REFUSED = ("dbrx", "gpt2", "gpt_oss")
 """`quantize` cannot write these."""
 Tensors = dict[str, torch.Tensor]
+
+
+def save_emulated(subject: Subject, scheme: str, folder: Path) -> Tensors:
+    """Let transformers save the model while the scheme is emulated."""
+    numerics = find_emulated("reference")[1]
+    changes = emulate_scheme(subject, SCHEMES[scheme], numerics).weights
+    with changed_weights(subject.model, changes, subject.originals, {}, {}):
+        subject.model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def multiply(written: Tensors, name: str) -> torch.Tensor:
+    """Multiply codes by scales of blocks of 128 x 128."""
+    codes, scales = written[name], written[f"{name}_scale"]
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *sorted(zoo.ZOO),
+        "deepseek_v32",
+        *in_minutes(*sorted(MODELS.keys() - zoo.ZOO.keys() - {"deepseek_v32"})),
+    ],
+)
+def test_what_is_emulated_is_what_is_written(family: str, tmp_path: Path) -> None:
+    model = families.build(family, MODELS[family])
+    with opened(model, tmp_path / "m") as subject:
+        emulated = save_emulated(subject, "fp8-block", tmp_path / "emulated")
+    if family in REFUSED:
+        with pytest.raises(ModelError):
+            run(tmp_path / "m", tmp_path / "q", "fp8-block")
+        return
+    source = load_file(tmp_path / "m" / "model.safetensors")
+    written = run(tmp_path / "m", tmp_path / "q", "fp8-block").tensors()
+    fp8 = {name for name in written if written[name].dtype is torch.float8_e4m3fn}
+    stacks = source.keys() - written.keys()
+    changed = {name for name in source if not torch.equal(source[name], emulated[name])}
+    assert changed == (fp8 & source.keys()) | stacks
+    for name in fp8 & source.keys():
+        assert torch.equal(emulated[name], multiply(written, name)), name
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "gptj"])
+def test_a_model_that_computes_in_a_coarser_dtype_is_quantized_from_its_file(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    model = families.build(family, MODELS[family]).to(stored)
+    model.save_pretrained(tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        subject = make_subject(model.bfloat16(), checkpoint)
+        emulated = save_emulated(subject, "fp8-block", tmp_path / "emulated")
+    written = run(tmp_path / "m", tmp_path / "q", "fp8-block").tensors()
+    fp8 = [name for name in written if written[name].dtype is torch.float8_e4m3fn]
+    assert fp8
+    for name in fp8:
+        assert torch.equal(emulated[name], multiply(written, name).bfloat16()), name
 
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96}

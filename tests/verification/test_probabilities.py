@@ -14,13 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from fp8calib.calibration.hooks import AttentionCall
+from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.hooks import AttentionCall, HookedCache, open_hooks
+from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.model.shapes import Role
-from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation import probabilities
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     attending_bytes,
@@ -29,10 +33,15 @@ from tests import zoo
 from tests.kit.allocations import peak_allocated
 from tests.verification.by_hand import (
     FULL,
+    PADDED,
+    Subject,
+    emulate,
     opened,
+    plain_forward,
 )
 
 QUANTIZER = Quantizer(fmt=E4M3FN, scale=torch.tensor(1 / 256))
+WITHOUT_INTERFACE = ("falcon",)
 HEADS, KV_HEADS, LENGTH, SIZE = 4, 2, 7, 8
 
 
@@ -131,6 +140,12 @@ def test_every_output_is_that_of_the_definition(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
+def test_quantized_probabilities_change_the_output() -> None:
+    call = make_call()
+    exact, found = (attend_in_fp32(call, each, None)[0] for each in (None, QUANTIZER))
+    assert 1e-3 < float((exact - found).norm() / exact.norm()) < 0.05
+
+
 @pytest.mark.parametrize(("length", "tile"), [(1024, 0), (1024, 128), (300, 0)])
 def test_attention_takes_no_more_memory_than_planned(length: int, tile: int) -> None:
     shape = (2, 16, length, 4)
@@ -166,6 +181,45 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(first: int)
     assert damage.noise == pytest.approx(noise, rel=1e-3)
 
 
+@pytest.mark.parametrize("batch", [PADDED, FULL])
+def test_the_attention_of_every_family_is_reproduced(subject: Subject, batch: Any) -> None:
+    """Windows, sinks, softcaps, groups of heads: with P as it is nothing changes."""
+    decoder, seen = Decoder(subject.model), set()
+    hooks = EmulationHooks({})
+
+    def attend(attention: Any, call: AttentionCall) -> Any:
+        seen.add(attention.module)
+        return attend_in_fp32(call, None, None)[0], None
+
+    with open_hooks(
+        subject.model, subject.geometry, hooks, query=True, inputs=False, attend=attend
+    ):
+        cache = HookedCache(decoder.config, subject.geometry.owners(), (), hooks)
+        found = decoder.run(batch, cache)
+
+    expected = plain_forward(subject.model, batch)
+    for row, length in enumerate(batch.lengths):
+        torch.testing.assert_close(
+            found[row, :length], expected[row, :length], rtol=1e-4, atol=1e-4
+        )
+    is_met = subject.model.config.model_type not in WITHOUT_INTERFACE
+    assert seen == ({a.module for _, a in subject.geometry.attentions()} if is_met else set())
+
+
+def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
+    sites = {
+        attention.site(Role.P): QUANTIZER
+        for _, attention in subject.geometry.attentions()
+        if attention.kind == "heads"
+    }
+    hooks = EmulationHooks(sites)
+    (found,) = emulate(subject, Candidate(quantizers=sites), FULL, hooks=hooks)
+    expected = plain_forward(subject.model, FULL)
+    is_met = bool(sites) and subject.model.config.model_type not in WITHOUT_INTERFACE
+    assert set(hooks.damage) == (set(sites) if is_met else set())
+    assert torch.equal(found, expected) is not is_met
+
+
 def test_a_model_with_other_attention_keeps_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as llama:
         attention = next(a for _, a in llama.geometry.attentions())
@@ -174,3 +228,21 @@ def test_a_model_with_other_attention_keeps_it(tmp_path_factory: pytest.TempPath
         call = make_call()
         hooks.attend(attention, call)
         assert hooks.damage == {}
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ, E5M2])
+def test_the_engines_that_cast_p_do_so_for_e4m3fn(
+    tmp_path_factory: pytest.TempPathFactory, fmt: Fp8Format
+) -> None:
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as llama:
+        table = make_unscaled_table(llama.geometry, fmt)
+    casting = set()
+    for key, engine in ENGINES.items():
+        if engine.numerics is None:
+            continue
+        found = emulate_kv(table, find_emulated(key)[1])
+        casts = [each for site, each in found.items() if site.role is Role.P]
+        if casts:
+            casting.add(key)
+            assert all(each.fmt is fmt and float(each.scale) == 1 / 256 for each in casts)
+    assert casting == ({"vllm", "sglang"} if fmt is E4M3FN else set())

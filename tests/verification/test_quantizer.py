@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.numerics.schemes import Granularity
@@ -13,7 +15,7 @@ from fp8calib.verification.emulation.damage import Damage, measure_damage
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
 )
-from tests.verification.by_hand import cast, search_down
+from tests.verification.by_hand import cast, cast_blocks, cast_groups, cast_rows, search_down
 
 FORMATS = [
     (E4M3FN, torch.float8_e4m3fn, 448.0, 2.0**-6),
@@ -68,6 +70,29 @@ def test_numbers_by_hand() -> None:
 # --- dynamic scales ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 300), (4, 128), (2, 7, 96)])
+def test_dynamic_scales_cover_a_tensor_a_token_or_128_channels(shape: tuple[int, ...]) -> None:
+    x = draw(*shape)
+    whole = cast(x, x.abs().max() / torch.tensor(448.0))
+    expected = {
+        Granularity.TENSOR: whole,
+        Granularity.TOKEN: cast_rows(x),
+        Granularity.GROUP: cast_groups(x),
+    }
+    for dynamic, values in expected.items():
+        assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake(x).values, values), dynamic
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (128, 128), (64, 400), (129, 1)])
+def test_blocks_are_128_by_128_and_the_last_ones_are_cut(shape: tuple[int, int]) -> None:
+    weight = draw(*shape)
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake(weight).values
+    assert torch.equal(found, cast_blocks(weight))
+    stacked = torch.stack([weight, weight * 3])
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake(stacked).values
+    assert torch.equal(found, torch.stack([cast_blocks(weight), cast_blocks(weight * 3)]))
+
+
 def test_dynamic_scales_keep_their_bounds() -> None:
     """Row 0 is below the smallest scale, row 1 above the largest amax: it clips at 100."""
     quantizer = Quantizer(
@@ -76,6 +101,27 @@ def test_dynamic_scales_keep_their_bounds() -> None:
     x = torch.tensor([[1.0, 0.3], [448.0, 50.0], [56.0, 1.0]])
     assert quantizer.scale_for(x).flatten().tolist() == pytest.approx([0.2, 100 / 448, 0.2])
     assert quantizer.fake(x).values[1, 0] == pytest.approx(100.0, rel=1e-6)
+
+
+# --- engines' ways of dividing -----------------------------------------------------------------
+
+
+def test_a_reciprocal_is_rounded_to_fp32_first() -> None:
+    scale = torch.tensor(3.0)
+    x = (torch.arange(4096) / 7).float()
+    found = Quantizer(fmt=E4M3FN, scale=scale, by_reciprocal=True).divide(x, scale)
+    expected = x.numpy() * (np.float32(1) / np.float32(3))
+    assert np.array_equal(found.numpy(), expected)
+    assert not np.array_equal(expected, x.numpy() / np.float32(3))
+
+
+def test_dividing_in_the_model_dtype_rounds_scale_and_quotient() -> None:
+    scale, x = torch.tensor(0.0371), NUMBERS.to(torch.bfloat16)
+    found = Quantizer(fmt=E4M3FN, scale=scale, in_model_dtype=True).fake(x)
+    quotient = (x.double() / float(scale.to(torch.bfloat16))).float().to(torch.bfloat16)
+    assert torch.equal(found.scaled, quotient.float())
+    codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(found.values, codes.float() * scale)
 
 
 # --- damage ------------------------------------------------------------------------------------
@@ -121,3 +167,51 @@ def test_the_noise_ratio_is_right_over_the_whole_range(
     expected = 10 * np.log10((exact**2).sum() / (noise**2).sum())
     assert 20 < expected < 40
     assert damage.sqnr_db == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_amax_itself_does_not_count_as_clipped() -> None:
+    """Over its own scale, both rounded, it may lie an ulp above 448; what is above it clips."""
+    amaxes = (torch.arange(1, 20001) / 997).float()
+    scales = amaxes / 448
+    fake = Quantizer(fmt=E4M3FN, scale=scales).fake(amaxes)
+    assert bool((amaxes / scales > 448).any())
+    assert float(measure_damage(amaxes, fake, E4M3FN)[2]) == 0
+    larger = amaxes * 1.0001
+    fake = Quantizer(fmt=E4M3FN, scale=scales).fake(larger)
+    assert float(measure_damage(larger, fake, E4M3FN)[2]) == 20000
+
+
+# --- powers of two -----------------------------------------------------------------------------
+
+
+@EVERY_FORMAT
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    octaves=st.integers(-4, 4),
+    rounding=st.sampled_from(list(Rounding)),
+    by_reciprocal=st.booleans(),
+)
+def test_a_power_of_two_on_a_scale_changes_nothing_inside_the_range(
+    fmt: Fp8Format,
+    dtype: torch.dtype,
+    largest: float,
+    normal: float,
+    seed: int,
+    octaves: int,
+    rounding: Rounding,
+    by_reciprocal: bool,
+) -> None:
+    """Magnitudes keep 4 octaves from both ends of the normal range."""
+    del dtype
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(200, generator=generator)
+    low, high = np.log2(normal) + 4, np.log2(largest) - 4
+    signs = torch.where(torch.rand(200, generator=generator) < 0.5, -1.0, 1.0)
+    scale = torch.rand(1, generator=generator) + 0.01
+    x = signs * torch.exp2(low + (high - low) * exponents) * scale
+    # The quotient may differ from x by an ulp: still far from both ends.
+    settings_ = {"fmt": fmt, "rounding": rounding, "by_reciprocal": by_reciprocal}
+    one = Quantizer(scale=scale, **settings_).fake(x).values  # type: ignore[arg-type]
+    other = Quantizer(scale=scale * 2.0**octaves, **settings_).fake(x).values  # type: ignore[arg-type]
+    assert torch.equal(one, other)

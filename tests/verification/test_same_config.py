@@ -61,6 +61,22 @@ def test_every_number_that_changes_logits_is_named(family: str) -> None:
     assert noticed
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["Other"], "transformers_version": "4.1.0", "dtype": "float16"},
+        {"quantization_config": {"quant_method": "fp8"}, "use_cache": False},
+        {"eos_token_id": [1, 2], "pad_token_id": 5, "max_position_embeddings": 4096},
+        {"rope_parameters": None, "rope_theta": 10000.0},  # as transformers 4 writes it
+        {"attention_dropout": 0.1, "initializer_range": 0.5},
+    ],
+)
+def test_what_files_and_training_have_of_their_own_is_accepted(change: dict[str, Any]) -> None:
+    config = zoo.build("llama").config
+    raw = {key: value for key, value in (config.to_dict() | change).items() if value is not None}
+    assert not find_other_setting(raw, config)
+
+
 def test_another_type_and_what_cannot_be_read_are_named() -> None:
     config: PreTrainedConfig = zoo.build("llama").config
     raw = config.to_dict()

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.numerics.schemes import SCHEMES
+from fp8calib.verification import score as score_module
+from fp8calib.verification import token_scores as scoring
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score import Scores
 from fp8calib.verification.token_scores import TokenScores, score_batch
 from tests import zoo
 from tests.kit.models import build_gemma3
 from tests.verification.by_hand import (
+    PLAIN,
     Subject,
+    emulate_scheme,
     make_batch,
     opened,
+    padding_mask,
     score_all,
 )
 
@@ -50,6 +63,14 @@ def subject(
         yield found
 
 
+def full_logprobs(model: PreTrainedModel, batch: Batch) -> list[torch.Tensor]:
+    """Run the whole model at once: per sequence, log-probabilities [L - 1, V] in fp64."""
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, attention_mask=padding_mask(batch)).logits
+    everything = torch.log_softmax(logits.double(), -1)
+    return [row[: length - 1] for row, length in zip(everything, batch.lengths, strict=True)]
+
+
 def targets(batch: Batch) -> list[torch.Tensor]:
     """Give the tokens that are predicted."""
     rows = zip(batch.input_ids, batch.lengths, strict=True)
@@ -58,6 +79,54 @@ def targets(batch: Batch) -> list[torch.Tensor]:
 
 def compare(subject: Subject, emulations: dict[str, Candidate]) -> Scores:
     return score_all(subject, emulations, BATCHES)
+
+
+def test_the_reference_has_the_logprobs_of_the_whole_model(subject: Subject) -> None:
+    found = compare(subject, {}).reference
+    expected = torch.cat(
+        [
+            logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+            for batch in BATCHES
+            for logprobs, tokens in zip(
+                full_logprobs(subject.model, batch), targets(batch), strict=True
+            )
+        ]
+    )
+    assert found.logprobs.shape == (4 + 19 + 12 + 19 + 19,)
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=2e-5, atol=2e-5)
+    assert float(found.klds.abs().max()) == 0.0
+    assert bool(found.agrees.all())
+
+
+def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) -> None:
+    """The other model's decoder is disturbed by a hook; it too is run in one go."""
+    batch = BATCHES[0]
+    generator = torch.Generator().manual_seed(8)
+    hidden = _decoder(subject.model)(
+        input_ids=batch.input_ids, attention_mask=padding_mask(batch)
+    ).last_hidden_state.detach()
+    disturbed = hidden + torch.randn(hidden.shape, generator=generator) * 0.1
+    with open_lm_head(subject.model) as logits:
+        scores = score_batch(batch, hidden, [disturbed], logits, 128)
+
+    def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = disturbed
+        return output
+
+    ours = torch.cat(full_logprobs(subject.model, batch))
+    hook = _decoder(subject.model).register_forward_hook(disturb)
+    theirs = torch.cat(full_logprobs(subject.model, batch))
+    hook.remove()
+    klds = (ours.exp() * (ours - theirs)).sum(-1)
+    logprobs = theirs.gather(1, torch.cat(targets(batch)).unsqueeze(1)).squeeze(1)
+    assert float(klds.min()) > 0
+    torch.testing.assert_close(scores[1].klds.double(), klds, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(scores[1].logprobs.double(), logprobs, rtol=2e-5, atol=2e-5)
+    assert torch.equal(scores[1].agrees, ours.argmax(-1) == theirs.argmax(-1))
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    return model.get_decoder()
 
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -70,6 +139,34 @@ def score(batch: Batch, *, seed: int = 0) -> list[TokenScores]:
     hidden = [torch.randn(*width, 16, generator=generator) for _ in range(3)]
     matrix = torch.randn(16, 128, generator=generator)
     return score_batch(batch, hidden[0], hidden[1:], lambda rows: rows @ matrix, 128)
+
+
+def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None:
+    """A spy on the head: the whole model would have given it 78 rows at once."""
+    rows: list[int] = []
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        spy = subject.model.lm_head.register_forward_hook(
+            lambda _module, args, _output: rows.append(args[0].flatten(0, -2).shape[0])
+        )
+        table = make_unscaled_table(subject.geometry, E4M3FN)
+        emulation = Candidate(quantizers=emulate_kv(table, PLAIN))
+        with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
+            compare(subject, {"one": emulation, "two": emulation})
+        spy.remove()
+    assert max(rows) == 16
+    assert sum(rows) == 3 * (35 + 38)
+
+
+def test_a_token_after_padding_is_scored_nowhere() -> None:
+    """Only the lengths count: what stands on padding may be anything, NaN included."""
+    batch = BATCHES[0]
+    hidden = torch.randn(*batch.input_ids.shape, 16)
+    for row, length in enumerate(batch.lengths):
+        hidden[row, length - 1 :] = torch.nan
+    matrix = torch.randn(16, 128)
+    found = score_batch(batch, hidden, [hidden], lambda rows: rows @ matrix, 128)
+    assert all(bool(scores.logprobs.isfinite().all()) for scores in found)
+    assert len(found[1].klds) == 35
 
 
 def test_a_divergence_by_hand() -> None:
@@ -85,7 +182,49 @@ def test_a_divergence_by_hand() -> None:
     assert candidate.agrees.tolist() == [False]
 
 
+@pytest.mark.parametrize("vocab_size", [3, 64, 130, 1000])
+def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> None:
+    """In bfloat16 the largest logit often stands at several tokens; greedy decoding takes one."""
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randn(2, 40, vocab_size, generator=generator)
+    tables[1] = tables[0] + tables[1] * 0.3
+    found = tables.round().bfloat16()
+    ids = torch.zeros(1, 41, dtype=torch.int64)
+    batch = Batch(first=0, input_ids=ids, lengths=(41,))
+    rows = torch.arange(41.0).view(1, 41, 1)
+    _, candidate = score_batch(
+        batch, rows, [rows + 100], lambda x: found[int(x[0, 0]) // 100][x[:, 0].long() % 100], 128
+    )
+    ours, theirs = (each.float().numpy() for each in found)
+    best = ours.argmax(-1)
+    agrees = theirs.argmax(-1) == best
+    is_largest = theirs[np.arange(40), best] == theirs.max(-1)
+    assert candidate.agrees.tolist() == agrees.tolist()
+    assert candidate.ties.tolist() == (is_largest & ~agrees).tolist()
+    assert bool(candidate.ties.any())
+
+
 # --- the comparison ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path: Path) -> None:
+    """Weights change once for a group of batches; each batch alone gives the same numbers."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
+        emulations = {
+            "w8a8": emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN),
+            "kv": Candidate(quantizers=kv),
+        }
+        found = []
+        for limit in (0, 45, 10**6):
+            with patch.object(score_module, "count_tokens_at_once", lambda *_, limit=limit: limit):
+                found.append(compare(subject, emulations))
+    for other in found[1:]:
+        for name in emulations:
+            assert torch.equal(other.candidates[name].logprobs, found[0].candidates[name].logprobs)
+            assert other.damage[name].keys() == found[0].damage[name].keys()
+    assert float(found[0].candidates["w8a8"].klds.mean()) > 0
 
 
 @pytest.mark.parametrize(("row", "place"), [(0, 2), (1, 11), (2, 0)])

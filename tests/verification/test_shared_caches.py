@@ -95,6 +95,25 @@ def find_layer(name: str) -> int:
     return int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) if ".layers." in name else -1
 
 
+@pytest.mark.parametrize("engine", ["vllm", "vllm==0.28", "sglang"])
+def test_a_layer_without_scales_of_its_own_misreads_the_cache(
+    overlay: Path, bare: Path, engine: str
+) -> None:
+    assert fp8calib.check(overlay, engine=engine).ok
+    layers = fp8calib.check(bare, engine=engine).engines[engine].layers
+    (_, tensors), *_ = list_scale_files(bare)
+    for layer in layers[:2]:
+        assert layer.ok
+    for layer in layers[2:]:
+        producer = PRODUCERS[layer.layer]
+        for role, verdict in (("k", layer.k), ("v", layer.v)):
+            (name,) = (n for n in tensors if f".{producer}." in n and n.endswith(f"{role}_scale"))
+            assert verdict.status == "misread"
+            scale = float(tensors[name])
+            words = f"the cache of layer {producer}, which is written with {scale:.4g}, with 1"
+            assert words in verdict.why
+
+
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

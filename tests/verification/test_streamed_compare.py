@@ -149,6 +149,17 @@ def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> 
         assert torch.equal(looked.found[key], sums)
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -> None:
+    """In the dtype of a fast processor, and with hidden states that stay in memory."""
+    MODELS[name](tmp_path / "model")
+    plan = make_plan(draw([20] * 8, seed=9))
+    options = {"dtype": torch.bfloat16, "ram_bytes": 2**30}
+    whole, _ = compare(tmp_path / "model", plan, streamed=False, **options)  # type: ignore[arg-type]
+    streamed, _ = compare(tmp_path / "model", plan, streamed=True, **options)  # type: ignore[arg-type]
+    require_same(whole, streamed)
+
+
 @pytest.mark.parametrize("name", ["further-gemma4_text", "llama", *in_minutes("gemma3n_text")])
 def test_candidates_begin_at_the_first_layer_that_they_change(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.judge.gates import GATES, judge
 from fp8calib.verification.paired import MARGIN, compare_paired
 from fp8calib.verification.report import (
@@ -157,6 +158,13 @@ def test_quantiles_are_those_of_numpy(klds: list[float]) -> None:
     assert summary.kld_max == exact.max()
 
 
+def test_agreement_and_ties_are_shares() -> None:
+    agrees, ties = [True, False, False, False], [False, True, True, False]
+    scores = make_scores([-1.0] * 4, agrees=agrees, ties=ties)
+    summary = summarize(scores, make_scores([-1.0] * 4), [5])
+    assert (summary.top1_agreement, summary.top1_ties) == (0.25, 0.5)
+
+
 def test_sums_of_many_tokens_are_not_lost() -> None:
     """A million losses of 1e-4 on top of log-probabilities of -11: fp32 sums would drift."""
     reference = np.full(1_000_000, -11.0)
@@ -220,6 +228,16 @@ def test_the_interval_is_that_of_students_t(sequences: int) -> None:
     assert found.answer is PairedAnswer.BETTER
 
 
+def test_a_small_difference_that_is_sure_is_none() -> None:
+    """Of a divergence of 1, the margin is 0.1: 0.05 ± 0.001 is inside of it, though not 0."""
+    noise = 0.001 * np.repeat([-1.0, 1.0], 50)
+    base = np.ones(100)
+    assert compare(base + 0.05 + noise, base, [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
+    assert compare(base + 0.15 + noise, base, [11] * 10).answer is PairedAnswer.WORSE
+    assert compare(base, base, [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
+    assert compare(np.zeros(100), np.zeros(100), [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
+
+
 def test_a_large_difference_of_two_texts_needs_a_third() -> None:
     """By hand: 1 ± 0.1; t is 12.7 for two texts, 4.30 for three, and (4.30 + 0.84) 0.0816 < 1."""
     base = np.ones(20)
@@ -245,3 +263,46 @@ def test_one_text_in_twenty_is_wrong_where_there_is_no_difference() -> None:
         found = compare(mine.ravel(), base.ravel(), [64] * 16)
         wrong += found.answer in {PairedAnswer.BETTER, PairedAnswer.WORSE}
     assert wrong <= 400 * 0.08
+
+
+def test_the_text_that_would_tell_does_tell() -> None:
+    """With as many tokens as were asked for, a difference of the margin is told 4 times of 5."""
+    random = np.random.default_rng(6)
+
+    def draw(sequences: int, shift: float) -> PairedResult:
+        base = random.lognormal(-5, 1.0, (sequences, 63))
+        mine = base + random.normal(0, 0.01, base.shape) + shift
+        return compare(mine.ravel(), base.ravel(), [64] * sequences)
+
+    first = next(
+        f for f in (draw(8, 0.0) for _ in range(50)) if f.answer is PairedAnswer.CANNOT_TELL
+    )
+    assert first.tokens_to_tell is not None
+    asked = round(float(np.median([draw(8, 0.0).tokens_to_tell or 0 for _ in range(50)])) / 63)
+    told = [draw(asked, 2 * first.margin).answer is PairedAnswer.WORSE for _ in range(100)]
+    assert sum(told) >= 95
+    at_margin = [draw(asked, first.margin).answer for _ in range(200)]
+    assert 0.65 < sum(each is PairedAnswer.WORSE for each in at_margin) / 200 < 0.95
+
+
+@pytest.mark.parametrize(
+    ("kld", "se", "text"),
+    [
+        (None, None, "-"),
+        (0.0, None, "0.0000"),
+        (0.0153, None, "0.0153"),
+        (0.0153, 0.0005, "0.0153 ± 0.0005"),
+        (0.0153, 0.00002, "0.01530 ± 0.00002"),
+        (0.00002, None, "2.00e-05"),
+        (0.00002, 0.000003, "2.00e-05 ± 3.0e-06"),
+        (7.7, 0.21, "7.7000 ± 0.2100"),
+        (0.0005, 0.0004, "0.0005 ± 0.0004"),
+        (0.0, 0.0, "0.0000 ± 0.0000"),
+    ],
+)
+def test_a_divergence_is_printed_with_its_error(
+    kld: float | None, se: float | None, text: str
+) -> None:
+    assert format_kld(kld, se) == text
+    unknown = " ± ?" if kld is not None and se is None else ""
+    assert format_mean_kld(kld, se) == text + unknown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.stored import find_clipped
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.stored import CopiedParameter, find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
 from tests.formats.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
@@ -26,8 +29,10 @@ from tests.verification.by_hand import (
     ROUTERS,
     Recipe,
     Subject,
+    cast,
     cast_blocks,
     cast_groups,
+    ceil_log2,
     emulate,
     emulate_checkpoint,
     make_batch,
@@ -37,8 +42,76 @@ from tests.verification.by_hand import (
     quantize_by_hand,
     tensor_scale,
 )
+from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
+GROUPS = {
+    "llama": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ],
+    "phi3": [
+        ["self_attn.o_proj"],
+        ["self_attn.qkv_proj"],
+        ["mlp.gate_up_proj"],
+        ["mlp.down_proj"],
+    ],
+    "opt": [
+        ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"],
+        ["self_attn.out_proj"],
+        ["fc1"],
+        ["fc2"],
+    ],
+    "starcoder2": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.c_fc"],
+        ["mlp.c_proj"],
+    ],
+    "mixtral": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+    ],
+    "deepseek_v3": [
+        ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+        ["self_attn.q_b_proj"],
+        ["self_attn.kv_b_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+        ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+        ["mlp.shared_experts.down_proj"],
+    ],
+    "qwen3_next": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+        ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+        ["mlp.shared_expert.down_proj"],
+    ],
+}
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: Path) -> None:
+    """Of the last layer; nothing else is in a group, and routers are in none."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        planned = plan_scheme(subject, find_scheme("w8a16")).weights
+    groups = [each.parameters for each in planned]
+    prefix = f"{subject.geometry.layers[-1].module}."
+    found = [
+        [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
+        for group in groups
+        if group[0].name.startswith(prefix)
+    ]
+    assert found == GROUPS[family]
+
+
 # --- an FP8 checkpoint -------------------------------------------------------------------------
 
 
@@ -78,8 +151,27 @@ def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
     assert not torch.equal(found, plain_forward(wide.model, BATCH))
 
 
+def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
+    folder = write_blocks(wide.model, tmp_path / "fp8")
+    numerics = find_emulated("vllm")[1]
+    held = weights_held(wide, stored(wide, folder, replace(numerics, power_of_two_sizes=(1, 1))))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    strips = []
+    for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):
+        pieces = [
+            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
+        ]
+        strips.append(torch.cat(pieces, 1))
+    assert torch.equal(held[name], torch.cat(strips, 0))
+    ragged = weights_held(wide, stored(wide, folder, numerics))
+    assert torch.equal(ragged[name], cast_blocks(wide.model.get_parameter(name).detach()))
+
+
 # --- what a checkpoint clipped, and its scales ---------------------------------------------------
 
+
+Spread = Callable[[torch.Tensor], torch.Tensor]
+"""From a weight to its amax, in the shape in which scales are stored."""
 
 LARGEST = 448.0
 
@@ -141,6 +233,13 @@ def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[s
     return {site.module: int(Damage(*sums.tolist()).clipped) for site, sums in damage.items()}
 
 
+def tell_scales(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, ScaleRange]:
+    """Give the scales of each linear while the weights are replaced."""
+    scales: dict[Site, ScaleRange] = {}
+    with changed_weights(subject.model, weights, subject.originals, {}, scales):
+        return {site.module: found for site, found in scales.items()}
+
+
 def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
     """Count the elements of each file tensor that lie beyond 448 times their scale."""
     stored = load_file(folder / "model.safetensors")
@@ -183,6 +282,45 @@ def test_what_a_checkpoint_clipped_of_experts_is_counted(tmp_path: Path) -> None
         assert found[f"{module}.gate_proj"] == found[f"{module}.up_proj"] == ends[0] + ends[1]
 
 
+def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) -> None:
+    """The model holds the w1 and w3 of four experts in one parameter."""
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
+        folder = write(subject, tmp_path / "fp8", "tensor", 1.0, torch.float32)
+        tensors = load_file(folder / "model.safetensors")
+        subject.model.save_pretrained(tmp_path / "plain")
+        plain = load_file(tmp_path / "plain" / "model.safetensors")
+        tensors |= {each: plain[each] for each in tensors if "experts" in each and each in plain}
+        tensors = {n: t for n, t in tensors.items() if not ("experts" in n and "_scale" in n)}
+        tensors[name] = plain[name] * 2
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        numerics = find_emulated("reference")[1]
+        checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
+        changes = emulate_checkpoint(
+            subject, checkpoint, numerics, is_changed=lambda each: each == name
+        ).weights
+        before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+        with changed_weights(subject.model, changes, subject.originals, {}, {}):
+            found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+    copied = [each for each in changes if isinstance(each, CopiedParameter)]
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    assert [parameter.name for each in copied for parameter in each.parameters] == [stack]
+    rows = len(plain[name])
+    expected = before[stack].clone()
+    expected[2, :rows] *= 2
+    assert torch.equal(found[stack], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_that_fits_clips_nothing(
+    wide: Subject, tmp_path: Path, form: str, dtype: torch.dtype
+) -> None:
+    """In bfloat16 half of the scales are rounded down, which costs nobody anything."""
+    folder = write(wide, tmp_path / "fp8", form, 1.0, dtype)
+    assert set(count_clipped(wide, read(wide, folder)).values()) == {0}
+
+
 @pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ, E5M2], ids=lambda fmt: fmt.name)
 def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
     """What was scaled before it was quantized (SmoothQuant) lies beyond, but at other codes."""
@@ -193,6 +331,20 @@ def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
     assert clipped is not None
     assert (clipped.abs() > fmt.max).tolist() == [False, True, True, False]
     assert find_clipped(exact, found, torch.full((4,), fmt.max * 2), fmt) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form: str) -> None:
+    folder = write(wide, tmp_path / "fp8", form, 1.0, torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    assert tell_scales(wide, read(wide, folder)) == {
+        name.removesuffix(".weight"): ScaleRange(
+            per=form,  # type: ignore[arg-type]
+            smallest=float(stored[f"{name}_scale"].min()),
+            largest=float(stored[f"{name}_scale"].max()),
+        )
+        for name in filter(is_quantized, stored)
+    }
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ZOO))

@@ -1,0 +1,128 @@
+"""The RFC's JSON: every number typed by hand from the rows and columns in `handmade`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.rules import Fallback
+from tests.formats.handmade import DATA, MODEL, linear_stats, write_scales
+
+
+def _per_rank(rank: int, keys: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Give layer 0 as typed and layer 1 doubled, as `handmade` makes them."""
+    return {
+        str(layer): {name: scales[rank] * (layer + 1) for name, scales in keys.items()}
+        for layer in range(2)
+    }
+
+
+def _write(
+    stats: CalibrationStats,
+    path: Path,
+    *,
+    tp: int = 1,
+    fmt: Fp8Format = E4M3FN,
+    fallback: Fallback | None = None,
+) -> dict[str, Any]:
+    kv = compute_kv_scales(stats, fmt, tp=tp)
+    linears = compute_linear_scales(stats, fmt, tp=tp, fallback=fallback)
+    write_scales("rfc", kv, path, linears=linears)
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+EXPECTED = {
+    1: {
+        "kv": [[0.75, 2.0]],
+        "qkv_in": [4.0],
+        "q": [8.0],
+        "k": [3.0],
+        "v": [6.0],
+        "o_in": [8.0],
+        "o": [4.0],
+        "gate_in": [0.5],
+        "gate": [9.0],
+        "up": [7.0],
+        "down_in": [4.0],
+        "down": [5.0],
+    },
+    2: {
+        "kv": [[0.25, 2.0], [0.75, 0.0625]],
+        "qkv_in": [4.0, 4.0],
+        "q": [4.0, 8.0],
+        "k": [3.0, 2.0],
+        "v": [5.0, 6.0],
+        "o_in": [8.0, 4.0],
+        "o": [2.0, 4.0],
+        "gate_in": [0.5, 0.5],
+        "gate": [1.0, 9.0],
+        "up": [7.0, 3.0],
+        "down_in": [1.0, 4.0],
+        "down": [3.0, 5.0],
+    },
+    4: {
+        "kv": [[0.25, 2.0], [0.25, 2.0], [0.75, 0.0625], [0.75, 0.0625]],
+        "qkv_in": [4.0, 4.0, 4.0, 4.0],
+        "q": [2.0, 4.0, 6.0, 8.0],
+        "k": [3.0, 3.0, 2.0, 2.0],
+        "v": [5.0, 5.0, 6.0, 6.0],
+        "o_in": [8.0, 6.0, 4.0, 2.0],
+        "o": [1.0, 2.0, 3.0, 4.0],
+        "gate_in": [0.5, 0.5, 0.5, 0.5],
+        "gate": [1.0, 1.0, 2.0, 9.0],
+        "up": [7.0, 1.0, 1.0, 3.0],
+        "down_in": [1.0, 0.25, 2.0, 4.0],
+        "down": [3.0, 1.0, 1.0, 5.0],
+    },
+}
+
+
+def _section(
+    inputs: dict[str, list[float]], weights: dict[str, list[float]], tp: int
+) -> dict[str, Any]:
+    return {
+        "activation": {
+            "dtype": "bfloat16",
+            "target_dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, inputs) for rank in range(tp)},
+        },
+        "weight": {
+            "dtype": "float8_e4m3fn",
+            "scaling_factor": {f"rank{rank}": _per_rank(rank, weights) for rank in range(tp)},
+        },
+    }
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_rank_has_the_scales_of_its_rows_columns_and_heads(
+    tmp_path: Path, tp: int, is_fused: bool
+) -> None:
+    document = _write(linear_stats(is_fused=is_fused), tmp_path / "rfc.json", tp=tp)
+
+    n = EXPECTED[tp]
+    factors = {
+        f"rank{rank}": {"0": scales[0], "1": scales[1]} for rank, scales in enumerate(n["kv"])
+    }
+    assert document == {
+        "model_type": "llama",
+        "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors},
+        "mlp": _section(
+            {"gate_proj": n["gate_in"], "up_proj": n["gate_in"], "down_proj": n["down_in"]},
+            {"gate_proj": n["gate"], "up_proj": n["up"], "down_proj": n["down"]},
+            tp,
+        ),
+        "attention": _section(
+            dict.fromkeys(("q_proj", "k_proj", "v_proj"), n["qkv_in"]) | {"o_proj": n["o_in"]},
+            {"q_proj": n["q"], "k_proj": n["k"], "v_proj": n["v"], "o_proj": n["o"]},
+            tp,
+        ),
+        "_fp8calib": {"model": MODEL, "data": DATA, "text_start": "fedcba9876543210"},
+    }
