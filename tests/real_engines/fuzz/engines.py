@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from fp8calib.model.module_paths import split_expert
 from fp8calib.plugins.vllm.loader import EXPERTS, LoaderAnswer
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
@@ -75,6 +76,7 @@ class VllmObserver:
         if isinstance(held, str):
             return Observation(error=held)
         fault = _find_fault(held, meant) or _find_input_fault(held, model)
+        fault = fault or _find_cast_fault(held, model)
         fault = _POOLING if "pooling" in held else fault
         return Observation(layers=list_layers(held), weights_fault=fault)
 
@@ -156,6 +158,26 @@ def _find_input_fault(held: Tensors, model: Path) -> str:
             used = tensor.float().max().item()  # vLLM takes the largest of what it joins
             if not is_scale(used) or used not in stored:
                 return f"{name.removeprefix('loaded.')} is {used:g}"
+    return ""
+
+
+def _find_cast_fault(held: Tensors, model: Path) -> str:
+    """Find an expert that the file stores in 16 bits, and the engine casts to FP8 with scale 1.0.
+
+    Small weights lose little more by it than by their own scale.
+    """
+    quantized = {
+        find_index(name)
+        for name, tensor in held.items()
+        if name.startswith("loaded.")
+        and name.endswith(("w13_weight", "w2_weight"))
+        and tensor.element_size() == 1
+    }
+    for name, tensor in list_tensors(model):
+        module, _, leaf = name.rpartition(".")
+        is_plain = leaf == "weight" and tensor.element_size() > 1
+        if is_plain and split_expert(module) is not None and find_index(name) in quantized:
+            return f"{name} is held in FP8"
     return ""
 
 
