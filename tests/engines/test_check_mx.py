@@ -102,6 +102,18 @@ def change(source: Path, out: Path, scale: torch.Tensor | None, dtype: str = "bf
     return change_tensors(out, {name: scale})
 
 
+def test_vllm_loads_mxfp8_by_the_names_that_its_linears_have(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    """VLLM 0.32 stops at weight_scale_inv, and loads weight_scale (run)."""
+    out = Path(shutil.copytree(written["mxfp8"], tmp_path / "out"))
+    assert "rename weight_scale_inv" in ask(out, "vllm").load_fault
+
+    change_tensors(out, lambda held: {name.removesuffix("_inv"): t for name, t in held.items()})
+    change_config(out, dtype="bfloat16")
+    assert ask(out, "vllm").ok
+
+
 BYTES = torch.full((32, 5), 120, dtype=torch.uint8)
 DAMAGED = {
     "missing": (None, Status.MISREAD, "is missing: the engine uses uninitialised memory"),

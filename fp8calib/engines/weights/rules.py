@@ -43,6 +43,8 @@ class WeightRule:
     """How the paths of the linears end."""
     has_experts: bool = False
     """Only experts."""
+    beside: str = ""
+    """Only weights that have this tensor, by the last part of its name."""
     granularity: Granularity | None = None
     """Only weights with a scale for each of these."""
     ignore: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Itera
     experts = {
         each.module for group in weights.groups if group.is_experts for each in group.members
     }
+    held = {each.module: each.tensors for group in weights.groups for each in group.members}
     names = {each: find_nearest(each).name for each in set(weights.schemes.values())}
     for rule in rules:
         if (
@@ -124,6 +127,7 @@ def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Itera
                 and names[scheme] not in excepted
                 and (not rule.endings or module.endswith(rule.endings))
                 and (not rule.has_experts or module in experts)
+                and (not rule.beside or rule.beside in held.get(module, ()))
                 and rule.granularity in (None, scheme.weights)
             ):
                 why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
