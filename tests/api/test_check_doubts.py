@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.formats.kv.overlay import make_quantization_config
 from tests import zoo
-from tests.architectures.test_vision_language import MODELS
 from tests.kit.checkpoints import change_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -185,12 +183,3 @@ def test_vllm_stops_at_an_output_layer_of_its_own_in_gemma_as_quantize_writes_it
     assert reports["vllm"].weights is not None
     assert reports["vllm"].weights.status == "refused"
     assert reports["sglang"].status == "unknown"
-
-
-@pytest.mark.parametrize("family", sorted(MODELS))
-def test_a_model_with_other_inputs_is_not_unknown(tmp_path: Path, family: str) -> None:
-    text, vision, *_ = MODELS[family]
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "x")
-
-    assert not any(report.unknown for report in ask(tmp_path / "x").values())

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration.header import BackOff
 from fp8calib.errors import CalibrationError
 from tests import zoo
-from tests.calibration.running import Subject, WorkShare, as_bytes, opened
-from tests.doors import Silent
+from tests.calibration.running import Subject, opened
 
 CPU_MESSAGE = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -43,24 +41,6 @@ def limit_memory(
     return last.mlp.down_proj.register_forward_pre_hook(check, with_kwargs=True)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_the_run_goes_on_with_half_the_batch_as_if_so_requested(
-    error: Exception, streamed: bool, tmp_path: Path
-) -> None:
-    """A streamed run begins again; what its first layer has run by then counts once."""
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model", streamed=streamed) as subject:
-        halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        share, bar = WorkShare(), Bar()
-        handle = limit_memory(subject, error, sequences=2)
-        found = subject.calibrate(share, batch_size=4, progress=bar)
-        handle.remove()
-    assert as_bytes(found, tmp_path) == halved
-    assert share.back_offs == [BackOff(first=0, batch_size=2)]
-    assert not streamed or bar.steps == bar.total
-
-
 @pytest.mark.parametrize(
     ("error", "sequences", "says"),
     [
@@ -78,26 +58,3 @@ def test_what_a_smaller_batch_does_not_help_is_an_error(
         with pytest.raises(CalibrationError, match=says):
             subject.calibrate(batch_size=4)
         handle.remove()
-
-
-class Bar(Silent):
-    """A progress bar that counts."""
-
-    total: int | None = 0
-    steps = 0
-
-    def stage(
-        self,
-        name: str,  # noqa: ARG002
-        total: int | None,
-        *,
-        unit: str = "steps",  # noqa: ARG002
-        layers: int = 0,  # noqa: ARG002
-        batches: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Start to count."""
-        self.total, self.steps = total, 0
-
-    def advance(self, steps: int) -> None:
-        """Count."""
-        self.steps += steps

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
-    is_stats_file,
     load_stats_file,
     save_stats,
 )
@@ -73,14 +72,6 @@ def path(tmp_path: Path) -> Path:
     found = tmp_path / "stats.safetensors"
     save_stats(make_stats(), found)
     return found
-
-
-def test_a_stats_file_is_told_from_others(path: Path, tmp_path: Path) -> None:
-    assert is_stats_file(path)
-    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
-    (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:50])
-    for name in ("other.safetensors", "torn.safetensors", "none.safetensors"):
-        assert not is_stats_file(tmp_path / name)
 
 
 def damage(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> None:

@@ -13,7 +13,6 @@ import soxr
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.unquantized_tensors import (
     decode_sketch,
@@ -85,28 +84,6 @@ def test_versions_of_what_reads_media_are_those_that_are_installed() -> None:
 
 
 MODEL, DATA = "01" * 32, "ef" * 32
-FIELDS = {"model": MODEL, "data": DATA, "text_start": "0123456789abcdef"}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        None,
-        [],
-        {},
-        "x",
-        {"model": MODEL[:-1]},
-        {"model": MODEL.upper().replace("0", "A")},
-        {"model": 7},
-        {**FIELDS, "data": "ef"},
-        {**FIELDS, "surprise": ""},
-    ],
-)
-def test_what_is_damaged_is_refused(fields: object) -> None:
-    with pytest.raises(ValueError, match=r"not an object|fingerprint"):
-        CalibrationOrigin.from_fields(fields)
-
-
 # --- sketches of linears -------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
-    load_stats_file,
-    save_stats,
 )
 from fp8calib.calibration.header import StatsShard
 from fp8calib.calibration.merge import merge_shards
@@ -69,15 +67,6 @@ def with_header(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
 def with_part(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
     assert stats.shard is not None
     return replace(stats, shard=stats.shard.model_copy(update=changes))
-
-
-def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
-    _, part = make_parts()[1]
-    save_stats(part, tmp_path / "part.safetensors")
-    assert load_stats_file(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
-    with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
-        load_stats_file(tmp_path / "part.safetensors")
-    assert "fp8calib export" in refused.value.hint
 
 
 CHANGED_HEADERS = {

@@ -106,6 +106,16 @@ def test_a_model_is_not_streamed_for_the_sake_of_a_large_batch(work: Workload) -
         plan_halved(large, limits(100), 8)
 
 
+def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload) -> None:
+    with pytest.raises(UsageError, match="even layer by layer") as caught:
+        stream(work, limits(50 * 2**20))
+    named = caught.value.hint.split("use --memory ")[1].split(" ")[0]
+    found = limits(int(float(named) * 2**30))
+    assert stream(work, found).streaming is not None
+    with pytest.raises(UsageError):
+        stream(work, limits(found.host_bytes - 2**26))
+
+
 def test_a_gpu_holds_one_layer_and_the_host_the_tensors_read_ahead(work: Workload) -> None:
     plan = stream(work, limits(2**30, device=2**30))
     assert plan.device_peak["layers"] == LAYER

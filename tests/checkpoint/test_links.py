@@ -32,10 +32,3 @@ def test_a_link_to_a_file_elsewhere_is_refused(
     with pytest.raises(ModelError, match=f"{name} is a link out of the folder") as refused:
         refuse_external_links(folder)
     assert "hard-link" in refused.value.hint
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path: Path, folder: Path) -> None:
-    (folder / "a.safetensors").symlink_to("config.json")
-    (tmp_path / "link").symlink_to("model")
-
-    refuse_external_links(tmp_path / "link")

@@ -92,6 +92,28 @@ def _read_index(folder: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("source_folder", ["sharded"], indirect=True)
+def test_a_sharded_source_keeps_its_names_order_and_metadata(
+    tmp_path: Path, source_folder: Path
+) -> None:
+    before = _read_index(source_folder)
+    before["metadata"] |= {"total_parameters": 5, "note": "kept"}
+    (source_folder / INDEX).write_text(json.dumps(before))
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    after = _read_index(destination)
+    names = list(after["weight_map"].items())
+    assert names[: len(before["weight_map"])] == list(before["weight_map"].items())
+    assert names[len(before["weight_map"]) :] == [
+        (name, "model-kv-scales.safetensors") for name in sorted(SCALES)
+    ]
+    assert not (destination / "model.safetensors").exists()
+    total = before["metadata"]["total_size"]
+    assert isinstance(total, int)
+    assert after["metadata"] == {"total_parameters": 5, "note": "kept", "total_size": total + 16}
+
+
+@pytest.mark.parametrize("source_folder", ["sharded"], indirect=True)
 def test_the_shard_of_scales_never_takes_a_name_in_use(tmp_path: Path, source_folder: Path) -> None:
     index = _read_index(source_folder)
     first = sorted(str(name) for name in index["weight_map"].values())[0]

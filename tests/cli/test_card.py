@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+import fp8calib
+from fp8calib.commands.command_line import remember_arguments
 from tests.cli.conftest import QUICK
 from tests.cli.program import succeed
 
@@ -101,3 +103,15 @@ def test_a_model_of_the_hub_is_named_by_its_id(
         data = read(out).data
         assert (data.base_model, data.license) == ("org/tiny", "other")
     assert "fp8calib quantize org/tiny --scheme w8a16 --out out0" in read(tmp_path / "out0").text
+
+
+def test_a_model_in_memory_has_a_card_without_commands(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- slow
+
+    remember_arguments(())  # of the commands before it in this process
+    live = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer"):
+        fp8calib.quantize(live, "w8a16", tmp_path / "out", check=False)
+    card = read(tmp_path / "out")
+    assert card.data.base_model == "tiny-llama"
+    assert "Made by" not in card.text

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
-from tests.kit.checkpoints import change_config, change_quantization, change_tensors
+from tests.kit.checkpoints import change_config, change_tensors
 
 ENGINES = ("vllm", "sglang", "transformers")
 U8 = torch.uint8
@@ -241,20 +241,3 @@ def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: 
     message = fail(4, *words, report, *options)
     assert f"{report}: the result of a command, not scales" in message
     assert "name the checkpoint, the scales or the statistics that it is about" in message
-
-
-def test_an_excluded_linear_in_fp8_is_wrong_for_check_as_for_verify(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "q")
-    name = "model.layers.0.mlp.down_proj"
-    change_quantization(tmp_path / "q", ignore=["lm_head", name])
-
-    told = run("check", tmp_path / "q", "--engine", "vllm")
-    refused = fail(4, "verify", model, "--data", data, "--scales", tmp_path / "q")
-
-    assert told.code == 8
-    for text in (told.out, refused):
-        assert name in text
-        assert f"FP8, but the config excludes '{name}'" in text
-    assert "fix: use the config that the weights were quantized with" in told.out

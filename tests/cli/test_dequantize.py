@@ -109,6 +109,21 @@ def _bare(base: Path) -> Path:
     return bare
 
 
+@pytest.mark.parametrize("name", ["float16", "float32", "bfloat16"])
+def test_another_dtype_is_that_of_dequantized_weights(tmp_path: Path, name: str) -> None:
+    child = save_int(tmp_path / "child", 4, group=32)
+    report = dequantize(child, tmp_path / "out", "--dtype", name)
+    assert report["dtype"] == name
+    dtype = getattr(torch, name)
+    found = load_tensors(tmp_path / "out")
+    require_equal(found, decode_folder(child, dtype))
+    assert found[NAME].dtype is dtype
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config.get("dtype") or config["torch_dtype"]) == name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype is dtype
+
+
 # --- against transformers ------------------------------------------------------------------------
 
 

@@ -78,25 +78,6 @@ def test_every_rank_has_its_part_and_its_scales(tmp_path: Path) -> None:
                         assert found == pytest.approx(value, rel=1e-7)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_experts_are_written_one_by_one(family: str, tmp_path: Path) -> None:
-    model, stats, weights = calibrated(family, tmp_path)
-    export(tmp_path / "rfc", model, stats, "--tp", 2)
-    path = "model.layers.1.mlp.experts"
-    for rank in range(2):
-        stored = load_file(tmp_path / "rfc" / f"rfc.tp2.rank{rank}.safetensors")
-        for expert in range(4):
-            both = weights[f"{path}.gate_up_proj"][expert]
-            down = weights[f"{path}.down_proj"][expert]
-            gate, up = both[:48], both[48:]
-            if family == "gpt_oss":
-                gate, up, down = both.T[0::2], both.T[1::2], down.T
-            own = of_rank(48, rank)
-            check_weight(stored, f"{path}.{expert}.gate_proj", gate[own])
-            check_weight(stored, f"{path}.{expert}.up_proj", up[own])
-            check_weight(stored, f"{path}.{expert}.down_proj", down[:, own])
-
-
 def test_fnuz_codes_are_those_of_its_own_format(tmp_path: Path) -> None:
     model, stats, weights = calibrated("llama", tmp_path)
     export(tmp_path / "rfc", model, stats, "--fp8-dtype", "e4m3fnuz")

@@ -83,33 +83,6 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
 # --- ranks and heads -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "tp", "expected"),
-    [
-        ((), 2, {"0": [0.75, 1.0], "1": [0.25, 2.0]}),
-        (("--tp", 1), 1, {"0": [0.75, 2.0]}),
-        (
-            ("--tp", 4),
-            4,
-            {"0": [0.75, 1.0], "1": [0.75, 1.0], "2": [0.25, 2.0], "3": [0.25, 2.0]},
-        ),
-    ],
-)
-def test_the_ranks_of_a_json_are_those_found_or_those_asked_for(
-    extract: Extract,
-    tmp_path: Path,
-    options: tuple[object, ...],
-    tp: int,
-    expected: dict[str, list[float]],
-) -> None:
-    report = extract(sources.save_ranks(tmp_path / "ranks"), "--format", "vllm-json", *options)
-    document = json.loads((tmp_path / "out" / f"kv_cache_scales.tp{tp}.json").read_text())
-    factors = document["kv_cache"]["scaling_factor"]
-    assert {rank: list(layers.values()) for rank, layers in factors.items()} == expected
-    assert report["tp"] == tp
-    assert any("2 ranks" in note for note in report["notes"]) is bool(options)
-
-
 def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:
     pairs = sources.name_pairs()
     queries = {f"{ATTENTION.format(i)}.q_scale": torch.tensor(4.0) for i in range(2)}

@@ -519,23 +519,6 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning_and_fails_a_gate(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "why"),
-    [
-        ("kv_cache_scales.tp1.json", "vllm", "vLLM reads no JSON of scales since 0.7"),
-        ("tgi", "sglang", ""),
-        ("kv_cache_scales.tp1.json", "reference", None),
-    ],
-)
-def test_scales_that_the_engine_does_not_use_are_a_warning(
-    verify: Any, files: Path, name: str, engine: str, why: str | None
-) -> None:
-    report = verify("--scales", files / name, "--engine", engine).json
-    told = [text for text in report["warnings"] if "does not use its KV scales (" in text]
-    assert len(told) == (why is not None)
-    assert all(text.startswith(f"{files / name}: ") and why in text for text in told)
-
-
 # --- the command after it ------------------------------------------------------------------------
 
 

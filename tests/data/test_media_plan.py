@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8calib.data.plan import build_plan
 from fp8calib.data.processor import MediaEncoder
@@ -70,21 +69,3 @@ def test_media_that_change_after_planning_are_refused(plan_of: Any, tmp_path: Pa
     draw_image(5).save(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"rows0\.jsonl:1: its media changed"):
         plan.media[0].load()
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_row_is_cut_after_its_last_medium_only(plan_of: Any, pack: bool) -> None:
-    row = see("<image>What is it? <image>" + "x" * 50, "a.png", "b.png")
-    whole = plan_of(row, seq_len=500)
-    ids, kinds = whole.media[0].ids, whole.media[0].kinds
-    end = max(i for i in range(len(kinds)) if kinds[i]) + 1
-    cut = plan_of(row, seq_len=end + 3, pack=pack)
-    assert cut.sequences[0].tolist() == ids[: end + 3].tolist()
-    assert cut.media[0].num_cut == len(ids) - end - 3
-    assert cut.rows.cut == 1
-    full, short = whole.media[0].load(), cut.media[0].load()
-    assert full.keys() == short.keys() >= {"pixel_values", "token_type_ids"}
-    assert torch.equal(short["pixel_values"], full["pixel_values"])
-    assert torch.equal(short["token_type_ids"], full["token_type_ids"][:, : end + 3])
-    with pytest.raises(DataError, match=f"media end at token {end}, beyond --seq-len {end - 1}"):
-        plan_of(row, seq_len=end - 1, pack=pack)

@@ -18,10 +18,9 @@ import torch
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import Batch, DataPlan
-from fp8calib.data.shares import parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError
 from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 
@@ -45,22 +44,6 @@ def plan_of(*specs: str, **options: Any) -> DataPlan:
 
 def lists(plan: DataPlan) -> list[list[int]]:
     return [sequence.tolist() for sequence in plan.sequences]
-
-
-def test_a_source_that_is_not_read_is_named(tmp_path: Path) -> None:
-    a, b = (write_ids(tmp_path / f"{name}.jsonl", *[[1, 1]] * 4) for name in "ab")
-    told = [each for each in plan_of(a, b, seq_len=2, samples=4).warnings if "was read" in each]
-    assert len(told) == 1
-    assert told[0].startswith("no row of b.jsonl was read: other sources gave all 4 sequences")
-    for plan in (plan_of(a, b, seq_len=2, samples=5), plan_of(f"{a}@1", b, seq_len=2, samples=4)):
-        assert not any("was read" in each for each in plan.warnings)
-
-
-def test_samples_stop_the_reading_before_a_bad_row(tmp_path: Path) -> None:
-    spec = write_ids(tmp_path / "x.jsonl", [1, 2, 3], [4, 5], [999])
-    assert lists(plan_of(spec, samples=1)) == [[1, 2, 3, 4]]
-    with pytest.raises(DataError, match=r"x\.jsonl:3: input_ids holds 999"):
-        plan_of(spec, samples=2)
 
 
 def test_a_source_of_unusable_rows_is_refused_before_it_ends() -> None:

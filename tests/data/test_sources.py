@@ -30,39 +30,6 @@ def read(rows: Iterable[ReadRow]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("x.jsonl", b'{"text": "a"}\n', [Row("x.jsonl:1", text="a")]),
-        (
-            "x.jsonl",
-            b'\xef\xbb\xbf{"text": "\xc3\xa9"}\r\n\r\n  \n{"input_ids": [1, 2]}',
-            [Row("x.jsonl:1", text="é"), Row("x.jsonl:4", input_ids=(1, 2))],
-        ),
-        (
-            "x.JSON",
-            b'[{"text": "a"}, {"text": "b"}]',
-            [Row("x.JSON row 1", text="a"), Row("x.JSON row 2", text="b")],
-        ),
-        (
-            "x.json",
-            b'\xef\xbb\xbf{"version": 1, "data": [{"text": "a"}]}',
-            [Row("x.json row 1", text="a")],
-        ),
-        (
-            "x.json",
-            b'{"text": "a"}\n{"text": "b"}\n',
-            [Row("x.json:1", text="a"), Row("x.json:2", text="b")],
-        ),
-        ("x.txt", b"\xef\xbb\xbfa\n\nb\n", [Row("x.txt", text="a\n\nb\n")]),
-    ],
-)
-def test_a_text_file_gives_its_rows_in_order(
-    tmp_path: Path, name: str, content: bytes, expected: list[Row]
-) -> None:
-    assert list(iter_file_rows(write(tmp_path / name, content))) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "content", "fragment"),
     [
         ("x.jsonl", b"", "x.jsonl: no rows"),

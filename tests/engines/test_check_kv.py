@@ -23,7 +23,6 @@ from tests.engines.check_handmade import (
     QUARK,
     Numbers,
     ask,
-    both,
     moved_geometry,
     plain_geometry,
     save_folder,
@@ -34,7 +33,6 @@ from tests.engines.check_handmade import (
 from tests.formats.handmade import (
     latent_stats,
     make_geometry,
-    shared_stats,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -364,15 +362,6 @@ def test_ranks_that_cannot_share_the_heads_are_refused(
     case.compare(engine, case.save(tmp_path / "f"))
 
 
-def test_layers_that_read_anothers_cache_need_its_scale(tmp_path: Path) -> None:
-    geometry = shared_stats().header.geometry
-    half = save_folder(tmp_path / "half", spell(*PAIR), quantization=PER_TENSOR)
-    whole = save_folder(tmp_path / "whole", spell(*PAIR, layers=4), quantization=PER_TENSOR)
-
-    assert statuses(ask("vllm", half, geometry)) == both("used") + both("misread")
-    assert ask("vllm", whole, geometry).ok
-
-
 @pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])
 @pytest.mark.parametrize(
     ("model_type", "dtype", "held"),
@@ -433,10 +422,3 @@ def test_scales_of_q_and_of_probabilities_are_told_and_decide_nothing(
     told = [text for text in report.problems if "q_scale" in text or "prob" in text]
     assert len(told) == bool(said)
     assert all(said in text and words in text for text in told)
-
-
-def test_two_names_for_one_place_are_told(tmp_path: Path) -> None:
-    scales = spell(*PAIR) | spell("attn.k_scale", value=0.5)
-    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
-
-    assert any("one is lost" in problem for problem in report.problems)

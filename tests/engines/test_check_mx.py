@@ -218,34 +218,6 @@ def test_transformers_spreads_exponents_of_other_blocks(
     assert torch.equal(model.state_dict()[name].float(), (codes * spread).bfloat16().float())
 
 
-@pytest.mark.parametrize(
-    ("form", "changes", "is_refused"),
-    [
-        ("modelopt", {}, True),
-        ("modelopt", {"quant_algo": "mxfp8"}, True),
-        ("compressed-tensors", {}, False),
-    ],
-)
-def test_vllm_runs_modelopts_in_bfloat16_alone(
-    written: dict[str, Path],
-    tmp_path: Path,
-    form: str,
-    changes: dict[str, str],
-    is_refused: bool,
-) -> None:
-    folder = change(written[form], tmp_path / "out", BYTES, dtype="float16")
-    found = ask(change_quantization(folder, **changes), "vllm").weights
-    assert bool(found) is is_refused
-    assert found is None or "in bfloat16 alone" in found.why
-
-
-def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:
-    """160 inputs are 5 blocks of 32, of which 2 ranks cannot have a half each."""
-    report = ask(written["compressed-tensors"], "vllm", tp=2)
-    assert report.weights is not None
-    assert "80 inputs on each of 2 ranks, no multiple of 32" in report.weights.why
-
-
 def test_blocks_of_mxfp8_under_quant_method_fp8_are_unknown(tmp_path: Path) -> None:
     """As vLLM 0.32 loads them, it computes with the exponents as scales."""
     zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)

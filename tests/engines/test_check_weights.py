@@ -289,38 +289,7 @@ def exclude_all(family: str, folder: Path, key: str, **fields: Any) -> Path:
     return change_quantization(folder, **{key: names}, **fields)
 
 
-FP8_LISTS = {"key": "ignored_layers", "quant_method": "fp8", "activation_scheme": "dynamic"}
 QUARK_LISTS = {"key": "exclude", "quant_method": "quark", "export": {"kv_cache_group": []}}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "misread"),
-    [
-        ("llama", FP8_LISTS, ""),
-        # the class does not say that qkv_proj joins these
-        ("gptj", FP8_LISTS, "transformer.h.0.attn."),
-        ("stablelm", FP8_LISTS, "model.layers.0.self_attn."),
-        ("granitemoehybrid", FP8_LISTS, "model.layers.0.mamba.in_proj"),  # vLLM: mixer.in_proj
-        ("falcon_h1", FP8_LISTS, "model.layers.0.mamba.in_proj"),  # model.layers.0.mixer.in_proj
-        ("minimax_m2", FP8_LISTS, "model.layers.0.block_sparse_moe.experts"),  # mlp.experts
-        ("lfm2", FP8_LISTS, ""),
-        # self_decoder.altup_projections.0
-        ("gemma3n_text", FP8_LISTS, "model.altup_projections.0"),
-        # of a linear that is not excluded vLLM asks Quark's config for a scheme (AttributeError)
-        ("llama", QUARK_LISTS, ""),
-        ("granitemoehybrid", QUARK_LISTS, "model.layers.0.mixer.in_proj"),
-        ("minimax_m2", QUARK_LISTS, "model.layers.0.mlp.experts"),
-        ("stablelm", QUARK_LISTS, "model.layers.0.self_attn.qkv_proj"),
-    ],
-)
-def test_vllm_compares_its_own_paths_with_lists(
-    tmp_path: Path, name: str, fields: dict[str, Any], misread: str
-) -> None:
-    """Every matrix is excluded by its name in the checkpoint (vLLM 0.32.0, run)."""
-    status, why = read_weights(exclude_all(name, tmp_path / "model", **fields))
-    assert bool(status) is bool(misread)
-    assert misread in why
-    assert fields is QUARK_LISTS or status in {"", "misread"}
 
 
 def keep_linears(quantization: dict[str, Any]) -> None:

@@ -120,35 +120,6 @@ def test_every_engine_is_judged_where_a_tensor_is_missing(
         assert name in why
 
 
-@pytest.mark.parametrize(
-    ("stored", "is_checkpoint"),
-    [
-        ({}, True),
-        ({"model.norm.weight": None}, True),
-        ({"model.layers.0.self_attn.k_scale": ()}, False),
-        ({"layers.0.wq": (64, 64)}, False),
-    ],
-)
-def test_files_without_any_matrix_of_the_model(
-    saved: Callable[[str], Path],
-    tmp_path: Path,
-    stored: dict[str, tuple[int, ...] | None],
-    is_checkpoint: bool,
-) -> None:
-    """VLLM 0.32 refused the first three. The others: scales alone; names that are not known."""
-    folder = damage(saved("llama"), tmp_path / "m")
-    change_tensors(
-        folder,
-        lambda whole: {n: whole[n] if s is None else torch.ones(s) for n, s in stored.items()},
-    )
-    for name, report in ask(folder).items():
-        if name == "transformers":
-            continue  # its own loader answers
-        why = report.weights.why if report.weights else " ".join(report.unknown)
-        is_missing = "is missing" in why
-        assert is_missing is is_checkpoint, name
-
-
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fewer KV heads": ("llama", {"num_key_value_heads": 1}),
     "more KV heads": ("llama", {"num_key_value_heads": 4}),

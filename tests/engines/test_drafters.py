@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
 from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
-from tests.kit.checkpoints import change_config, change_quantization, change_tensors
-from tests.quantization.by_hand import run
+from tests.kit.checkpoints import change_config, change_tensors
 
 PLACES = {
     "deepseek_v3": "model.layers.2.",
@@ -59,25 +57,6 @@ def list_drafted(folder: Path, family: str) -> dict[str, torch.dtype]:
 def is_fine(report: EngineReport) -> bool:
     """Tell whether weights load as the checkpoint means."""
     return report.weights is None and not report.unknown
-
-
-@by_family
-def test_a_drafter_is_carried_in_16_bits_and_listed(tmp_path: Path, family: str) -> None:
-    model = save(tmp_path / "model", family)
-    before = list_drafted(model, family)
-    folder = run(model, tmp_path / "out", "fp8-dynamic").out
-    assert list_drafted(folder, family) == before
-    for engine in ("vllm", "sglang"):
-        assert is_fine(ask(folder, engine))
-
-    section = json.loads((folder / "config.json").read_text())["quantization_config"]
-    others = [each for each in section["ignore"] if not each.startswith(PLACES[family])]
-    change_quantization(folder, ignore=others)
-    for engine in ("vllm", "sglang"):
-        verdict = ask(folder, engine).weights
-        assert verdict is not None
-        assert f"{PLACES[family]}" in verdict.why
-        assert "is not quantized, but the config quantizes it" in verdict.why
 
 
 @by_family

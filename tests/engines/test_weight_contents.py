@@ -243,3 +243,53 @@ def test_what_loads_in_vllm_although_it_differs(
     config = json.loads((folder / "config.json").read_text())
 
     assert tell(amend_by_loader(report, answer, read_geometry(folder, config))) == status
+
+
+def make_integers(folder: Path, base: Path, weights: Config, inputs: Config | None) -> Path:
+    """Make a whole checkpoint of integers, of which this test reads only names and shapes."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        group = config["config_groups"]["group_0"]
+        group.update(weights=weights, input_activations=inputs)
+        config["format"] = group["format"] = "pack-quantized"
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            module = name.removesuffix(".weight")
+            rows, columns = tensors.pop(name).shape
+            for other in [n for n in tensors if n.startswith(f"{module}.") and "k_scale" not in n]:
+                if "v_scale" not in other:
+                    del tensors[other]
+            size = weights.get("group_size") or columns
+            words = -(-columns * weights["num_bits"] // 32)
+            tensors[f"{module}.weight_packed"] = torch.ones(rows, words, dtype=torch.int32)
+            tensors[f"{module}.weight_scale"] = torch.full((rows, columns // size), 0.01)
+            tensors[f"{module}.weight_shape"] = torch.tensor([rows, columns])
+
+    return damage(base, folder, edit)
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "inputs", "wanted"),
+    [
+        (4, None, "ok"),
+        (8, None, "ok"),
+        (2, None, "unknown"),
+        (3, None, "unknown"),
+        (4, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, "unknown"),
+        (4, {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "unknown"),
+    ],
+)
+def test_integers_are_served_in_the_forms_for_which_vllm_has_schemes(
+    find_base: Callable[[Pair], Path],
+    tmp_path: Path,
+    num_bits: int,
+    inputs: Config | None,
+    wanted: str,
+) -> None:
+    """By `_get_scheme_from_parts` of vLLM 0.32 (its loader run on what llm-compressor writes)."""
+    weights = {"num_bits": num_bits, "type": "int", "strategy": "group", "group_size": 128}
+    folder = make_integers(tmp_path / "x", find_base(PAIRS[1]), weights, inputs)
+
+    assert tell(ask(folder, "vllm")) == wanted
+    packed = "model.layers.1.mlp.up_proj.weight_packed"
+    change_tensors(folder, lambda all_: {**all_, packed: all_[packed][:-1].clone()})
+    assert tell(ask(folder, "vllm")) == "unknown"

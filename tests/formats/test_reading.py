@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -56,44 +55,6 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "kv_cache_scales.tp2.json").write_text(JSON)
     with pytest.raises(ModelError, match=r"several files .*tp1\.json, .*tp2\.json"):
         read_scales(tmp_path, GEOMETRY)
-
-
-WEIGHTS = {"model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "metadata", "hint"),
-    [
-        (
-            WEIGHTS,
-            None,
-            "there are only weights; `fp8calib calibrate MODEL --out DIR` makes scales",
-        ),
-        (
-            WEIGHTS,
-            {"fp8calib": "{}"},
-            "these are statistics: `fp8calib export ",
-        ),
-        (
-            {},
-            None,
-            "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`",
-        ),
-    ],
-)
-def test_files_without_scales_are_told_apart(
-    tmp_path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    metadata: dict[str, str] | None,
-    hint: str,
-) -> None:
-    save_file(dict(tensors), tmp_path / "a.safetensors", metadata=metadata)
-    for path in (tmp_path, tmp_path / "a.safetensors"):
-        assert not has_kv_scales(path)
-        with pytest.raises(ModelError) as caught:
-            read_scales(path, GEOMETRY)
-        assert caught.value.message == f"{path}: there are no KV scales"
-        assert caught.value.hint.startswith(hint)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,6 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
     check_export(geometry, ["vllm-json"], [2], E4M3FN)
     with pytest.raises(UsageError, match="the stats keep 1 blocks"):
         check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
-
-
-def test_a_side_of_zeros_leaves_the_one_scale_of_its_layer_to_the_other(out: Path) -> None:
-    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.0))
-    _write(stats, out, ("vllm-json", "kv-scales"))
-    k_scale = load_file(out / "kv_scales.safetensors")["model.layers.0.self_attn.k_scale"].item()
-    document = json.loads((out / "kv_cache_scales.tp1.json").read_text())
-    assert document["kv_cache"]["scaling_factor"]["0"]["0"] == k_scale
 
 
 def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> None:

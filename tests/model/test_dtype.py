@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.errors import UsageError
 from fp8calib.model import dtype as chosen
 from fp8calib.model.dtype import choose_dtype
 
@@ -53,8 +52,3 @@ def test_a_model_that_does_not_fit_in_float32_uses_bfloat16(
 def test_a_gpu_uses_the_checkpoints_own(checkpoint: Checkpoint) -> None:
     found = choose_dtype("auto", device="cuda:0", checkpoint=checkpoint)
     assert found == ("bfloat16", "the checkpoint's")
-
-
-def test_an_unknown_dtype_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UsageError, match="--dtype int4: not one of auto, float32"):
-        choose_dtype("int4", device="cpu", checkpoint=checkpoint)

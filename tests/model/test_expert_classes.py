@@ -11,18 +11,12 @@ from safetensors.torch import load_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.expert_classes import ClassStacks, ask_class
 from fp8calib.quantization.select import find_selection
-from tests import zoo
 from tests.architectures import families
 from tests.quantization.by_hand import run
 
 
 def ask(folder: Path) -> ClassStacks:
     return ask_class(folder, json.loads((folder / "config.json").read_text()))
-
-
-def test_a_class_whose_rows_alternate_has_no_layout(tmp_path: Path) -> None:
-    zoo.save("gpt_oss", tmp_path / "m")
-    assert ask(tmp_path / "m").layout is None
 
 
 def test_a_buffer_is_no_stack_of_weights(tmp_path: Path) -> None:

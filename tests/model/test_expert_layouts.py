@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.expert_layouts import EXPERT_LAYOUTS
+from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
+from tests.architectures.families import FAMILIES
+from tests.architectures.families import save as save_family
 from tests.quantization.by_hand import (
     Tensors,
-    codes_of,
-    encode,
     run,
     save,
-    scale_for,
 )
 from tests.quantization.stacked import STACKED
+from tests.zoo import save as save_zoo
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -60,6 +59,18 @@ def refuse(folder: Path, *ignore: str) -> str:
     return caught.value.message
 
 
+def test_what_engines_load_no_single_experts_of_is_refused_with_the_reason(tmp_path: Path) -> None:
+    save_family("dbrx", FAMILIES["dbrx"], tmp_path / "dbrx")
+    save_zoo("gpt_oss", tmp_path / "gpt_oss")
+    assert set(UNSERVED_STACKS) == {"dbrx", "gpt_oss"}
+    message = refuse(tmp_path / "dbrx")
+    assert "transformer.blocks.0.ffn.experts.mlp.v1 [192, 32] holds several" in message
+    assert "vLLM 0.32.0 loads no tensors of single experts for dbrx" in message
+    message = refuse(tmp_path / "gpt_oss")
+    assert "model.layers.0.mlp.experts.down_proj [4, 48, 32] holds several" in message
+    assert "rows of gate and up alternate and have biases" in message
+
+
 def stack(*shape: int) -> torch.Tensor:
     return torch.ones(*shape).bfloat16()
 
@@ -83,31 +94,6 @@ def test_a_stack_that_is_not_what_the_type_has_is_refused_by_name(
     message = refuse(tmp_path / "m")
     assert f"{STACK}.{name} {list(shape)} holds several matrices" in message
     assert why in message
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "down", "square"),
-    [((200, 200), (200, 100), "gate_up_proj"), ((400, 200), (200, 200), "down_proj")],
-)
-def test_a_square_stack_lies_as_the_one_beside_it(
-    tmp_path: Path, gate_up: tuple[int, int], down: tuple[int, int], square: str
-) -> None:
-    """Unless that one is transposed: transformers would not turn the square one, vLLM would."""
-    shapes = {"gate_up_proj": gate_up, "down_proj": down}
-    generator = torch.Generator().manual_seed(1)
-    stacks = {f"{STACK}.{n}": torch.randn(2, *s, generator=generator) for n, s in shapes.items()}
-    save(tmp_path / "m", stacks, model_type="qwen3_vl_moe_text")
-    found = run(tmp_path / "m", tmp_path / "fp8", "fp8-dynamic").tensors()
-    for name, rows in (("up_proj", slice(gate_up[0] // 2, None)), ("down_proj", slice(None))):
-        weight = stacks[f"{STACK}.{'down_proj' if name == 'down_proj' else 'gate_up_proj'}"][
-            1, rows
-        ]
-        scale = scale_for(weight.abs().amax(1, keepdim=True).numpy())
-        expected = encode(weight.numpy(), scale)
-        np.testing.assert_array_equal(codes_of(found[f"{STACK}.1.{name}.weight"]), expected)
-    turned = {name: value.transpose(1, 2).contiguous() for name, value in stacks.items()}
-    save(tmp_path / "turned", turned, model_type="qwen3_vl_moe_text")
-    assert f"{STACK}.{square} [2, 200, 200] holds several" in refuse(tmp_path / "turned")
 
 
 @pytest.mark.parametrize("pattern", [STACK, f"{STACK}.*_proj", r"re:.*\.experts\.\d+\..*"])

@@ -11,11 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.calibration.calibration_stats import load_stats_file
-from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.plugins.kv_types import kv_types
-from fp8calib.plugins.kv_types.command import CacheResult, _spell_next, describe, recommend
+from fp8calib.plugins.kv_types.command import CacheResult, describe, recommend
 from fp8calib.plugins.kv_types.request import KvTypesRequest
 from fp8calib.text import Table
 from fp8calib.verification.report import SCALE_ONE, PairedAnswer, PairedResult, Verdict
@@ -55,13 +53,6 @@ def test_types_have_their_figures_and_who_serves_them(model: PreTrainedModel) ->
         assert shown[row.name]["ratio ± se"].startswith(f"{row.ppl_ratio:.4f} ± ")
     sizes = [row.bytes_per_token for row in result.types]
     assert sizes == sorted(sizes)
-
-
-def test_scale_1_is_that_of_verify(model: PreTrainedModel) -> None:
-    result = kv_types(model, kv_cache_dtype=["int8_per_token_head"], **ASKED)
-    (found,) = (row for row in result.types if row.name == SCALE_ONE)
-    (wanted,) = fp8calib.verify(model, **ASKED).candidates
-    assert (found.kld_mean, found.ppl_ratio) == (wanted.kld_mean, wanted.ppl_ratio)
 
 
 def test_program_prints_the_figures_of_the_json(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -135,25 +126,6 @@ def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
     if scaled is not None:
         assert scaled.kld_mean != rows["fp8_e5m2"].kld_mean
         assert scaled.dtype == "fp8_e5m2"
-
-
-def test_next_serves_the_overlay_whose_scales_are_recommended(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fp8calib.calibrate(model, TEXT, seq_len=32, out="measured")
-    result = kv_types(model, "measured", kv_cache_dtype=["nvfp4"], **ASKED)
-    rows = {row.name: row for row in result.types}
-    engine = find_emulated("vllm")[0]
-    served = "vllm serve measured/kv-overlay --kv-cache-dtype"
-    asked = KvTypesRequest("model")
-    assert _spell_next(rows["nvfp4 with measured"], asked, engine) == f"{served} nvfp4"
-    assert _spell_next(rows["measured"], asked, engine) == f"{served} fp8"
-    assert _spell_next(rows["nvfp4"], asked, engine) == "vllm serve model --kv-cache-dtype nvfp4"
-    in_memory = load_stats_file(Path("measured/stats.safetensors"))
-    result = kv_types(model, in_memory, kv_cache_dtype=["nvfp4"], **ASKED)
-    (found,) = (row for row in result.types if row.name == "nvfp4 with statistics")
-    assert _spell_next(found, asked, engine) == ""
 
 
 def test_scales_with_the_name_of_a_type_are_refused(

@@ -54,34 +54,11 @@ def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
         KINDS["sglang"].read_scores(answer, IDS, 2)
 
 
-def test_sglang_writes_null_for_nan() -> None:
-    answer = json.loads(json.dumps(SGLANG))
-    answer["meta_info"]["input_token_logprobs"][1][0] = None
-    with pytest.raises(AnswerError, match="is NaN or inf"):
-        KINDS["sglang"].read_scores(answer, IDS, 2)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_continuation(name: str) -> None:
     assert KINDS[name].read_written(ANSWERS[name], 1) == [7]
     with pytest.raises(AnswerError, match="by 1 tokens, not by 2"):
         KINDS[name].read_written(ANSWERS[name], 2)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_log_probabilities_of_a_continuation(name: str) -> None:
-    answer = json.loads(json.dumps(ANSWERS[name]))
-    if name == "vllm":
-        answer["choices"][0]["logprobs"] = {"token_logprobs": [-0.5], "tokens": [" a"]}
-    assert KINDS[name].read_decoded(answer, 1) == [(7, -0.5)]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_decoding_asks_for_the_most_likely_tokens(name: str) -> None:
-    request = KINDS[name].make_decoding("m", IDS, 4)
-    drawn: Any = request.get("sampling_params", request)
-    assert (drawn["temperature"], drawn["ignore_eos"]) == (0.0, True)
-    assert request.get("return_logprob") is True or request.get("logprobs") == 1
 
 
 @pytest.mark.parametrize(

@@ -155,24 +155,6 @@ def test_a_cache_that_is_not_fp8_is_named(
     assert list_whys(engine, "v") == [f"layers 0-3: kv_cache_dtype is {dtype}: {why}"] * 4
 
 
-def test_an_fp8_cache_without_scales_in_the_checkpoint_is_not_ok(tmp_path: Path) -> None:
-    """Offline such a checkpoint is ok, as nothing asks for an FP8 cache; here there is one."""
-    model = write_model(tmp_path / "plain", factor=0.0)
-
-    def reset(_: int, layer: dict[str, Any]) -> None:
-        copies = layer["scales"]
-        for role in ROLES:
-            copies[role] = {key: ["1.0"] for key in copies[role]}
-
-    fp8 = change(reset)
-    plain = change(lambda _, layer: layer.update(cache_dtype="auto"), fp8)
-
-    assert fp8calib.check(model, engine="vllm-cpu").ok
-    assert vllm.audit(Recorded(plain), model).ok
-    assert {layer.k.status for layer in audit(fp8, model).layers} == {Status.DEFAULTED}
-    assert not audit(fp8, model).ok
-
-
 def test_each_rank_has_the_scales_of_its_own_heads(tmp_path: Path) -> None:
     """Two KV heads on two ranks; the second one's scale is twice the first one's."""
     model = write_model(tmp_path / "heads", quantization=PER_HEAD, heads=(1.0, 2.0))

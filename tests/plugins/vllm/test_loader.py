@@ -158,26 +158,6 @@ def test_an_error_of_the_build_is_unknown(
     assert run(arguments) == 9
 
 
-@pytest.mark.parametrize(("k", "status"), [("0.25", "used"), ("1.0", "defaulted")])
-def test_the_loader_tells_what_is_unknown(
-    overlay: Path, tmp_path: Path, k: str, status: str
-) -> None:
-    """Of a config that names another class, nothing is known without it."""
-    shutil.copytree(overlay, tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    changed = json.dumps(config | {"architectures": ["MineForCausalLM"]})
-    (tmp_path / "other" / "config.json").write_text(changed)
-    python = make_python(tmp_path / "python", scales=hold(k, k))
-    other = tmp_path / "other"
-
-    found = vllm.check(other, python=python).engines["vllm"]
-
-    assert {(layer.k.status, layer.v.status) for layer in found.layers} == {(status, status)}
-    assert not found.unknown
-    assert not any("defect" in each for each in found.problems)
-    assert fp8calib.check(other, engine="vllm").engines["vllm"].status == "unknown"
-
-
 @pytest.mark.parametrize(
     ("printed", "name"),
     [
