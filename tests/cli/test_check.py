@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
-from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 from tests.kit.checkpoints import change_config, change_tensors
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -127,27 +125,6 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert set(report) == {"schema_version", "ok", "passed", "engines"}
     assert tuple(report["engines"]) == DEFAULTS
     assert "FlashAttention 3" in outcome.out
-
-
-def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
-    overlay: Path, model: Path
-) -> None:
-    shutil.copy(model / "model.safetensors", overlay)
-
-    report = check(8, overlay, "--engine", "transformers", "--engine", "vllm")
-
-    assert statuses(report, "transformers") == {"dropped"}
-    assert statuses(report, "vllm") == {"used"}
-
-
-def test_a_folder_may_be_of_a_model_named_beside_it(model: Path, tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
-    config = {"quantization_config": PER_TENSOR}
-    (folder / "config.json").write_text(json.dumps(config))
-
-    assert "--model" in fail(4, "check", folder)
-    allowed = ("--engine", "vllm", "--allow-suspicious")
-    assert check(0, folder, "--model", model, *allowed)["ok"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.cli.quantized_children import (
     save_int,
 )
 from tests.formats.foreign import FOLDER, KV_SCALES
-from tests.kit.checkpoints import Tensors, change_tensors
+from tests.kit.checkpoints import Tensors
 from tests.quantization.decoded_by_hand import decode_folder, load_tensors
 
 BASE = FOLDER / "llama"
@@ -216,16 +216,6 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 def test_a_model_that_is_not_quantized_is_refused(refused: Callable[..., str]) -> None:
     assert "its weights are not quantized" in refused(4, BASE)
     assert "cannot be dequantized" in refused(4, FOLDER / "llmcompressor-kv")
-
-
-def test_values_beyond_float16_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    child = save_int(tmp_path / "child", 4, group=32)
-    module = NAME.removesuffix(".weight")
-    change_tensors(child, {f"{module}.weight_scale": torch.full((32, 5), 2.0**15).bfloat16()})
-    text = refused(4, child, "--dtype", "float16")
-    assert f"{NAME} holds values beyond 65504" in text
-    assert "--dtype bfloat16" in text
-    dequantize(child, tmp_path / "wide", "--dtype", "bfloat16")
 
 
 def test_folders_that_are_in_use_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

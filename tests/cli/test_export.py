@@ -135,17 +135,6 @@ def test_a_shard_is_not_taken_for_the_whole(
     assert "fp8calib export" in text
 
 
-def test_sets_that_are_none_are_refused(shards: Path, tmp_path: Path) -> None:
-    first, second = shards / "1", shards / "2"
-    out = ("--out", tmp_path / "all")
-    assert "shard 2 of 2 is missing" in fail(4, "export", first, "--format", "kv-scales", *out)
-    assert "are both shard 1 of 2" in fail(4, "export", first, second, first, *out)
-    assert "is not a shard" in fail(4, "export", shards / "whole", first, *out)
-    assert "no such file or folder" in fail(2, "export", first, tmp_path / "nothing", *out)
-    assert "--format is missing" in fail(2, "export", shards / "whole", *out)
-    assert not (tmp_path / "all").exists()
-
-
 def test_what_is_read_is_not_written_over(shards: Path) -> None:
     parts = (shards / "1", shards / "2")
     text = fail(2, "export", *parts, "--out", shards / "2", "--force")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests import zoo
@@ -80,22 +79,6 @@ def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]
     )
 
 
-# --- ranks and heads -------------------------------------------------------------------------
-
-
-def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:
-    pairs = sources.name_pairs()
-    queries = {f"{ATTENTION.format(i)}.q_scale": torch.tensor(4.0) for i in range(2)}
-    config = {"quant_method": "compressed-tensors"}
-    source = sources.save_checkpoint(tmp_path / "q", pairs | queries, quantization_config=config)
-    report = extract(source)
-    assert _numbers(tmp_path / "out" / SHARD)[f"{ATTENTION.format(1)}.q_scale"] == [4.0]
-    assert report["layers"][1]["q"] == 4.0
-    report = extract(source, "--format", "tgi", into=tmp_path / "tgi")
-    assert "q_scale is left out: this format cannot store it" in report["notes"]
-    assert report["layers"][1]["q"] is None
-
-
 # --- formats of FP8 --------------------------------------------------------------------------
 
 
@@ -113,22 +96,6 @@ UNKNOWN: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "rank files without config": ("rank0.npz", sources.save_npz),
     "json without dtype": ("scales.json", _save_json_without_dtype),
 }
-
-
-@pytest.mark.parametrize("source", UNKNOWN)
-def test_a_source_of_unknown_format_wants_source_dtype(
-    refused: Callable[..., str], extract: Extract, tmp_path: Path, source: str
-) -> None:
-    place, save = UNKNOWN[source]
-    path = save(tmp_path / place)
-    text = refused(2, path)
-    assert "the FP8 format of these scales" in text
-    assert "--source-dtype e4m3fn" in text
-    plain = extract(path, "--source-dtype", "e4m3fn", into=tmp_path / "fn")
-    halved = extract(path, "--source-dtype", "e4m3fnuz", into=tmp_path / "fnuz")
-    assert [layer["k"] for layer in halved["layers"]] == [
-        layer["k"] / 2 for layer in plain["layers"]
-    ]
 
 
 # --- what is refused -------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from fp8calib.checkpoint.ranges import RangedFile, find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
-from tests.cli.conftest import QUICK
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.kit.hub import COMMIT, Answer, FakeHub, serve_hub
 
@@ -242,15 +241,3 @@ def test_a_repository_that_cannot_be_listed(hub: FakeHub, status: int) -> None:
     message = fail(4, "check", ID)
     assert str(status) in message
     assert "check the name" in message
-
-
-def test_export_reads_the_revision_that_is_named(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    data, stats, out = (tmp_path / name for name in ("ids.jsonl", "measured", "exported"))
-    data.write_text(json.dumps({"input_ids": list(range(1, 17))}) + "\n")
-    succeed("calibrate", model, "--data", data, *QUICK, "--no-pack", "--out", stats)
-    hub.repos["org/plain"] = {path.name: path.read_bytes() for path in model.iterdir()}
-    options = ("--format", "kv-overlay", "--model", "org/plain", "--revision", "v2")
-    succeed("export", stats, *options, "--out", out)
-    assert "GET /api/models/org/plain/revision/v2" in hub.asked
-    scales = [each / "kv-overlay" / "model-00002-of-00002.safetensors" for each in (stats, out)]
-    assert scales[0].read_bytes() == scales[1].read_bytes()

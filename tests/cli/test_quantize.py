@@ -162,18 +162,6 @@ def test_calibrate_adds_the_checkpoint_that_quantize_writes(
     assert "precious.txt" in fail(2, *command, "--force")
 
 
-def test_calibrate_refuses_before_the_run_what_cannot_be_quantized(tmp_path: Path) -> None:
-    zoo.save("gpt_oss", tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
-    command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
-    text = fail(7, *command, "--out", tmp_path / "out")
-    assert "fp8-static cannot be written: " in text
-    assert "mlp.experts.down_proj" in text
-    assert "without `quantize`" in text
-    assert not (tmp_path / "out").exists()
-
-
 def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -462,19 +462,6 @@ def test_no_output_replaces_what_is_read(
         assert path.read_bytes() == before
 
 
-def test_tensors_that_the_model_has_no_parameter_for_are_named(
-    model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model, tmp_path / "m")
-    name = "model.layers.1.self_attn.k_scale"
-    change_tensors(tmp_path / "m", {name: torch.ones(1)})
-    printed = succeed(
-        "verify", tmp_path / "m", "--data", held_out, *QUICK, "--samples", 2, "--json"
-    )
-    expected = f"{tmp_path / 'm'}: not parameters of the model, so not loaded: {name}"
-    assert expected in printed.json["warnings"]
-
-
 def test_a_model_that_the_engine_may_not_load_is_a_warning(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:

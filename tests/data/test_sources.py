@@ -76,22 +76,6 @@ def test_parquet_rows_come_in_order_over_batches_and_row_groups(tmp_path: Path) 
     assert list(iter_file_rows(path)) == expected
 
 
-def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
-    conversation = [{"role": "user", "content": "q", "name": None}]
-    path = write_parquet(
-        tmp_path / "x.parquet",
-        {
-            "messages": [conversation, None],
-            "input_ids": [None, [1, 2, 0]],
-            "attention_mask": [None, [1, 1, 0]],
-        },
-    )
-    assert list(iter_file_rows(path)) == [
-        Row("x.parquet row 1", messages=({"role": "user", "content": "q"},)),
-        Row("x.parquet row 2", input_ids=(1, 2)),
-    ]
-
-
 def test_the_files_of_a_folder_follow_one_another_and_each_must_hold_rows(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"b")
     write(tmp_path / "a.jsonl", b'{"text": "a"}')

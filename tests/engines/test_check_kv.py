@@ -350,18 +350,6 @@ def test_sglang(tmp_path: Path, case: Case) -> None:
         assert all(layer.k.fix and layer.v.fix for layer in report.layers)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(
-    ("tp", "starts"), [(1, True), (2, True), (4, True), (3, False), (8, False)]
-)
-def test_ranks_that_cannot_share_the_heads_are_refused(
-    tmp_path: Path, engine: str, tp: int, starts: bool
-) -> None:
-    why = "" if starts else f"--tp {tp} does not divide the 4 attention heads"
-    case = Case(spell(*PAIR), PER_TENSOR, "used" if starts else "refused", why=why, tp=tp)
-    case.compare(engine, case.save(tmp_path / "f"))
-
-
 @pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])
 @pytest.mark.parametrize(
     ("model_type", "dtype", "held"),

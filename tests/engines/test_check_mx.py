@@ -15,43 +15,16 @@ from fp8calib.engines.status import Status
 from tests import zoo
 from tests.engines.test_check_weights import ask
 from tests.formats.foreign import FOLDER
-from tests.kit.checkpoints import change_config, change_json, change_quantization, change_tensors
+from tests.kit.checkpoints import change_config, change_json, change_tensors
 from tests.quantization.by_hand import LAYER, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
-LOADS = {
-    ("vllm", "compressed-tensors"): "",
-    ("vllm", "modelopt"): "",
-    ("vllm", "mxfp8"): "only its MiniMax M3 and Mistral 3",
-    (
-        "sglang",
-        "compressed-tensors",
-    ): "loads no linears in MXFP8 of compressed-tensors (NotImplementedError)",
-    ("sglang", "modelopt"): "leave them 0 with a warning",
-    ("sglang", "mxfp8"): "leave them 0 with a warning",
-    ("transformers", "compressed-tensors"): "",
-    ("transformers", "modelopt"): "uses its codes as the weight",
-    ("transformers", "mxfp8"): "",
-}
-"""Engine and form -> why the weights of a llama cannot be used."""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("mx")
     return {form: run(FOLDER / "llama", folder / form, "mxfp8", form).out for form in FORMS}
-
-
-@pytest.mark.parametrize(("engine", "form"), LOADS)
-def test_who_loads_which_dialect(engine: str, form: str, written: dict[str, Path]) -> None:
-    report = ask(written[form], engine)
-    assert not report.unknown
-    why = LOADS[engine, form]
-    if why:
-        assert report.weights is not None
-        assert why in report.weights.why
-    else:
-        assert report.weights is None
 
 
 @pytest.mark.parametrize(
@@ -131,20 +104,6 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
-def test_damaged_exponents(
-    form: str, damage: str, written: dict[str, Path], tmp_path: Path
-) -> None:
-    scale, status, why = DAMAGED[damage]
-    report = ask(change(written[form], tmp_path / "out", scale), "vllm")
-    if status is Status.UNKNOWN:
-        assert why in " ".join(report.unknown)
-        return
-    assert report.weights is not None
-    assert (report.weights.status, why in report.weights.why) == (status, True)
-
-
 POWERS = (BYTES.float() - 127).exp2()
 
 
@@ -216,17 +175,6 @@ def test_transformers_spreads_exponents_of_other_blocks(
     codes = load_file(out / "model.safetensors")[name].float()
     spread = (scale.float() - 127).exp2().repeat_interleave(160 // blocks, 1)
     assert torch.equal(model.state_dict()[name].float(), (codes * spread).bfloat16().float())
-
-
-def test_blocks_of_mxfp8_under_quant_method_fp8_are_unknown(tmp_path: Path) -> None:
-    """As vLLM 0.32 loads them, it computes with the exponents as scales."""
-    zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)
-    out = run(tmp_path / "model", tmp_path / "out", "mxfp8", "mxfp8").out
-    change_quantization(out, quant_method="fp8", weight_block_size=[1, 32])
-    for engine in ("vllm", "sglang"):
-        report = ask(out, engine)
-        assert report.weights is None
-        assert "blocks of 1 x 32 under quant_method 'fp8'" in report.unknown[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -167,21 +167,6 @@ def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
     assert "fc1 has 192 outputs on each of 2 ranks" in why
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_have_rules_of_their_own(tmp_path: Path, family: str) -> None:
-    name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
-    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
-    only = make(tmp_path / "w", "compressed-tensors", "w8a16", family, **sizes)
-    assert "whose inputs are not quantized" in explain(ask(only, "vllm"))
-    blocks = make(tmp_path / "b", "autofp8", "fp8-block", family, **sizes, **{name: 256})
-    assert explain(ask(blocks, "vllm")) == ""
-    assert explain(ask(blocks, "vllm", 2))
-    for form in ("autofp8", "compressed-tensors"):
-        odd = make(tmp_path / f"o-{form}", form, "fp8-block", family, **sizes, **{name: 160})
-        assert "has 160 outputs, no multiple of 128" in explain(ask(odd, "sglang"))
-        assert bool(explain(ask(odd, "vllm"))) is (form == "compressed-tensors")
-
-
 @pytest.mark.parametrize(
     ("tp", "size", "finer"),
     [(1, 160, 32), (2, 384, 64), (4, 384, 32), (1, 144, 0), (4, 320, 0), (4, 512, 0)],

@@ -78,22 +78,6 @@ def test_drafters_are_quantized_where_that_is_asked(tmp_path: Path, family: str)
     assert not is_fine(ask(out, "vllm"))
 
 
-def test_what_stands_beside_the_layers_of_a_drafter_is_judged_where_its_class_was_seen(
-    tmp_path: Path,
-) -> None:
-    """Qwen3-Next's `mtp.fc` is created by the config in vLLM 0.32; SGLang's is not read."""
-    out = tmp_path / "out"
-    model = save(tmp_path / "model", "qwen3_next")
-    assert program("quantize", model, "--scheme", "fp8-dynamic", "--out", out).code == 0
-    change_config(out, lambda config: config["quantization_config"]["ignore"].remove("mtp.fc"))
-    (why,) = ask(out, "sglang").unknown
-    assert "mtp.fc is a linear of which it is not known" in why
-    for engine in ("vllm", "vllm==0.32"):
-        verdict = ask(out, engine).weights
-        assert verdict is not None
-        assert "mtp.fc is not quantized, but the config quantizes it" in verdict.why
-
-
 @both
 @by_family
 def test_a_promised_drafter_that_is_absent_is_named(

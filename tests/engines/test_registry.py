@@ -12,7 +12,6 @@ from fp8calib.engines.registry import (
     ONLY_READ,
     find_emulated,
     find_replayed,
-    list_replayed,
     register_engine,
 )
 from fp8calib.errors import UsageError
@@ -35,31 +34,6 @@ def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
         assert (engine.numerics is None) is bool(engine.no_numerics)
         assert (engine.replay_folder is None) is bool(engine.no_folder)
         assert engine.title
-
-
-@pytest.mark.parametrize(
-    ("key", "why"),
-    [
-        ("transformers", "keeps no FP8 cache"),
-        ("lightllm", "its arithmetic has not been read"),
-        ("vlm", "unknown engine"),
-    ],
-)
-def test_verify_says_by_name_why_it_cannot_emulate_an_engine(key: str, why: str) -> None:
-    with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
-        find_emulated(key)
-    meant = "did you mean vllm? " if key == "vlm" else ""
-    assert caught.value.hint == f"{meant}known engines: reference, vllm, vllm-cpu, sglang"
-
-
-@pytest.mark.parametrize(
-    ("key", "why"), [("reference", "no engine that loads files"), ("vlm", "unknown engine")]
-)
-def test_check_says_by_name_why_it_cannot_ask_an_engine(key: str, why: str) -> None:
-    with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
-        find_replayed(key)
-    meant = "did you mean vllm? " if key == "vlm" else ""
-    assert caught.value.hint == f"{meant}known engines: {', '.join(list_replayed())}"
 
 
 @pytest.mark.parametrize("key", ONLY_READ)

@@ -82,22 +82,6 @@ def test_a_scale_lost_in_fp16_says_so(tmp_path: Path) -> None:
     assert "fp16" in _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).hint
 
 
-@pytest.mark.parametrize(
-    ("dtype", "code"),
-    [
-        (torch.float8_e4m3fn, 0x7F),
-        (torch.float8_e4m3fn, 0xFF),
-        (torch.float8_e4m3fnuz, 0x80),
-        (torch.float8_e5m2, 0x7D),
-        (torch.float8_e5m2, 0xFC),
-    ],
-)
-def test_a_code_that_is_no_number_is_refused(tmp_path: Path, dtype: torch.dtype, code: int) -> None:
-    tensors = linear(weight=codes([[0x38, code]], dtype), scale=HALF)
-    message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
-    assert message.endswith(f"model.safetensors: {WEIGHT} holds NaN or infinity at [0, 1]")
-
-
 def test_a_scale_that_the_index_leaves_out_is_found_for_the_user(tmp_path: Path) -> None:
     save(tmp_path, linear(), AUTOFP8_DYNAMIC)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")

@@ -51,19 +51,3 @@ def test_configs_of_another_cache_are_refused(
     with pytest.raises(ModelError) as caught:
         read_config(tmp_path, GEOMETRY)
     assert caught.value.message.startswith(f"{tmp_path / name}: {message}")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "llava", "text_config": {"hidden_size": 8}},  # the decoder's is another
-        *(
-            {"quantization_config": {"kv_cache_scheme": scheme}}
-            for scheme in (None, "static", {}, {"num_bits": 8, "type": "float"})
-        ),
-    ],
-)
-def test_other_configs_say_nothing_of_the_format(tmp_path: Path, config: object) -> None:
-    _write(tmp_path / "config.json", config)
-    _write(tmp_path / "hf_quant_config.json", {"quantization": FP8})
-    assert read_config(tmp_path, GEOMETRY) == (None, None)

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 from fp8calib.errors import ModelError
 from fp8calib.formats.read import FoundScales, has_kv_scales, read_scales
-from fp8calib.formats.table import ScaleSource
-from fp8calib.model.shapes import ModelGeometry, Role
-from tests.formats.handmade import latent_stats, make_attention, make_geometry, shared_stats
+from fp8calib.model.shapes import ModelGeometry
+from tests.formats.handmade import latent_stats, make_attention, make_geometry
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -107,18 +106,6 @@ def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("q", ["q_scale", "q_proj.q_scale", "q_proj.output_scale"])
-def test_q_is_read_where_it_is_there(tmp_path: Path, q: str) -> None:
-    queries = {PREFIX.format(layer) + q: _scalar(layer + 1) for layer in range(2)}
-    found = read_scales(_save(tmp_path / "a", _pair() | queries), TWO_LAYERS)
-
-    assert found.table.scales[make_attention(1).site(Role.Q)].values.tolist() == [2.0]
-    del queries[PREFIX.format(0) + q]
-    assert _refusal(_save(tmp_path / "b", _pair() | queries)).endswith(
-        "there is no q_scale for layer 0, but other layers have one"
-    )
-
-
 @pytest.mark.parametrize(("inner", "is_told"), [("{}_proj.", True), ("", False)])
 def test_scales_of_expanded_heads_are_told(tmp_path: Path, inner: str, is_told: bool) -> None:
     """ModelOpt's own names imply where it measured."""
@@ -203,31 +190,6 @@ def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
     assert _refusal(_save(tmp_path / "a", tensors)).endswith("kv_scale has shape [2, 1, 1]")
 
 
-def test_zero_points_are_zero(tmp_path: Path) -> None:
-    zero = torch.zeros(1).to(torch.float8_e4m3fn)
-    points = {
-        PREFIX.format(layer) + f"{r}_zero_point": zero.clone() for layer in (0, 1) for r in "kvq"
-    }
-    found = read_scales(_save(tmp_path / "a", _pair() | points), TWO_LAYERS)
-    assert _values(found) == EXPECTED
-    assert not found.has_weights
-
-    points[PREFIX.format(1) + "v_zero_point"] = torch.ones(1, dtype=torch.int8)
-    assert _refusal(_save(tmp_path / "b", _pair() | points)).endswith("v_zero_point is not zero")
-
-
-def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: Path) -> None:
-    geometry = shared_stats().geometry
-    found = read_scales(_save(tmp_path / "a", _pair()), geometry)
-    assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
-    assert _values(found)["model.layers.3.self_attn.v"] == [0.75]
-    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.ABSENT
-
-    half = _pair() | {PREFIX.format(3) + "k_scale": _scalar(0.5)}
-    message = _refusal(_save(tmp_path / "b", half), geometry)
-    assert message.endswith("layer 3: k_scale without v_scale")
-
-
 def test_the_same_scale_under_two_names_counts_once(tmp_path: Path) -> None:
     inner = _pair(prefix=PREFIX + "attn.")
     assert _values(read_scales(_save(tmp_path / "a", _pair() | inner), TWO_LAYERS)) == EXPECTED
@@ -236,19 +198,6 @@ def test_the_same_scale_under_two_names_counts_once(tmp_path: Path) -> None:
     message = _refusal(_save(tmp_path / "b", _pair() | inner))
     assert "two scales for model.layers.0.self_attn.k: " in message
     assert "model.layers.0.self_attn.attn.k_scale = 0.25 (model.safetensors)" in message
-
-
-def test_two_files_with_two_values_are_refused(tmp_path: Path) -> None:
-    folder = _save(tmp_path / "a", _pair())
-    save_file(_pair(), folder / "kv_scales.safetensors")
-    assert _values(read_scales(folder, TWO_LAYERS)) == EXPECTED
-
-    save_file(
-        _pair() | {PREFIX.format(0) + "k_scale": _scalar(1)}, folder / "kv_scales.safetensors"
-    )
-    message = _refusal(folder)
-    assert "0.self_attn.k_scale = 1.0 (kv_scales.safetensors)" in message
-    assert "0.self_attn.k_scale = 0.5 (model.safetensors)" in message
 
 
 def _save_shards(folder: Path) -> Path:

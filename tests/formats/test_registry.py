@@ -125,18 +125,3 @@ def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ExportError, match=r"no tensor is under model\.layers\.1\.self_attn"):
         check_overlay_source(plain_stats().geometry, ["kv-overlay"], source)
     check_overlay_source(plain_stats().geometry, ["kv-scales"], source)
-
-
-def test_an_overlay_of_a_quantized_model_refuses_its_scales_and_its_other_scheme(
-    tmp_path: Path,
-) -> None:
-    stats = plain_stats()
-    scheme = {"quant_method": "fp8", "kv_cache_scheme": {"type": "int", "num_bits": 8}}
-    source = save_source(stats, tmp_path / "m", quantization_config=scheme)
-
-    with pytest.raises(ExportError, match="a KV cache of another kind already: kv_cache_scheme"):
-        check_overlay_source(stats.geometry, ["kv-overlay"], source)
-    with pytest.raises(UsageError, match="beside quant_method fp8 engines read one KV scale"):
-        check_overlay_source(stats.geometry, ["kv-overlay-head"], source)
-    check_overlay_source(stats.geometry, ["kv-overlay"], source, replaces_scales=True)
-    check_overlay_source(stats.geometry, ["tgi"], source)

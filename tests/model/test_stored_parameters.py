@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -15,7 +14,6 @@ from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.decoded import check_unquantized
 from tests import zoo
 from tests.architectures import families
-from tests.architectures.test_vision_language import MODELS
 from tests.calibration.running import as_bytes, opened
 from tests.kit.checkpoints import change_tensors
 
@@ -94,19 +92,6 @@ def test_a_missing_parameter_that_text_needs_is_refused(
         ModelError, match=rf"the checkpoint lacks \S*{part}.weight; the model would"
     ):
         calibrate(tmp_path / "m", streamed=streamed)
-
-
-@EITHER
-def test_a_missing_vision_tower_is_listed(streamed: bool, tmp_path: Path) -> None:
-    text, vision, _, _ = MODELS["llava"]
-    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
-    drop_tensors(tmp_path / "m", "multi_modal_projector.linear_2")
-    skipped = list_skipped(tmp_path / "m", streamed=streamed)
-    for leaf in ("weight", "bias"):
-        why = skipped[f"model.multi_modal_projector.linear_2.{leaf}"]
-        assert why == "not in the checkpoint, and not part of the text decoder: not run"
 
 
 @zoo.NEEDS_5_23

@@ -100,34 +100,6 @@ def test_named_types_that_cannot_be_compared_are_refused(
         kv_types(model, engine=engine, kv_cache_dtype=[name], **ASKED)
 
 
-def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
-    result = kv_types(model, engine="sglang==0.5.23", **ASKED)
-    sizes = {row.name: row.bytes_per_token for row in result.types}
-    assert set(sizes) == {SCALE_ONE, "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16"}
-    plain = sizes[SCALE_ONE]
-    assert sizes["mxfp8"] == plain * (1 + 1 / 32)
-    assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
-    (unscaled,) = (row for row in result.types if row.name == SCALE_ONE)
-    assert unscaled.dtype == "fp8_e4m3"
-
-
-@pytest.mark.parametrize(("engine", "is_used"), [("sglang", True), ("vllm", False)])
-def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
-    engine: str, is_used: bool, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """With the scales that are written for E4M3: what a checkpoint holds."""
-    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "out")
-    scales = tmp_path / "out" / "kv-overlay"
-    result = kv_types(model, scales, kv_cache_dtype=["fp8_e5m2"], engine=engine, **ASKED)
-    rows = {row.name: row for row in result.types}
-    assert str(scales) in rows
-    scaled = rows.get(f"fp8_e5m2 with {scales}")
-    assert (scaled is not None) is is_used
-    if scaled is not None:
-        assert scaled.kld_mean != rows["fp8_e5m2"].kld_mean
-        assert scaled.dtype == "fp8_e5m2"
-
-
 def test_scales_with_the_name_of_a_type_are_refused(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

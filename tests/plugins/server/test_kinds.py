@@ -40,20 +40,6 @@ VLLM = json.loads(
 ANSWERS = {"vllm": VLLM, "sglang": SGLANG}
 
 
-def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
-    """`_process_input_token_logprobs` of its logprob_result_processor.py replaces it."""
-    answer = json.loads(json.dumps(SGLANG))
-    answer["meta_info"]["input_token_logprobs"][2][1] = 0
-    assert KINDS["sglang"].read_scores(answer, IDS, 2).logprobs.tolist() == [-1.5, -0.25]
-    answer["meta_info"]["input_token_logprobs"][1][1] = 0
-    with pytest.raises(AnswerError, match="token 1 is 0, not 3"):
-        KINDS["sglang"].read_scores(answer, IDS, 2)
-    answer = json.loads(json.dumps(SGLANG))
-    answer["meta_info"]["input_token_logprobs"][2][1] = 7
-    with pytest.raises(AnswerError, match="token 2 is 7, not 8"):
-        KINDS["sglang"].read_scores(answer, IDS, 2)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_continuation(name: str) -> None:
     assert KINDS[name].read_written(ANSWERS[name], 1) == [7]
