@@ -171,7 +171,7 @@ def plan_memory(
     if needed <= room and not work.always_streams:
         return MemoryPlan(
             num_layers=len(work.prepared.geometry.layers),
-            why=f"the model is held whole: it needs {numbers}",
+            why=f"the whole model is in memory: it needs {numbers}",
             read_bytes=work.checkpoint.total_size_bytes,
             peak=host,
             limit_bytes=limits.host_bytes,

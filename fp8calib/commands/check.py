@@ -250,11 +250,13 @@ def _list_unjudged(result: CheckResult, request: CheckRequest) -> Iterator[tuple
     if not (result.has_read_weights or Path(request.path).is_file()):
         yield "weights", "--read-weights"
     verdicts = (each for engine in result.engines.values() for each in engine.verdicts)
-    if request.stats is None and any(e.status is Status.USED for e in verdicts):
+    has_used = any(each.status is Status.USED for each in verdicts)
+    has_linears = any(each.linears for each in result.engines.values())
+    if request.stats is None and (has_used or has_linears):
         # `calibrate` writes them beside the overlay
         beside = Path(request.path).parent / "stats.safetensors"
         stats = shlex.quote(str(beside)) if beside.is_file() else "STATS"
-        yield "KV scales", f"--stats {stats}"
+        yield "scales", f"--stats {stats}"
 
 
 def _rows(engine: EngineReport, *, is_full: bool) -> list[list[str]]:

@@ -264,8 +264,11 @@ def _describe(result: QuantizeResult) -> Iterator[str]:
     for reason, names in reasons.items():
         yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
     if (sizes := result.kv_bytes_per_token) is not None:
-        scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
-        yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
+        scales = "its own scales" if result.has_kv_scales else "scale 1.0"
+        yield (
+            f"KV cache: {sizes.before:,} bytes per token in 16 bits, {sizes.after:,} in FP8, which "
+            f"uses {scales}"
+        )
     yield f"written to {result.out}: {list_checkpoint(result.files)}"
     yield from describe_checks(result.checked)
 

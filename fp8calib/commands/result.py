@@ -128,7 +128,7 @@ _IN_WORDS = frozenset(("streamed", "why", "read_bytes", "peak_bytes", "peak_part
 def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
     if not plan.get("peak_bytes"):
         return
-    yield f"{plan.get('why') or 'the model is held whole'}."
+    yield f"{plan.get('why') or 'the whole model is in memory'}."
     holds = "holds two layers at a time, " if plan.get("streamed") else ""
     read, peak = format_gib(plan.get("read_bytes") or 0), describe_peak(plan["peak_parts"])
     yield f"it {holds}reads {read} of weights, and needs {peak}."

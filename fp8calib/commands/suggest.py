@@ -37,7 +37,9 @@ def suggest_command(report: VerifyReport, request: VerifyRequest, gates: Mapping
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
         case Remedy.CHECK if candidate.is_dir():
-            command = f"fp8calib check {named} --read-weights"
+            measured = shlex.quote(f"{candidate.name}-measured")
+            command = f"fp8calib calibrate {model} --out {measured}; "
+            command += f"fp8calib check {named} --stats {measured}"
         case Remedy.FIND_LAYERS:
             command = _plan(report, request, gates)
         case Remedy.USE if request.scheme is not None:

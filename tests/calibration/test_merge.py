@@ -12,6 +12,8 @@ import torch
 
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
+    load_stats_file,
+    save_stats,
 )
 from fp8calib.calibration.header import StatsShard
 from fp8calib.calibration.merge import merge_shards

@@ -47,7 +47,7 @@ def test_a_model_beyond_the_cap_is_streamed_to_the_same_files(
     assert not whole.json["memory"]["streamed"]
     planned = succeed(*command, "--out", tmp_path / "none", "--dry-run").json["plan"]
     assert not planned["streamed"]
-    assert "the model is held whole" in whole.err
+    assert "the whole model is in memory" in whole.err
     found = streamed.json["memory"]
     assert found["streamed"]
     needed, given = _sizes("streaming layer by layer: ", streamed.err)

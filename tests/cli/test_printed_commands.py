@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fp8calib.calibration import journal
 from fp8calib.calibration.journal import Journal
@@ -75,6 +76,21 @@ def test_what_is_printed_can_be_typed(
     cards = [path for path in place.glob("an out*/**/README.md") if path.parent.name != "a model"]
     for card in cards:
         follow_card(card, place, trusts=bool(trust))
+
+
+def test_a_wrong_scale_of_a_weight_is_found_as_verify_says(place: Path, model: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", place / "wrong fp8")
+    path = place / "wrong fp8" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"{name}_scale": tensors[f"{name}_scale"] * 64}, path)
+
+    found = run("verify", model, "--data", place / "calib.jsonl", *QUICK, "--scales", path.parent)
+    calibrate, check = list_printed(found.out)
+
+    given = ("--data", place / "calib.jsonl", *QUICK)
+    succeed(*shlex.split(calibrate)[1:], *given)
+    assert name in run(*shlex.split(check)[1:]).out
 
 
 def follow_card(card: Path, place: Path, *, trusts: bool) -> None:

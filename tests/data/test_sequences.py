@@ -18,9 +18,10 @@ import torch
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import ReadRow
 from fp8calib.data.sequences import Batch, DataPlan
+from fp8calib.data.shares import parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, UsageError
 from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from fp8calib.commands.check import CheckResult
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.replay.folder import open_folder
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
     INDEX,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,6 +27,7 @@ from tests.formats.fp8_handmade import (
     CT_BLOCK,
     CT_STATIC,
     FBGEMM,
+    FINEGRAINED,
     LINEAR,
     MODELOPT,
     PER_TOKEN,
@@ -171,6 +175,42 @@ def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bo
     assert checkpoint.dialect.name == method
     assert checkpoint.quantized == {WEIGHT}
     assert list(checkpoint.tensors) == [WEIGHT]
+
+
+def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a weight [130, 300], its scales [2, 3], and element by element the product."""
+    weight = torch.arange(130 * 300).remainder(0x7F).to(torch.uint8).reshape(130, 300)
+    scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    values = weight.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64).tolist()
+    scales = scale.tolist()
+    expected = [
+        [value * scales[row // 128][column // 128] for column, value in enumerate(values[row])]
+        for row in range(130)
+    ]
+    return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
+
+
+def test_fused_weights_in_fnuz_are_rounded_to_fnuz(tmp_path: Path) -> None:
+    # 240 * 0.75 = 180, between 176 and 192; 7.5 * 0.75 = 5.625, between 5.5 and 6.
+    weight = codes([[0x7F, 0x57]], torch.float8_e4m3fnuz)
+    tensors = linear("a.q_proj", weight=weight, scale=scalar(0.75))
+    tensors |= linear("a.k_proj", weight=weight, scale=scalar(1.0))
+    checkpoint = _open(tmp_path, tensors, AUTOFP8_DYNAMIC, fuse=True)
+    assert checkpoint.fmt is E4M3FNUZ
+    assert checkpoint.read("a.q_proj.weight").tolist() == [[176.0, 5.5]]
+    assert checkpoint.read("a.k_proj.weight").tolist() == [[240.0, 7.5]]
+
+
+def test_stacked_experts_in_blocks_have_blocks_of_their_own(tmp_path: Path) -> None:
+    weight, scale, expected = _make_blocks()
+    name = f"{EXPERTS}.down_proj"
+    tensors = {
+        name: torch.stack([weight, weight]),
+        f"{name}_scale_inv": torch.stack([scale, scale * 2]),
+    }
+    checkpoint = _open(tmp_path, tensors, FINEGRAINED)
+    assert torch.equal(checkpoint.read(name), torch.stack([expected, expected * 2]))
+    assert torch.equal(checkpoint.read_rows(name, 1, 2), expected[None] * 2)
 
 
 GROUPS = compressed_tensors(

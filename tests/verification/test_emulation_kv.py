@@ -140,6 +140,19 @@ def test_a_scale_per_head_belongs_to_its_head(subject: Subject) -> None:
     assert_same(subject, make_table(subject, values, per_head=True), scales)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_scale_per_rank_belongs_to_the_heads_of_the_rank(subject: Subject, tp: int) -> None:
+    values, spread = {}, {}
+    for site, amax in head_amaxes(subject).items():
+        num_heads = len(amax)
+        count = min(tp, num_heads)
+        own = amax.max() / 448 * factor(site) * torch.linspace(0.7, 1.9, count)
+        # Each rank has heads of its own, or the ranks that share a head agree on its scale.
+        values[site] = torch.stack([own[rank * count // tp] for rank in range(tp)])
+        spread[site] = torch.stack([own[head * count // num_heads] for head in range(num_heads)])
+    assert_same(subject, make_table(subject, values, tp=tp), spread)
+
+
 def test_rounding_toward_zero_takes_the_value_a_search_finds(subject: Subject) -> None:
     """The scales leave room: what is beyond the largest value has no neighbour toward zero."""
     scales = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import SCHEMES
+from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange

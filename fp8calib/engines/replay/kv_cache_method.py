@@ -10,8 +10,14 @@ import math
 from dataclasses import dataclass
 
 from fp8calib.engines.replay.folder import FoundScale
-from fp8calib.engines.replay.load_context import MEASURE_AGAIN, LoadContext, Slot
-from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
+from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.verdicts import (
+    MEASURE_AGAIN,
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+    judge_number,
+)
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.arrays import round_number
@@ -97,8 +103,7 @@ def _unset(
     if stored is None:
         return context.judge_absent(slot, why=rules.absent_why, fix=rules.absent_fix)
     why = f"{stored} is {value:g}, which {rules.engine} treats as not loaded, so it uses 1.0"
-    fix = "calibrate the layer again; a scale is a finite number above zero"
-    return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
+    return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=MEASURE_AGAIN)
 
 
 def _describe_scale(stored: FoundScale | None, value: float) -> str:

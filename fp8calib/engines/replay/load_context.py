@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
+from fp8calib.engines.replay.verdicts import (
+    MEASURE_AGAIN,
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+)
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.formats.dialect import Spelling
@@ -22,7 +28,6 @@ from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""
 
-MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`"
 _NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate MODEL --out DIR` measures them"
 
 

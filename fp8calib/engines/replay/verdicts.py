@@ -14,6 +14,9 @@ from fp8calib.model.shapes import Frozen, ModelGeometry, Role
 from fp8calib.model.tensor_parallel import rank_range
 from fp8calib.numerics.formats import SMALLEST_SCALE
 
+MEASURE_AGAIN = "measure all KV scales again: `fp8calib calibrate MODEL --replace-scales --out DIR`"
+"""Helps where a scale is missing, zero or no number."""
+
 
 class LoadVerdict(Frozen):
     """What an engine does with one scale, and why."""
@@ -274,8 +277,7 @@ def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
     if not is_scale(value):
         fault = "too small for a scale" if 0 < value < 1 else "not a scale"
         text = f"{value:g} is {fault}, but the engine uses it ({why})"
-        fix = "calibrate the layer again; a scale is a finite number above zero"
-        return LoadVerdict(status=Status.MISREAD, value=finite, why=text, fix=fix)
+        return LoadVerdict(status=Status.MISREAD, value=finite, why=text, fix=MEASURE_AGAIN)
     if fault:
         fix = "serve it with another engine, or without scales"
         return LoadVerdict(status=Status.MISREAD, value=finite, why=fault, fix=fix)

@@ -222,7 +222,7 @@ class Fp8Checkpoint(Checkpoint):
             scale = scale[start : start + codes.shape[0]]
         values = _multiply(codes, scale, weight.scheme.block[1])
         if not _is_finite(values):
-            hint = "FP8 has codes for NaN; quantizers write them when a scale is wrong"
+            hint = "download it again, or quantize the model again"
             row, *rest = (~values.isfinite()).nonzero()[0].tolist()
             fault = f"{name} holds NaN or infinity at {[start + row, *rest]}"
             raise refusal(self.file_of(name), fault, hint=hint)

@@ -218,7 +218,7 @@ def _decide_without(
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
-    one, kept = _find(report, SCALE_ONE), "any scale"
+    one, kept = _find(report, SCALE_ONE), "scales that fit" if scaled else "any scale"
     why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
     if need.added_by_one is not None and need.sites:
         kept, changed = "scales that fit", format_difference(need.added_by_one)
@@ -233,10 +233,13 @@ def _decide_without(
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
     is_unknown = one.verdict is Verdict.CANNOT_TELL
-    if (_fails(one, report) or is_unknown) and (passing := _list_passing(scaled, report)):
+    is_warned = report.has_gate and one.verdict is Verdict.WARN
+    passing = [each for each in _list_passing(scaled, report) if each.verdict is not Verdict.WARN]
+    if (_fails(one, report) or is_unknown or is_warned) and passing:
         best = min(passing, key=get_kld).name
-        cannot = "does not pass" if report.has_gate else "cannot be judged by this text"
+        cannot = "cannot be judged by this text"
         failed = _spell_failure(one, report) if _fails(one, report) else cannot
+        failed = f"gets a warning of the {one.gate} gate" if is_warned else failed
         headline = f"Scale 1.0 {failed}: use {best}."
         return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
     if _fails(one, report):
