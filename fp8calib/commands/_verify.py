@@ -29,7 +29,7 @@ from fp8calib.commands.result import Result, RunHashes, RunPlan
 from fp8calib.commands.suggest import suggest_command
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.data.sources import split_data
-from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
+from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line, format_count
 from fp8calib.machine import PeakMemory
 from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line
@@ -302,7 +302,7 @@ def describe(
         yield Line(line)
     yield Line(
         f"Emulated {result.engine_version or result.engine}: {result.tokens:,} tokens in "
-        f"{result.sequences} sequences, {result.dtype}."
+        f"{format_count(result.sequences, 'sequence')}, {result.dtype}."
     )
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more

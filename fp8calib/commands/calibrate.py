@@ -29,7 +29,7 @@ from fp8calib.commands.result import (
     list_top_level,
 )
 from fp8calib.commands.show import NUM_QUARTERS, Saturation, describe_skipped
-from fp8calib.errors import ExportError, cut_list, name_ranges
+from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
 from fp8calib.numerics.formats import E4M3FN
@@ -216,7 +216,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
     measured = (
-        f"{header.describe_tokens()} in {result.sequences} sequences, {counted}"
+        f"{header.describe_tokens()} in {format_count(result.sequences, 'sequence')}, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} tensors measured"
     )

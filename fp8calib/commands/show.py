@@ -17,7 +17,7 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Record, Result
-from fp8calib.errors import cut_list, format_ranges, shorten
+from fp8calib.errors import cut_list, format_count, format_ranges, shorten
 from fp8calib.model.shapes import KV_ROLES, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
@@ -288,7 +288,7 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
         f"weights, computed in {header.compute_dtype}"
     )
     yield (
-        f"{header.describe_tokens()} in {header.num_sequences} sequences of "
+        f"{header.describe_tokens()} in {format_count(header.num_sequences, 'sequence')} of "
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
     yield f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}"
