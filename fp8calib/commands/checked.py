@@ -33,6 +33,7 @@ from fp8calib.engines.replay.geometry import imagine_geometry, read_replayed_geo
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.model.shapes import ModelGeometry
@@ -224,7 +225,9 @@ def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolde
     Raises:
         ModelError: naming the difference.
     """
-    if model.config.get("quantization_config") is not None or model.modelopt:
+    entries = (entry for held in model.tensors.values() for entry in held.values())
+    is_fp8 = any(entry.dtype in WEIGHT_FORMATS for entry in entries)  # without a config too
+    if model.config.get("quantization_config") is not None or model.modelopt or is_fp8:
         return
     try:
         opened = Checkpoint.open(model.path)

@@ -113,6 +113,15 @@ def test_weights_are_compared_with_statistics(
     check(0, model, *options)
 
 
+def test_statistics_do_not_hide_that_a_config_is_missing(
+    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path
+) -> None:
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
+    shutil.copy(model / "config.json", tmp_path / "fp8")
+    report = check(8, tmp_path / "fp8", "--stats", calibrated[0])
+    assert report == check(8, tmp_path / "fp8")
+
+
 def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> None:
     outcome = run("check", calibrated[0] / "kv-overlay-head")
 
