@@ -59,7 +59,8 @@ class Table:
         """Leave out a column."""
         left = self.columns.index(column)
         columns, *rows = ([*row[:left], *row[left + 1 :]] for row in (self.columns, *self.rows))
-        return replace(self, columns=list(map(str, columns)), rows=rows)
+        words = [index - (index > left) for index in self.words if index != left]
+        return replace(self, columns=list(map(str, columns)), rows=rows, words=words)
 
 
 Block: TypeAlias = Line | Table

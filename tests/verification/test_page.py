@@ -33,6 +33,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
     WorstText,
+    candidates_table,
 )
 from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.verification.sample_report import make_report
@@ -105,6 +106,13 @@ def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
         "1.0123 \u00b1 0.0045",
         "92.87%",
     ]
+
+
+def test_without_a_gate_the_table_has_no_verdict_and_its_numbers_stay_numbers() -> None:
+    plain, gated = (candidates_table(make_small(has_gate=gate)) for gate in (False, True))
+    assert plain.columns == [each for each in gated.columns if each != "verdict"]
+    kinds = [gated.kind_of(gated.columns.index(each)) for each in plain.columns]
+    assert [plain.kind_of(index) for index in range(len(plain.columns))] == kinds
 
 
 def test_the_page_ends_with_what_it_was_made_from() -> None:
