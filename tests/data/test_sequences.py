@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fp8calib.data.plan import build_plan
-from fp8calib.data.rows import ReadRow
-from fp8calib.data.sequences import Batch, DataPlan
+from fp8calib.data.rows import ReadRow, Row
+from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.shares import parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
@@ -45,6 +45,23 @@ def plan_of(*specs: str, **options: Any) -> DataPlan:
 
 def lists(plan: DataPlan) -> list[list[int]]:
     return [sequence.tolist() for sequence in plan.sequences]
+
+
+@pytest.mark.parametrize(("usable", "is_refused"), [(18, False), (17, True)])
+def test_a_tenth_of_the_rows_may_be_unusable(usable: int, *, is_refused: bool) -> None:
+    rows: list[ReadRow] = [Row(f"row {n}", input_ids=[1, 2, 3, 4]) for n in range(usable)]
+    rows += [DataError("row x: odd"), DataError("row y: odd")]
+    if is_refused:
+        with pytest.raises(DataError, match=f"2 of {usable + 2} rows cannot be used"):
+            plan_of(rows=rows, samples=100)
+    else:
+        assert any("2 of 20 rows" in each for each in plan_of(rows=rows, samples=100).warnings)
+
+
+def test_a_sequence_as_long_as_the_limit_is_padded_and_a_longer_one_is_not() -> None:
+    rows = [Row(f"row {n}", input_ids=[1] * length) for n, length in enumerate((2, 4, 3, 5, 2))]
+    plan = plan_of(rows=rows, pack=False, seq_len=8, longest_padded=4)
+    assert [batch.lengths for batch in batches(plan, 8)] == [(2, 4, 3), (5,), (2,)]
 
 
 def test_a_source_of_unusable_rows_is_refused_before_it_ends() -> None:
