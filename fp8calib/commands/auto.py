@@ -22,7 +22,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import CANNOT_TELL, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.text import Answer, Block, Line, Table
-from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.figures import format_mean_kld, format_ratio
 
 if TYPE_CHECKING:
     from fp8calib.commands._verify import VerifyResult
@@ -38,7 +38,7 @@ class AutoRequest(shared.TextOptions):
     """Calibrate, write FP8 checkpoints, and keep the smallest one that passes the gate.
 
     Four fifths of the text calibrate. On the rest the model is compared with an FP8 KV cache,
-    without scales and with calibrated ones, and with each FP8 scheme that the GPU multiplies.
+    without scales and with calibrated ones, and with it and each scheme that the GPU multiplies.
     Exit code 8 if none passes (a warning is no pass), 9 if the text cannot tell.
 
     Example: fp8calib auto meta-llama/Llama-3.1-8B-Instruct --data chats.jsonl --out llama-fp8
@@ -106,7 +106,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     if (out / _PAGE).exists() or (out.exists() and not request.resume):
         raise UsageError(
             f"--out {out}: exists",
-            hint="name another folder, or add --resume if that run was stopped",
+            hint="name another folder, or add --resume if that run was stopped before its end",
         )
     specs, rows = split_data(request.data, text_column=request.text_column)
     with model.open_run_model(request) as opened:
@@ -187,11 +187,14 @@ def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # no
     rows = []
     for each in sorted(result.verified.candidates, key=lambda e: result.sizes[Path(e.name).name]):
         name, kld = Path(each.name).name, format_mean_kld(each.kld_mean, each.kld_se)
-        marked, size = name + " *" * (name == result.chosen), format_size(result.sizes[name])
-        rows.append([marked, size, each.verdict, kld, f"{each.ppl_ratio:.4f}"])
+        ratio, size = (
+            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
+            format_size(result.sizes[name]),
+        )
+        rows.append([name + " *" * (name == result.chosen), size, each.verdict, kld, ratio])
     yield Answer(result.answer)
     yield Line()
-    yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio"], rows=rows)
+    yield Table(columns=["choice", "size", "verdict", "KLD mean ± se", "ratio ± se"], rows=rows)
     yield Line(f"all figures: {result.out / _PAGE}")
     served = describe_checks(result.checked) if result.checked else [result.serve]
     yield from map(Line, filter(None, served))

@@ -76,7 +76,8 @@ _ALL_UNCALIBRATED = (
 )
 _FIX = (
     "write the scales of these statistics: "
-    "`fp8calib export STATS --format kv-overlay --model MODEL --out DIR`, or calibrate again"
+    "`fp8calib export STATS --format kv-overlay --model MODEL --replace-scales --out DIR`, or "
+    "calibrate again"
 )
 
 

@@ -525,6 +525,17 @@ def test_weights_whose_scales_are_wrong_are_checked_not_planned(db: float, remed
     assert ("self_attn.weight are wrong" in found.details) == (remedy is Remedy.CHECK)
 
 
+def test_scales_of_a_cache_that_do_not_fit_are_checked_not_planned() -> None:
+    found = settle(
+        candidates=[candidate("q", 0.5, FAIL)],
+        layers=[row("q", "weight"), row("q", "v")],
+        fits={"q": [CLIPS]},
+        kv=None,
+    )
+    assert found.remedy is Remedy.CHECK
+    assert f"The scales of {CLIPS.site} are wrong" in found.details
+
+
 # --- the smallest candidate that passes, and what is no choice -----------------------------------
 
 
@@ -566,7 +577,7 @@ def test_of_sizes_that_are_alike_the_smallest_loss_is_chosen(
         assert not found.candidate
         assert found.headline == (
             "No choice passes the gate; the nearest, dynamic, gets cannot-tell: between 1.01 and "
-            "1.05."
+            "1.05. `quantize --scheme w8a16` or `gptq` may lose less."
         )
     else:
         assert found.candidate == spell(chosen)

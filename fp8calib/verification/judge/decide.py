@@ -334,7 +334,7 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         none = "No candidate passes." if report.has_gate else "Each candidate loses much."
         headline = _judge(only, report) if only else none
         rows = list_unfit(report.list_rows(worst))
-        wrong = [r for r in rows if r.role == "weight" and (r.sqnr_db or 0.0) < LEAST_DB]
+        wrong = [r for r in rows if r.role in {"k", "v"} or _is_wrong_weight(r)]
         advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
         remedy = Remedy.FIND_LAYERS
         if wrong:  # no scheme loses as much
@@ -347,6 +347,10 @@ def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> D
         return _decide(headline, advice, *unusable, remedy=remedy, candidate=worst)
     unknown = "This text cannot judge the candidates."
     return _decide(_judge(only, report) if only else unknown, *unusable)
+
+
+def _is_wrong_weight(row: LayerResult) -> bool:
+    return row.role == "weight" and (row.sqnr_db or 0.0) < LEAST_DB
 
 
 _VERDICTS = {

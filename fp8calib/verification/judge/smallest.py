@@ -38,7 +38,10 @@ def choose_smallest(report: VerifyReport, sizes: Mapping[str, int]) -> Decision:
     if not passing:
         nearest = min(found, key=lambda name: found[name].kld_mean or 0.0)
         verdict = f"{found[nearest].verdict}: {found[nearest].verdict_why}"
-        headline = f"No choice passes the gate; the nearest, {nearest}, gets {verdict}."
+        headline = (
+            f"No choice passes the gate; the nearest, {nearest}, gets {verdict}. "
+            "`quantize --scheme w8a16` or `gptq` may lose less."
+        )
         return Decision(headline=headline, details=report.decision.details)
     least = min(sizes[name] for name in passing)
     small = [name for name in passing if sizes[name] <= least * _ALIKE]
