@@ -38,7 +38,7 @@ class AutoRequest(shared.TextOptions):
     """Calibrate, write FP8 checkpoints, and keep the smallest one that passes the gate.
 
     Four fifths of the text calibrate. On the rest the model is compared with an FP8 KV cache,
-    without scales and with calibrated ones, and with it and each scheme that the GPU multiplies.
+    without scales and with calibrated ones, and beside it each scheme that the GPU multiplies.
     Exit code 8 if none passes (a warning is no pass), 9 if the text cannot tell.
 
     Example: fp8calib auto meta-llama/Llama-3.1-8B-Instruct --data chats.jsonl --out llama-fp8
