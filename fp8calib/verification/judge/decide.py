@@ -234,13 +234,17 @@ def _decide_without(
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
     is_unknown = one.verdict is Verdict.CANNOT_TELL
     is_warned = report.has_gate and one.verdict is Verdict.WARN
-    passing = [each for each in _list_passing(scaled, report) if each.verdict is not Verdict.WARN]
+    passing = _list_passing(scaled, report)
+    if is_warned:
+        passing = [each for each in passing if each.verdict is not Verdict.WARN]
     if (_fails(one, report) or is_unknown or is_warned) and passing:
         best = min(passing, key=get_kld).name
-        cannot = "cannot be judged by this text"
-        failed = _spell_failure(one, report) if _fails(one, report) else cannot
-        failed = f"gets a warning of the {one.gate} gate" if is_warned else failed
-        headline = f"Scale 1.0 {failed}: use {best}."
+        verdict = "cannot be judged by this text"
+        if _fails(one, report):
+            verdict = _spell_failure(one, report)
+        elif is_warned:
+            verdict = f"gets a warning of the {one.gate} gate"
+        headline = f"Scale 1.0 {verdict}: use {best}."
         return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
     if _fails(one, report):
         headline = f"{_NOT_NEEDED}, but an FP8 cache {_spell_failure(one, report)}."
