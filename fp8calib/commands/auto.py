@@ -146,11 +146,10 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
             checks[name] = tuple(e.model_copy(update={"path": name}) for e in made.checked)
             sizes[name] = made.bytes.after
     reporter.say(next(numbered))
-    common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate} | {
-        "strict": request.gate is not None,
-        "scales": [out / name for name in checks],
-    }
-    judged = VerifyRequest(**common, report=out / _PAGE, force=True)
+    common |= {"data": text.sequences[cut:], "samples": count - cut, "gate": request.gate}
+    judged = VerifyRequest(
+        **common, strict=bool(request.gate), scales=[out / e for e in checks], report=out / _PAGE
+    )
     report = _verify.run(judged, reporter)
     assert not isinstance(report, RunPlan)  # noqa: S101 -- it is no dry run
 
@@ -187,10 +186,8 @@ def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # no
     rows = []
     for each in sorted(result.verified.candidates, key=lambda e: result.sizes[Path(e.name).name]):
         name, kld = Path(each.name).name, format_mean_kld(each.kld_mean, each.kld_se)
-        ratio, size = (
-            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
-            format_size(result.sizes[name]),
-        )
+        ratio = format_ratio(each.ppl_ratio, each.ppl_ratio_se)
+        size = format_size(result.sizes[name])
         rows.append([name + " *" * (name == result.chosen), size, each.verdict, kld, ratio])
     yield Answer(result.answer)
     yield Line()
