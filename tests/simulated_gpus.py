@@ -2,6 +2,9 @@
 
 Like real GPUs, they refuse operations on tensors of two devices, and reading the memory of the
 device from the host, so tests see where every tensor is. Kernels and speed are those of the CPU.
+
+Streams compute at once, but the order that they promise is checked: reading what another stream
+wrote without waiting for it is an error, and so is freeing what another stream may still read.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -38,14 +41,85 @@ _run_thread = threading.Thread.run
 _infer_device_map = placing.infer_auto_device_map
 
 
+class Stream:
+    """A stream: the number of its last operation, and of those of others that it waits for."""
+
+    current = threading.local()
+
+    def __init__(self, _device: torch.device | None = None) -> None:
+        self.seen: dict[Stream, int] = {self: 0}
+
+    def record_event(self) -> Event:
+        """Follow all operations so far."""
+        return Event(dict(self.seen))
+
+    def wait_event(self, event: Event) -> None:
+        """Run later operations behind those that an event follows."""
+        for stream, time in event.seen.items():
+            self.seen[stream] = max(time, self.seen.get(stream, 0))
+
+    def is_behind(self, stream: Stream, time: int) -> bool:
+        """Whether it waits for an operation of a stream."""
+        return self.seen.get(stream, 0) >= time
+
+
+class Event:
+    """What was recorded in a stream."""
+
+    def __init__(self, seen: Mapping[Stream, int]) -> None:
+        self.seen = seen
+
+    def synchronize(self) -> None:
+        """Do nothing: operations are finished when they are launched."""
+
+
+class _Room:
+    """The memory of a tensor and its views, which belongs to a stream."""
+
+    broken: ClassVar[list[str]] = []
+
+    def __init__(self, stream: Stream) -> None:
+        self.home = stream
+        self.used: dict[Stream, int] = {}
+        self.recorded: set[Stream] = set()
+        self.written = (stream, 0)
+
+    def use(self, stream: Stream) -> None:
+        if not stream.is_behind(*self.written):
+            self.broken.append("a stream reads what it does not wait for")
+        self.used[stream] = stream.seen[stream]
+
+    def __del__(self) -> None:
+        for stream, time in self.used.items():
+            if stream not in self.recorded and not self.home.is_behind(stream, time):
+                self.broken.append("memory is freed while another stream may read it")
+
+
+_default_stream = Stream()
+
+
+def _current_stream(_device: object = None) -> Stream:
+    return getattr(Stream.current, "stream", _default_stream)
+
+
+@contextmanager
+def _use_stream(stream: Stream) -> Iterator[None]:
+    before, Stream.current.stream = _current_stream(), stream
+    try:
+        yield
+    finally:
+        Stream.current.stream = before
+
+
 class OnGpu(torch.Tensor):
     """A tensor on a simulated GPU; `held` has its numbers."""
 
     held: torch.Tensor
+    room: _Room
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor, device: torch.device) -> OnGpu:  # noqa: D102
+    def __new__(cls, held: torch.Tensor, device: torch.device, room: _Room) -> OnGpu:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             held.size(),
@@ -54,8 +128,12 @@ class OnGpu(torch.Tensor):
             dtype=held.dtype,
             device=device,
         )
-        made.held = held
+        made.held, made.room = held, room
         return made
+
+    def record_stream(self, stream: Stream) -> None:
+        """Free the memory behind what a stream does until then."""
+        self.room.recorded.add(stream)
 
     def __repr__(self, **_: Any) -> str:
         return f"OnGpu({self.held!r}, device={self.device})"
@@ -108,6 +186,9 @@ def simulated_gpus(
         "memory_reserved": lambda _device=None: 0,
         "get_device_properties": lambda _device=None: properties,
         "is_bf16_supported": lambda *_, **__: True,
+        "Stream": Stream,
+        "current_stream": _current_stream,
+        "stream": _use_stream,
     }
     room = {**dict.fromkeys(range(count), room_bytes), "cpu": 0}
     future = torch.__future__
@@ -125,7 +206,9 @@ def simulated_gpus(
             _Simulation(),
         ):
             yield
+        assert not _Room.broken, _Room.broken[0]
     finally:
+        _Room.broken.clear()
         future.set_overwrite_module_params_on_conversion(before[0])
         torch._C._set_only_lift_cpu_tensors(before[1])
 
@@ -203,6 +286,16 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         found = func(*args, **kwargs)
     known = {id(leaf.held): leaf for leaf in flat if isinstance(leaf, OnGpu)}
     given = {*known, *map(id, flat)}
+    stream = _current_stream()
+    stream.seen[stream] += 1
+    for leaf in known.values():
+        leaf.room.use(stream)
+    rooms = {leaf.held.untyped_storage().data_ptr(): leaf.room for leaf in known.values()}
+
+    def find_room(tensor: torch.Tensor) -> _Room:
+        room = rooms.get(tensor.untyped_storage().data_ptr()) or _Room(stream)
+        room.written = stream, stream.seen[stream]
+        return room
 
     def place(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -210,8 +303,10 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if home.type != "cuda":
             return tensor.clone() if id(tensor) in known else tensor
         if (same := known.get(id(tensor))) is not None and same.device == home:
+            find_room(tensor)
             return same
-        return OnGpu(tensor.clone() if id(tensor) in given else tensor, home)
+        copied = tensor.clone() if id(tensor) in given else tensor
+        return OnGpu(copied, home, find_room(copied))
 
     return _map(place, found)
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.embeddings import copy_ids
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
@@ -121,7 +122,7 @@ class Decoder:
         with self._explained(batch):
             if batch.media is None:
                 output = self._called(
-                    input_ids=batch.input_ids.to(device, non_blocking=True),
+                    input_ids=copy_ids(batch.input_ids, device),
                     attention_mask=None
                     if mask is None
                     else mask.long().to(device, non_blocking=True),

@@ -38,6 +38,14 @@ def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
     }
 
 
+def copy_ids(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy token ids to a device, where `EmbeddingRows` needs not wait for them."""
+    copied = ids.to(device, non_blocking=True)
+    if copied is not ids and not copied.is_inference():
+        vars(copied)["on_host"] = copied._version, ids
+    return copied
+
+
 class EmbeddingRows:
     """The rows of an embedding that the text uses, in place of the whole."""
 
@@ -67,8 +75,11 @@ class EmbeddingRows:
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert token ids to row numbers in memory; rows not in memory are read first."""
-        self.read(ids.cpu())
-        return self._row_of[ids.cpu()].to(ids.device)
+        version, on_host = vars(ids).get("on_host", (None, ids))
+        if version is None or version != ids._version:  # the model made or changed them
+            on_host = ids.cpu()
+        self.read(on_host)
+        return self._row_of[on_host].to(ids.device, non_blocking=True)
 
     def read(self, ids: torch.Tensor) -> None:
         """Read the rows of these tokens that are not in memory."""

@@ -1,4 +1,4 @@
-"""The hidden states between two layers: in memory up to a limit, beyond it in mapped files."""
+"""The hidden states between two layers: on the GPU or in memory up to limits, else in files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ class HiddenStateStore:
     they are mapped, so that a full disk is an error and not a crash.
 
     Attributes:
+        gpu_bytes: bytes on the GPU.
         ram_bytes: bytes in memory.
         file_bytes: bytes in files.
     """
 
-    def __init__(self, *, ram_limit_bytes: int, folder: Path) -> None:
+    def __init__(self, *, ram_limit_bytes: int, folder: Path, gpu_limit_bytes: int = 0) -> None:
+        self.gpu_bytes = 0
         self.ram_bytes = 0
         self.file_bytes = 0
+        self._gpu_limit_bytes = gpu_limit_bytes
         self._ram_limit_bytes = ram_limit_bytes
         self._folder = folder
         self._trees: dict[Hashable, Any] = {}
@@ -41,7 +44,7 @@ class HiddenStateStore:
         self._trees.clear()
 
     def get(self, number: Hashable, device: torch.device) -> Any:
-        """Load a tree onto a device; on the CPU its tensors are the stored ones, not copies."""
+        """Load a tree onto a device; tensors that are there are the stored ones, not copies."""
         return pytree.tree_map_only(
             torch.Tensor, lambda leaf: leaf.to(device, non_blocking=True), self._trees[number]
         )
@@ -66,6 +69,10 @@ class HiddenStateStore:
         if isinstance(room, torch.Tensor) and (room.shape, room.dtype, room.stride()) == layout:
             return room.copy_(leaf)
         size_bytes = like.numel() * like.element_size()
+        is_gpu = leaf.device.type != "cpu"
+        if is_gpu and self.gpu_bytes + size_bytes <= self._gpu_limit_bytes:
+            self.gpu_bytes += size_bytes
+            return torch.empty_like(like, device=leaf.device).copy_(leaf)
         if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
             self.ram_bytes += size_bytes
             return torch.empty_like(like, device="cpu").copy_(leaf)

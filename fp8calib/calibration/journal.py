@@ -142,6 +142,10 @@ class Journal:
         self.layer_sites = sites
         return int(folders[-1].name.rpartition("-")[2]) + 1
 
+    def is_due_for_layer(self) -> bool:
+        """Whether the last state of a layer is old enough to save another."""
+        return self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s))
+
     def save_layer(
         self,
         layer: int,
@@ -149,17 +153,12 @@ class Journal:
         store: HiddenStateStore,
         make_sites: Callable[[], dict[Site, SiteStats]],
     ) -> None:
-        """Save the state after a layer in a folder, if the last one is old enough.
-
-        It replaces that of an earlier layer as a whole.
-        """
-        if not self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s)):
-            return
+        """Save the state after a layer in a folder, in place of that of an earlier layer."""
         stem = f"{NAME_PREFIX}layers-{self._rank}"
         new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"
         shutil.rmtree(new, ignore_errors=True)
         with self._writing():
-            require_free_space(self.folder, store.ram_bytes + store.file_bytes)
+            require_free_space(self.folder, store.gpu_bytes + store.ram_bytes + store.file_bytes)
             new.mkdir()
             for number in range(len(batches)):
                 _save_state(store.get(number, torch.device("cpu")), new / _name_state(number))

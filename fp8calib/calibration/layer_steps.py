@@ -50,6 +50,8 @@ class LayerSteps:
         self._checks = False
         self._unknown: Any = None
         """The output of a layer that is not known: NaN; made once for a batch."""
+        self._suspects: list[tuple[int, torch.Tensor]] = []
+        """Checked layers, and whether each reads too much."""
 
     def run_layer(
         self,
@@ -63,7 +65,7 @@ class LayerSteps:
         """Run layer `index` on a micro-batch.
 
         `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
-        the layer reads more than that.
+        the layer reads more than that; a GPU's answer waits for `check`.
 
         Raises:
             ModelError: the model does not run its layers one after another.
@@ -89,6 +91,20 @@ class LayerSteps:
         self._before = self._unknown = None
         return hidden
 
+    def check(self) -> None:
+        """Look at what GPUs found out.
+
+        Raises:
+            ModelError: a layer reads more than the output of the layer before it.
+        """
+        suspects, self._suspects = self._suspects, []
+        for index, reads_more in suspects:
+            if bool(reads_more):
+                raise ModelError(
+                    f"{self._names[index]} reads more than the output of the layer before it",
+                    hint=NO_STREAMING_HINT,
+                )
+
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Replace the forward of layer `index`."""
         if index != self._next:
@@ -109,16 +125,11 @@ class LayerSteps:
                     before.output,
                 )
             return self._unknown
-        if (
-            self._checks
-            and before is not None
-            and _has_nan((args, kwargs))
-            and not _has_nan(before.output)
-        ):
-            raise ModelError(
-                f"{self._names[index]} reads more than the output of the layer before it",
-                hint=NO_STREAMING_HINT,
-            )
+        if self._checks and before is not None:
+            reads_more = _has_nan((args, kwargs)) & ~_has_nan(before.output)
+            self._suspects.append((index, reads_more))
+            if reads_more.device.type == "cpu":
+                self.check()
         # what earlier layers wrote into mappings is restored, and what this one writes is kept
         mappings = {
             name: value
@@ -141,6 +152,9 @@ class LayerSteps:
         raise _LayerIsDone
 
 
-def _has_nan(tree: Any) -> bool:
-    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return any(bool(x.isnan().any()) for x in tensors)
+def _has_nan(tree: Any) -> torch.Tensor:
+    found = torch.zeros((), dtype=torch.bool)
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found = found | leaf.isnan().any()
+    return found

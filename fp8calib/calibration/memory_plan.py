@@ -222,22 +222,32 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
         lm_head: Any = work.prepared.model.get_output_embeddings()
         head = sum(parameter.numel() * itemsize for parameter in lm_head.parameters())
 
-    on_gpu = limits.device_bytes is not None
-    held = [size._replace(placed=0) for size in layers] if on_gpu else layers
-    host = {"layers": max(peak_of_layers(held, keep=work.changes_weights), towers)}
-    device = {"layers": max(*(size.placed for size in layers), towers)} if on_gpu else host
-    device = {**device, **working_bytes(work)}
-    # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
-    if (above := head + work.logits_bytes - sum(device.values())) > 0:
-        device["head"] = above
-    device = {"embedding": embedding, "around the layers": around, **device}
+    def plan_device(in_layers: int) -> dict[str, int]:
+        beside = {"layers": max(in_layers, towers), **working_bytes(work)}
+        # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
+        if (above := head + work.logits_bytes - sum(beside.values())) > 0:
+            beside["head"] = above
+        return {"embedding": embedding, "around the layers": around, **beside}
+
     process = {"process": limits.process_bytes + _SLACK_BYTES}
-    host = {**process, **(host if on_gpu else device)}
+    hidden, copies_ahead, on_gpu = hidden_bytes(work), False, 0
+    if limits.device_bytes is None:
+        device = plan_device(peak_of_layers(layers, keep=work.changes_weights))
+        host = {**process, **device}
+    else:
+        device = plan_device(peak_of_copies(layers))
+        copies_ahead = sum(device.values()) <= limits.device_bytes
+        if not copies_ahead:
+            device = plan_device(max(size.placed for size in layers))
+        elif sum(device.values()) + hidden <= limits.device_bytes:
+            device["hidden states"] = on_gpu = hidden
+        held = peak_of_held(layers, keep=work.changes_weights)
+        host = {**process, "layers": max(held, towers)}
     _check_fits(host, device, limits)
 
-    hidden = hidden_bytes(work)
     in_ram = min(hidden, limits.host_bytes - sum(host.values()))
-    scratch = (hidden - in_ram) * work.sharers
+    on_disk = 0 if on_gpu else hidden - in_ram
+    scratch = on_disk * work.sharers
     if scratch > (free := shutil.disk_usage(work.scratch).free):
         raise UsageError(
             f"{work.scratch}: {format_gib(scratch)} of hidden states have to be stored there, but "
@@ -248,14 +258,19 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
     return MemoryPlan(
         num_layers=len(layers),
         streaming=Streaming(
-            dtype=work.dtype, device=work.device, hidden_ram_bytes=in_ram, scratch=work.scratch
+            dtype=work.dtype,
+            device=work.device,
+            hidden_ram_bytes=in_ram,
+            scratch=work.scratch,
+            copies_ahead=copies_ahead,
+            hidden_gpu_bytes=on_gpu,
         ),
         why=why,
         read_bytes=max(read, work.least_read_bytes),
-        peak={**host, "hidden states": in_ram},
+        peak={**host, "hidden states": 0 if on_gpu else in_ram},
         limit_bytes=limits.host_bytes,
-        device_peak=device if on_gpu else {},
-        scratch_bytes=hidden - in_ram,
+        device_peak={} if limits.device_bytes is None else device,
+        scratch_bytes=on_disk,
     )
 
 
@@ -330,6 +345,21 @@ def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
         making = max(layer.stored, layer.placed + kept) + layer.step
         peak = max(peak, making, layer.placed + kept + ahead)
     return peak
+
+
+def peak_of_held(layers: Sequence[PartSize], *, keep: bool) -> int:
+    """Compute the peak bytes of weights in host memory while layers are streamed to a GPU.
+
+    Each next one is made ready while one computes; with `keep` that one's stored tensors stay.
+    """
+    kept = [0, *(layer.stored if keep else 0 for layer in layers)]
+    return max(each + layer.stored + layer.step for each, layer in zip(kept, layers, strict=False))
+
+
+def peak_of_copies(layers: Sequence[PartSize]) -> int:
+    """Compute the peak bytes on a GPU where each next layer is copied while one computes."""
+    before = [0, *(layer.placed for layer in layers)]
+    return max(each + layer.placed for each, layer in zip(before, layers, strict=False))
 
 
 def working_bytes(work: Workload) -> dict[str, int]:

@@ -217,7 +217,7 @@ class LayerPass:
     def observe_weights(self) -> None:
         """Read and observe the weights alone."""
         self._progress.stage("reading weights", self._num_layers, unit="layers")
-        with self._streamed.layers() as layers:
+        with self._streamed.layers(first=self._num_layers) as layers:
             for layer in layers:
                 self._observe_weights(layer, will_be_placed=False)
                 self._progress.advance(1)
@@ -261,7 +261,7 @@ class LayerPass:
                 first = journal.load_layer(batches, store)
             steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
             self._progress.advance(first * sum(batch.num_tokens for batch in batches))
-            for layer in stack.enter_context(streamed.layers()):
+            for layer in stack.enter_context(streamed.layers(first=first)):
                 index = layer.layer.index
                 left = self._observe_weights(layer, will_be_placed=index >= first)
                 if index < first:
@@ -276,10 +276,11 @@ class LayerPass:
                         if index < last:
                             store.put(number, after)
                         self._progress.advance(batch.num_tokens)
-                        observer.check(at_end=number == len(batches) - 1)
+                        observer.check(at_end=(index, number) == (last, len(batches) - 1))
                     if self._work is not None:
                         self._work.finish_layer(layer.layer)
-                if journal is not None and index < last:
+                if journal is not None and index < last and journal.is_due_for_layer():
+                    observer.check(at_end=True)
                     journal.save_layer(index, batches, store, observer.recorder.stats)
         earlier = {} if journal is None else journal.layer_sites
         return merge_sites([earlier, observer.recorder.stats()])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,12 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.calibration.allocator import keep_freed_memory
-from fp8calib.calibration.decoder import Decoder, DecoderCall, replaced_forward
+from fp8calib.calibration.decoder import (
+    Decoder,
+    DecoderCall,
+    OutOfMemoryInForward,
+    replaced_forward,
+)
 from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
 from fp8calib.calibration.hidden_states import HiddenStateStore
 from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerSteps
@@ -39,6 +44,10 @@ class Streaming:
     """Hidden states beyond this are stored in a file."""
     scratch: Path
     """The folder of that file."""
+    copies_ahead: bool = False
+    """A GPU has room for two layers: the next one is copied while a layer computes."""
+    hidden_gpu_bytes: int = 0
+    """Hidden states up to this stay on the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,10 @@ class StreamedLayer:
     held: HeldTensors
     weights: WeightSource
     """Reads its parameters from `held`."""
+    copied: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Its parameters on the GPU, where they are copied ahead."""
+    ready: torch.cuda.Event | None = None
+    """Follows these copies."""
 
 
 class StreamedModel:
@@ -78,6 +91,11 @@ class StreamedModel:
         self.device = torch.device(streaming.device)
         self.embeddings = embeddings
         self._begin_next: Callable[[], None] = lambda: None
+        self._copying: torch.cuda.Stream | None = None
+        if streaming.copies_ahead:
+            self._copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._computed: torch.cuda.Event | None = None
+        """Follows all use of the last layer that was dropped."""
         self._streaming = streaming
         self._loader = loader
         self.parts = loader.layers()
@@ -85,32 +103,68 @@ class StreamedModel:
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
         return HiddenStateStore(
-            ram_limit_bytes=self._streaming.hidden_ram_bytes, folder=self._streaming.scratch
+            ram_limit_bytes=self._streaming.hidden_ram_bytes,
+            folder=self._streaming.scratch,
+            gpu_limit_bytes=self._streaming.hidden_gpu_bytes,
         )
 
     @contextmanager
-    def layers(self) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers; one is read, in a thread, while the one before is placed."""
+    def layers(self, *, first: int = 0) -> Iterator[Iterator[StreamedLayer]]:
+        """Iterate over the layers; one is read, in a thread, while the one before is placed.
+
+        Those from `first` on will be placed.
+
+        Raises:
+            OutOfMemoryInForward: the GPU has no room to copy the next layer beside a batch.
+        """
         unread = zip(self.geometry.layers, self.parts, strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
 
-        def read(layer: Layer, part: ModelPart) -> StreamedLayer:
+        def read(layer: Layer, part: ModelPart, earlier: torch.cuda.Event | None) -> StreamedLayer:
             held = self._loader.read(part)
             weights = self._loader.weights.reading_from(held)
-            return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+            found = StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+            if self._copying is None or layer.index < first:
+                return found
+            return self._copy(found, self._copying, earlier)
 
         def begin_next() -> None:
             if not reading and (following := next(unread, None)) is not None:
-                reading.append(pool.submit(read, *following))
+                reading.append(pool.submit(read, *following, self._computed))
 
         def finished() -> Iterator[StreamedLayer]:
             for _ in self.parts:
                 begin_next()
                 yield reading.popleft().result()
 
-        with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
-            self._begin_next = begin_next
-            yield finished()
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+                self._begin_next = begin_next
+                yield finished()
+        finally:
+            self._begin_next = lambda: None
+            reading.clear()  # a layer that is not placed leaves the GPU
+
+    def _copy(
+        self, layer: StreamedLayer, stream: torch.cuda.Stream, earlier: torch.cuda.Event | None
+    ) -> StreamedLayer:
+        """Copy a layer to the GPU, on a stream of its own, in the thread that reads ahead.
+
+        The memory is pageable: the driver stages it and blocks this thread, which the disk blocks
+        too, but no other stream. Pinned memory would take another copy here.
+        """
+        if earlier is not None:
+            earlier.synchronize()  # the GPU has room for two layers, not for three
+        try:
+            with torch.cuda.stream(stream):
+                for name, tensor in self._loader.make(layer.part, layer.held, keep=True):
+                    layer.copied[name] = tensor.to(self.device, non_blocking=True)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryInForward(
+                f"out of memory where layer {layer.layer.index} is copied to the GPU",
+                hint="use a smaller --batch-size or --seq-len, or --device cpu",
+            ) from error
+        return replace(layer, ready=stream.record_event())
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -118,9 +172,28 @@ class StreamedModel:
 
         With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
-        with self._loader.placed(layer.part, layer.held, keep=keep):
+        if layer.ready is None:
+            made = self._loader.make(layer.part, layer.held, keep=keep)
+        else:
+            made = self._take(layer, layer.ready)
+            if not keep:
+                layer.held.held.clear()
+        with self._loader.placed(layer.part, made):
             self._begin_next()
             yield
+        if layer.ready is not None:
+            self._computed = torch.cuda.current_stream(self.device).record_event()
+
+    def _take(
+        self, layer: StreamedLayer, ready: torch.cuda.Event
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand the copies of a layer over to the stream that computes."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(ready)
+        while layer.copied:
+            name, tensor = layer.copied.popitem()
+            tensor.record_stream(current)  # else the next copies may overwrite it in use
+            yield name, tensor
 
     def placed_towers(self) -> AbstractContextManager[None]:
         """Put the weights of what runs before the decoder into the model."""
@@ -148,7 +221,10 @@ class StreamedModel:
             for index, module in enumerate(modules):
                 forward = partial(steps.forward, index)
                 stack.enter_context(replaced_forward(module, forward))
-            yield steps
+            try:
+                yield steps
+            finally:
+                steps.check()  # it explains NaN that ended the run
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:

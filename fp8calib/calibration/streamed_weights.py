@@ -7,7 +7,7 @@ in which transformers itself loads them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -168,35 +168,44 @@ class PartLoader:
         held = {name: self.checkpoint.read(name) for name in part.tensors}
         return HeldTensors(self.checkpoint, held, dtype=None)
 
-    @contextmanager
-    def placed(
-        self, part: ModelPart, tensors: HeldTensors | None = None, *, keep: bool = False
-    ) -> Iterator[None]:
-        """Hold a part in the model while the context is open, and return its memory then.
+    def make(
+        self, part: ModelPart, tensors: HeldTensors, *, keep: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Make the parameters of a part, on the CPU, in their dtype and layout, by name.
 
-        It is read unless `tensors` has it. These are dropped once used, unless `keep` is set.
+        Without `keep` the tensors that one is made from are dropped before it is yielded.
 
         Raises:
             ModelError: a joined weight does not have the shape the config states.
         """
-        held = (self.read(part) if tensors is None else tensors).held
-        by_key = defaultdict[str, list[str]](list)
+        held, by_key = tensors.held, defaultdict[str, list[str]](list)
         for name, parameter in part.wanted.items():
             by_key[self._maker[parameter]].append(name)
+        for key, names in by_key.items():
+            cast = HeldTensors(self.checkpoint, held, self._target(names[0]))
+            made = self.weights.reading_from(cast).read_all(key)
+            rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+            for name in self.weights.tensor_names([key]) & held.keys():
+                if not keep:
+                    del held[name]
+                elif self.device == "cpu" and held[name].untyped_storage().data_ptr() in rooms:
+                    held[name] = held[name].clone()  # the model's may be changed in place
+            for name in names:
+                tensor = made[part.wanted[name]].to(self._target(name))
+                self._require_shape(name, tensor.shape)
+                yield name, tensor
+
+    @contextmanager
+    def placed(
+        self, part: ModelPart, made: Iterable[tuple[str, torch.Tensor]] | None = None
+    ) -> Iterator[None]:
+        """Hold a part in the model while the context is open, and return its memory then.
+
+        It is read unless `made` has it.
+        """
         try:
-            for key, names in by_key.items():
-                cast = HeldTensors(self.checkpoint, held, self._target(names[0]))
-                made = self.weights.reading_from(cast).read_all(key)
-                rooms = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
-                for name in self.weights.tensor_names([key]) & held.keys():
-                    if not keep:
-                        del held[name]
-                    elif self.device == "cpu" and held[name].untyped_storage().data_ptr() in rooms:
-                        held[name] = held[name].clone()  # the model's may be changed in place
-                for name in names:
-                    tensor = made[part.wanted[name]].to(self._target(name))
-                    self._require_shape(name, tensor.shape)
-                    set_tensor(self._model, name, tensor.to(self.device))
+            for name, tensor in made or self.make(part, self.read(part), keep=False):
+                set_tensor(self._model, name, tensor.to(self.device))
             yield
         finally:
             for name in part.wanted:

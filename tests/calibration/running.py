@@ -81,14 +81,26 @@ def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
 
 
 @contextmanager
-def opened(folder: Path, *, streamed: bool = False, device: str = "cpu") -> Iterator[Subject]:
+def opened(
+    folder: Path,
+    *,
+    streamed: bool = False,
+    device: str = "cpu",
+    copies_ahead: bool = False,
+    hidden_gpu_bytes: int = 0,
+) -> Iterator[Subject]:
     """Open a model folder in fp32."""
     source = open_source(str(folder))
     streaming = None
     if streamed:
         model = build_skeleton(source, dtype=torch.float32)
         streaming = Streaming(
-            dtype=torch.float32, device=device, hidden_ram_bytes=1 << 20, scratch=folder.parent
+            dtype=torch.float32,
+            device=device,
+            hidden_ram_bytes=1 << 20,
+            scratch=folder.parent,
+            copies_ahead=copies_ahead,
+            hidden_gpu_bytes=hidden_gpu_bytes,
         )
     else:
         model = load_model(source, dtype=torch.float32, device=device, device_map=None)

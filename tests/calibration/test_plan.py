@@ -16,9 +16,12 @@ from fp8calib.calibration.memory_plan import (
     Limits,
     MemoryPlan,
     Workload,
+    peak_of_copies,
+    peak_of_held,
     plan_halved,
     plan_memory,
 )
+from fp8calib.calibration.streamed_weights import PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import UsageError
@@ -116,18 +119,45 @@ def test_a_limit_that_is_too_small_names_the_smallest_that_works(work: Workload)
         stream(work, limits(found.host_bytes - 2**26))
 
 
-def test_a_gpu_holds_one_layer_and_the_host_the_tensors_read_ahead(work: Workload) -> None:
-    plan = stream(work, limits(2**30, device=2**30))
-    assert plan.device_peak["layers"] == LAYER
-    assert plan.peak.keys() == {"process", "layers", "hidden states"}
-    assert plan.peak["layers"] == LAYER
-    assert "on the GPU it needs" in "\n".join(plan.describe())
-    needed = sum(plan.device_peak.values())
-    assert stream(work, limits(2**30, device=needed)).streaming is not None
+def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workload) -> None:
+    """Else the hidden states are on the host, and then one layer alone is on the GPU."""
+    device, seen = 2**30, []
+    for copies_ahead, on_gpu in ((True, STATES), (True, 0), (False, 0)):
+        plan = stream(work, limits(2**30, device=device))
+        assert plan.streaming is not None
+        assert (plan.streaming.copies_ahead, plan.streaming.hidden_gpu_bytes) == (
+            copies_ahead,
+            on_gpu,
+        )
+        assert plan.device_peak["layers"] == (2 if copies_ahead else 1) * LAYER
+        assert plan.device_peak.get("hidden states", 0) == on_gpu
+        assert plan.peak.keys() == {"process", "layers", "hidden states"}
+        assert plan.peak["layers"] == LAYER
+        assert plan.peak["hidden states"] == STATES - on_gpu
+        assert plan.scratch_bytes == 0
+        assert "on the GPU it needs" in "\n".join(plan.describe())
+        seen.append(sum(plan.device_peak.values()))
+        device = seen[-1] - 1
+    needed = seen[-1]
+    assert seen == [needed + LAYER + STATES, needed + LAYER, needed]
     with pytest.raises(UsageError, match="on the GPU"):
         stream(work, limits(2**30, device=needed - 1))
     with pytest.raises(UsageError, match="on the GPU"):
         stream(work, limits(2**30, device=LAYER))
+
+
+def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
+    work: Workload,
+) -> None:
+    """A cast layer takes its result too, until it is on the GPU."""
+    changing = replace(work, changes_weights=True)
+    assert stream(changing, limits(2**30, device=2**30)).peak["layers"] == 2 * LAYER
+    sizes = [PartSize(stored=5, placed=7, step=2), PartSize(stored=6, placed=9, step=1)]
+    assert peak_of_held(sizes, keep=True) == 5 + 6 + 1
+    assert peak_of_held(sizes, keep=False) == 7
+    assert peak_of_held(sizes[::-1], keep=True) == 6 + 5 + 2
+    assert peak_of_copies(sizes) == 16
+    assert peak_of_copies(sizes[:1]) == 7
 
 
 def test_a_full_disk_is_refused_before_the_run(
