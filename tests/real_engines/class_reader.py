@@ -18,7 +18,14 @@ from pathlib import PurePosixPath
 from tests.real_engines.package import Package
 
 LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "GateLinear")
-_EXPERTS = ("FusedMoE", "SharedFusedMoE", "get_moe_impl_class", "EPMoE", "DeepEPMoE")
+_EXPERTS = (
+    "FusedMoE",
+    "FusedMoEFactory",
+    "SharedFusedMoE",
+    "get_moe_impl_class",
+    "EPMoE",
+    "DeepEPMoE",
+)
 _HEADS = ("ParallelLMHead",)
 _EMBEDDINGS = ("VocabParallelEmbedding",)
 _PLAIN = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv2dLayer", "Conv3dLayer", "Embedding")
