@@ -31,7 +31,14 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
 from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
-from fp8calib.engines.weights.linears import WEIGHT, LinearGroup, StoredLinear, list_groups
+from fp8calib.engines.weights.linears import (
+    WEIGHT,
+    LinearGroup,
+    StoredLinear,
+    find_decoder,
+    find_layer_index,
+    list_groups,
+)
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
 from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
@@ -39,6 +46,7 @@ from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues, find_wro
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.drafters import is_drafted
+from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_nearest
 
 _CONFIG_FIX = "use the config that the weights were quantized with"
@@ -52,7 +60,7 @@ _TOLERANCE = 1e-5
 _UNKNOWN = {
     "": "is a linear of which it is not known how the engine's class creates it",
     "maybe": "is a linear that the engine's class creates by the config in some cases",
-    "refused": "has no place in the engine's class",
+    "refused": "has no place under this name in the engine's class",
 }
 """What only the engine's own loader can tell, by how the class creates a linear."""
 _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
@@ -159,6 +167,7 @@ def _compare_with_config(
         is_own = has_own_head(reader.engine, reader.release.version, stored.geometry.architecture)
         rules = engine.name_rules or NameRules()
         found += judge_head(rules, classes, stored, is_own=is_own)
+        found += join_alike(list(_list_misplaced(weights.groups, stored.geometry)))
     created: list[tuple[LinearGroup, Found | Refusal]] = []
     for group in weights.groups:
         try:
@@ -183,6 +192,18 @@ def _compare_with_config(
     except Unjudged as refusal:
         return count, [*found, Finding.of(refusal)]
     return count, [*found, *_compare_linears(reader, created, stored.values, stored.schemes)]
+
+
+def _list_misplaced(groups: Sequence[LinearGroup], geometry: ModelGeometry) -> Iterator[Finding]:
+    """List weights of 16 bits outside the layers under names that the engine's class stops at.
+
+    Newer releases of transformers write other names for some vision towers.
+    """
+    decoder = find_decoder(geometry)
+    for group in groups:
+        is_outside = not group.is_head and find_layer_index(decoder, group.path) < 0
+        if is_outside and group.state == "refused" and all(each.is_plain for each in group.members):
+            yield Finding.doubt(group.path, _UNKNOWN["refused"], fix="")
 
 
 def _compare_linears(

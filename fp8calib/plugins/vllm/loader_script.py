@@ -59,6 +59,8 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
 
     answer["version"] = vllm.__version__
+    # The processor of a model with images or audio is made with the tokenizer.
+    has_tokenizer = any(Path(folder).glob("*token*")) or any(Path(folder).glob("tekken*"))
     for rank in range(size):
         answer.update(stage="config", rank=rank, files=[])
         # A config of its own: vLLM registers the layers of a rank in it.
@@ -67,7 +69,7 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
             kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=size,
             enforce_eager=True,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not has_tokenizer,
         ).create_engine_config()
         if config.model_config.runner_type == "generate":
             # As LLM and the server do, after the weights; it reads generation_config.json.
