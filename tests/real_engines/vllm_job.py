@@ -24,6 +24,7 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 FORKS = Path(__file__).with_name("vllm_forks.py")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -92,7 +93,7 @@ class VllmServer:
         )
         job.write_text(json.dumps([{"options": one, "steps": steps} for one, steps in engines]))
         tp = engines[0][0].get("tensor_parallel_size", 1)
-        more = _bind_ranks(tp) | {"PYTHONPATH": str(ROOT)}
+        more = _bind_ranks(tp)
         more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if tp > 1 else {}
         with log.open("wb") as stream:
             code = subprocess.run(
