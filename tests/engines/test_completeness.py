@@ -385,7 +385,7 @@ def test_what_takes_the_place_of_a_weight(
 def test_a_tower_under_a_name_that_vllms_class_stops_at_is_not_called_fine(
     path: str, tmp_path: Path
 ) -> None:
-    """The first one is what transformers 5.23 writes (run: vLLM 0.32.0 stops), older ones the second."""
+    """Those of the first one are by transformers 5.23 (run: vLLM 0.32.0 stops), or older ones."""
     save_multimodal("paligemma", tmp_path / "model")
     change_tensors(
         tmp_path / "model",
@@ -398,3 +398,18 @@ def test_a_tower_under_a_name_that_vllms_class_stops_at_is_not_called_fine(
 
     stops = any("vision_tower.encoder" in each for each in report.unknown)
     assert stops == (path == "vision_tower")
+
+
+def test_a_stored_output_layer_that_the_class_of_a_wrapped_model_may_lack_is_unknown(
+    tmp_path: Path,
+) -> None:
+    """Its text model was seen without one, and vLLM 0.32.0 unties what is stored."""
+    save_multimodal("qwen3_asr", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    sizes = (config["text_config"]["vocab_size"], config["text_config"]["hidden_size"])
+    assert not ask(tmp_path / "model", "vllm==0.32")["vllm==0.32"].unknown
+    change_tensors(tmp_path / "model", {"lm_head.weight": torch.ones(sizes, dtype=torch.bfloat16)})
+
+    report = ask(tmp_path / "model", "vllm==0.32")["vllm==0.32"]
+
+    assert any("may have no output layer" in each for each in report.unknown)

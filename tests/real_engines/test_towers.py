@@ -18,9 +18,10 @@ from tests.real_engines.vllm_job import PYTHON
 def test_names_of_towers_that_vllm_does_not_know_are_not_called_fine(
     name: str, is_loaded: bool, tmp_path: Path
 ) -> None:
-    """Names by transformers 5.23 begin with `vision_tower.encoder`, those of vLLM 0.32 with `vision_tower.vision_model`.
+    """By transformers 5.23 they begin with `vision_tower.encoder`.
 
-    The processor of aya_vision is made with a tokenizer, which vLLM's loader has to have then.
+    Those of vLLM 0.32 begin with `vision_tower.vision_model`. The processor of aya_vision is made
+    with a tokenizer, which vLLM's loader has to have then.
     """
     save_multimodal(name, tmp_path / "model")
 

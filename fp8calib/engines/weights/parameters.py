@@ -154,12 +154,15 @@ def judge_head(
         yield from _judge_half(rules, geometry, tensors, head, is_own=is_own)
         return
     wants_own = not is_tied or is_own or (rules.unties_stored and head.endswith(_HEAD))
+    fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
     if wants_own and geometry.is_wrapped:  # its text_config decides, which maps do not tell
+        if states == {"refused"}:
+            why = "is stored, and the engine's class may have no output layer"
+            yield Finding.doubt(head, why, fix=fix)
         return
     is_headless = geometry.model_type in rules.headless_types or states == {"refused"}
     if wants_own and is_headless:
         why = "is stored, but the engine's class has no output layer, and stops"
-        fix = "remove it: config.json ties it to the embedding" if is_tied else _TIED_FIX
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=fix)
         return
     has_none = not any(each.kind == "head" for found in classes.values() for each in found)
