@@ -61,14 +61,16 @@ def read_linears(linears: Sequence[Linear], source: WeightSource) -> Iterator[Li
 def _read_experts(
     experts: nn.Module, linears: Sequence[Linear], source: WeightSource
 ) -> Iterator[LinearWeight]:
-    parts: dict[str, Part] = {}
+    parts: dict[str, torch.Tensor] = {}
+    """The rows of gate and of up."""
     if (name := linears[0].weight_name).endswith("gate_up_proj"):
         is_interleaved = not getattr(experts, "is_concatenated", True)
         fused = gate_up_parts(2 * linears[0].out_features, interleaved=is_interleaved)
-        parts = {part.name: part for part in fused}
+        parts = {part.name: torch.tensor(part.rows(range(part.count))) for part in fused}
     for expert, stored in enumerate(source.read_experts(name)):
         weight = stored.T if getattr(experts, "is_transposed", False) else stored
         for linear in linears:
             part = parts.get(linear.module.rpartition(".")[2])
-            rows = weight if part is None else weight[part.rows(range(part.count))]
-            yield LinearWeight(linear=linear, expert=expert, values=rows)
+            rows = None if part is None else part.to(weight.device, non_blocking=True)
+            values = weight if rows is None else weight[rows]
+            yield LinearWeight(linear=linear, expert=expert, values=values)

@@ -57,4 +57,5 @@ def bin_of_code(device: torch.device) -> torch.Tensor:
     codes = torch.arange(LOWEST_CODE - 1, LOWEST_CODE + NUM_CODES - 1, dtype=torch.int16)
     values = codes.view(torch.bfloat16).to(torch.float64).tolist()
     bins = (floor((log2(value) - LOWEST_OCTAVE) * BINS_PER_OCTAVE) + 1 for value in values)
-    return torch.tensor([min(max(index, 0), NUM_BINS - 1) for index in bins], device=device)
+    found = torch.tensor([min(max(index, 0), NUM_BINS - 1) for index in bins])
+    return found.to(device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from fp8calib.verification.token_scores import (
     TokenScores,
     join_scores,
     score_batch,
+    settle,
     split_sequences,
 )
 
@@ -34,6 +36,8 @@ AT_ONCE = 8
 unquantized model again."""
 _HIDDEN_SHARE = 6
 """Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
+_LOOK_S = 5.0
+"""Scores on a GPU are looked at this often."""
 _REFERENCE = "the unquantized model"
 _OVERFLOW = "float16 overflows at 65504: use --dtype bfloat16 or float32"
 _NO_OVERFLOW = {
@@ -105,6 +109,8 @@ def score(
         for each in candidates
     ]
     scored: list[list[TokenScores]] = []
+    waiting: list[tuple[Batch, list[TokenScores]]] = []
+    looked_at = time.monotonic()
     vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
 
     def add(batch: Batch, hidden: Sequence[torch.Tensor], logits: Logits) -> None:
@@ -113,15 +119,29 @@ def score(
         if watched is not None:
             named = torch.cat(list(watched[batch.first : batch.first + len(batch.lengths)]))
         found = score_batch(batch, hidden[0], hidden[1:], logits, vocab_size, named)
-        for name, each in zip((_REFERENCE, *names), found, strict=True):
+        waiting.append((batch, found))
+        # each look waits for a GPU
+        if found[0].klds.device.type == "cpu" or time.monotonic() > looked_at + _LOOK_S:
+            look()
+
+    def look() -> None:
+        """Copy what waits on a GPU, and require finite numbers."""
+        nonlocal looked_at
+        if not waiting:
+            return
+        seen, found = zip(*waiting, strict=True)
+        scored.append(settle(found))
+        for name, each in zip((_REFERENCE, *names), scored[-1], strict=True):
             with blaming(name):
-                _require_finite(name, each, batch, model.model.dtype)
-        scored.append(found)
+                _require_finite(name, each, seen, model.model.dtype)
+        waiting.clear()
+        looked_at = time.monotonic()
 
     if isinstance(model, StreamedModel):
         StreamedLanes(model, models, batches, advance, vocab_size).run(add)
     else:
         _run_whole(model, models, batches, advance, add)
+    look()
     reference, *others = (join_scores(parts) for parts in zip(*scored, strict=True))
     found = [each for _, each in models[1:]]
     damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in found]
@@ -153,11 +173,15 @@ def count_in_rounds(num_candidates: int) -> int:
     return num_candidates + -(-num_candidates // AT_ONCE)
 
 
-def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
+def _require_finite(
+    name: str, scores: TokenScores, batches: Sequence[Batch], dtype: torch.dtype
+) -> None:
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
-    parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
+    samples = [batch.first + row for batch in batches for row in range(len(batch.lengths))]
+    lengths = [length for batch in batches for length in batch.scored_lengths]
+    parts = zip(samples, split_sequences(good, lengths), strict=True)
     sample = next(number for number, part in parts if not bool(part.all()))
     raise VerificationError(
         f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",

@@ -69,7 +69,10 @@ def score_batch(
     block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
     parts = [
         _score_block(
-            [hidden.flatten(0, 1)[rows.to(hidden.device)] for hidden in (reference, *candidates)],
+            [
+                hidden.flatten(0, 1)[rows.to(hidden.device, non_blocking=True)]
+                for hidden in (reference, *candidates)
+            ],
             expected,
             asked,
             logits,
@@ -79,6 +82,15 @@ def score_batch(
         )
     ]
     return [join_scores(scores) for scores in zip(*parts, strict=True)]
+
+
+def settle(parts: Sequence[Sequence[TokenScores]]) -> list[TokenScores]:
+    """Join the scores of batches, model by model, and copy them to the CPU."""
+    joined = [join_scores(scores) for scores in zip(*parts, strict=True)]
+    return [
+        TokenScores(**{f.name: getattr(each, f.name).cpu() for f in fields(each)})
+        for each in joined
+    ]
 
 
 def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
@@ -113,8 +125,8 @@ def _score_block(
     # On a CPU so few rows that they stay in its cache from one reduction to the next.
     rows = len(first) if first.device.type != "cpu" else _REDUCED_AT_ONCE // first.shape[1]
     rows = max(rows, 4)
-    wanted = torch.split(targets.to(first.device).unsqueeze(1), rows)
-    asked = torch.split(watched.to(first.device), rows)
+    wanted = torch.split(targets.to(first.device, non_blocking=True).unsqueeze(1), rows)
+    asked = torch.split(watched.to(first.device, non_blocking=True), rows)
     scores: list[TokenScores] = []
     for start in range(0, max(len(others), 1), _CANDIDATES_AT_ONCE):
         found = [first, *map(logits, others[start : start + _CANDIDATES_AT_ONCE])]
@@ -132,10 +144,10 @@ def _score_rows(
     reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
     scores = [
         TokenScores(
-            logprobs=reference.gather(1, targets).squeeze(1).cpu(),
-            klds=torch.zeros(len(targets)),
-            agrees=torch.ones(len(targets), dtype=torch.bool),
-            ties=torch.zeros(len(targets), dtype=torch.bool),
+            logprobs=reference.gather(1, targets).squeeze(1),
+            klds=torch.zeros(len(targets), device=targets.device),
+            agrees=torch.ones(len(targets), dtype=torch.bool, device=targets.device),
+            ties=torch.zeros(len(targets), dtype=torch.bool, device=targets.device),
             watched=_watch(reference, watched),
         )
     ]
@@ -153,11 +165,11 @@ def _score_rows(
         klds = difference.mul_(probabilities).sum(-1)
         scores.append(
             TokenScores(
-                logprobs=logprobs.cpu(),
-                klds=klds.clamp_(min=0).cpu(),
-                agrees=agrees.cpu(),
-                ties=ties.cpu(),
-                watched=torch.empty(len(targets), 0),
+                logprobs=logprobs,
+                klds=klds.clamp_(min=0),
+                agrees=agrees,
+                ties=ties,
+                watched=torch.empty(len(targets), 0, device=targets.device),
             )
         )
     return scores
@@ -166,8 +178,8 @@ def _score_rows(
 def _watch(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Keep the log-probabilities of `tokens` [N, W] and the largest: [N, W + 1], or [N, 0]."""
     if not tokens.shape[1]:
-        return torch.empty(len(tokens), 0)
-    return torch.cat([logprobs.gather(1, tokens), logprobs.amax(1, keepdim=True)], 1).cpu()
+        return torch.empty(len(tokens), 0, device=tokens.device)
+    return torch.cat([logprobs.gather(1, tokens), logprobs.amax(1, keepdim=True)], 1)
 
 
 def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:

@@ -45,7 +45,7 @@ _TENSORS_OF_A_KERNEL = 64
 _REDUCTIONS = {"_foreach_norm", "_foreach_max"}
 """These take two kernels more, before and after (ATen's ForeachReduceOp.cu)."""
 _WAITING = {"_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero", "_unique2"}
-"""The host waits for what these compute; so it does for copies from the GPU that block."""
+"""The host waits for what these compute; so it does for copies from and to the GPU that block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if name in {"copy_", "_to_copy"}:
             blocks = not (kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
             source = args[1] if name == "copy_" else args[0]
-            return blocks and bool(self._tensors(source)) and not self._tensors(found)
+            return blocks and bool(self._tensors(source)) != bool(self._tensors(found))
         return name in _WAITING and bool(self._tensors(args))
 
     def _tensors(self, tree: Any) -> list[torch.Tensor]:

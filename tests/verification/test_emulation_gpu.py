@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fp8calib.calibration.streamed_model import open_streamed
+from fp8calib.data.sequences import batches, find_distinct_tokens
+from fp8calib.errors import VerificationError
 from fp8calib.model.shapes import Role
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
+from fp8calib.verification import score as score_module
+from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import (
     DamageSums,
     measure_damage,
@@ -20,7 +27,10 @@ from fp8calib.verification.emulation.damage import (
 )
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.score import score
+from scripts.benchmarks.launches import WorkCounter, make_emulations
 from tests import zoo
+from tests.calibration.running import opened, rows_of
 from tests.simulated_gpus import simulated_gpus
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
@@ -98,3 +108,49 @@ def test_k_and_v_are_quantized_together_on_a_gpu() -> None:
             assert torch.equal(ours, theirs)
         for site in sites:
             torch.testing.assert_close(damage[site], on_cpu.damage[site], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_scores_wait_for_a_gpu_behind_the_passes_alone(
+    streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K, V, P and inputs are quantized; a longer text takes no more waits."""
+    monkeypatch.setattr(score_module, "_LOOK_S", 600.0)  # a slow machine
+    zoo.save("llama", tmp_path / "model")
+    waits = []
+    with gpu():
+        for num_rows in (4, 4, 26):
+            text = list(batches(rows_of([20] * num_rows), 2))
+            options: Any = {"copies_ahead": True, "hidden_gpu_bytes": 1 << 22} if streamed else {}
+            with opened(tmp_path / "model", streamed=streamed, device="cuda", **options) as subject:
+                made = make_emulations(subject.prepared.geometry)
+                candidates = [
+                    Candidate(name=name, quantizers=made[name])
+                    for name in ("kv + P", "w8a8 static", "w8a8 dynamic")
+                ]
+                silent: Any = SimpleNamespace(advance=lambda _tokens: None)
+                model: Any = nullcontext(subject.prepared)
+                if subject.streaming is not None:
+                    tokens = find_distinct_tokens(text)
+                    model = open_streamed(
+                        subject.prepared, subject.checkpoint, tokens, subject.streaming
+                    )
+                with model as run, WorkCounter(torch.device("cuda")) as counter:
+                    score(run, candidates, text, progress=silent)
+            waits.append(counter.work.waits)
+    assert waits[1] == waits[2]
+
+
+def test_nan_of_a_batch_that_waits_on_a_gpu_names_the_sample(tmp_path: Path) -> None:
+    """One word, which only the seventh sequence has, makes NaN."""
+    zoo.save("llama", tmp_path / "model")
+    plan = rows_of([9] * 8)
+    plan.sequences[6][3] = 127
+    assert sum(int((ids == 127).sum()) for ids in plan.sequences) == 1
+    silent: Any = SimpleNamespace(advance=lambda _tokens: None)
+    with gpu(), opened(tmp_path / "model", device="cuda") as subject:
+        embedding = subject.prepared.model.get_input_embeddings()
+        with torch.no_grad():
+            embedding.weight[127] = torch.nan
+        with pytest.raises(VerificationError, match=r"unquantized model: NaN or inf .* sample 6 "):
+            score(subject.prepared, (), list(batches(plan, 2)), progress=silent)

@@ -171,7 +171,7 @@ class EmulationHooks:
         fake = quantizer.fake(x)
         before, after = x, fake
         if self._kept is not None:
-            kept = self._kept.to(x.device)
+            kept = self._kept.to(x.device, non_blocking=True)
             before, after = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
         damage = measure_damage(
             before,
@@ -221,7 +221,7 @@ class EmulationHooks:
         """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
         if quantizer.round_trip is not None and quantizer.scale is Granularity.TENSOR:
             store: Callable[..., torch.Tensor] = quantizer.round_trip
-            prompt = None if self._prompt is None else self._prompt.to(x.device)
+            prompt = None if self._prompt is None else self._prompt.to(x.device, non_blocking=True)
             return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
         if x.device.type == "cpu":
             return quantizer
@@ -231,9 +231,9 @@ class EmulationHooks:
 
     def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._kept is not None and tokens is not None:
-            rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
+            rows = rows[torch.isin(tokens, self._kept.to(rows.device, non_blocking=True))]
         elif self._kept is not None and int(self._kept[-1]) < len(rows):
-            rows = rows[self._kept.to(rows.device)]
+            rows = rows[self._kept.to(rows.device, non_blocking=True)]
         return rows
 
 
@@ -378,7 +378,9 @@ class MeasurementHooks(EmulationHooks):
         if not self._is_measured:
             return
         heads = x.transpose(0, 1).flatten(1, 2)  # [B, H, S, D] by head: the tokens that count
-        heads = heads if self._kept is None else heads[:, self._kept.to(x.device)]
+        heads = (
+            heads if self._kept is None else heads[:, self._kept.to(x.device, non_blocking=True)]
+        )
 
         def measure(quantizer: Quantizer) -> torch.Tensor:
             fake = quantizer.fake(heads)
