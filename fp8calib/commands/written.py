@@ -28,9 +28,11 @@ from fp8calib.errors import (
     ModelError,
     UnusableConfigError,
     format_ranges,
+    shorten,
 )
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
+from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.quantization.calibrated_scales import plan_checkpoint
 from fp8calib.quantization.plan import QuantizePlan
@@ -127,6 +129,8 @@ def replay_plan(
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
         except ModelError as error:
             return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
+        if drafter := find_drafter_class(opened.config):
+            return {}, _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, engines, 1).engines

@@ -10,6 +10,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.replay import names_base
 from fp8calib.errors import shorten
+from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.plain_model import is_plain
 from fp8calib.model.shapes import ModelGeometry
 
@@ -31,7 +32,7 @@ def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeomet
     for key, engine in ((key, find_replayed(key)) for key in report.engines):
         if engine.name not in _BY_CLASS:
             continue
-        hint = engine.run_hint
+        hint = "" if find_drafter_class(model.config) else engine.run_hint
         why = f"transformers refuses config.json: {refused}" if refused else ""
         if engine.name == "sglang" or not names_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)
@@ -69,5 +70,10 @@ def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> 
 
     if wraps_text(first, config):
         return ""
+    if drafter := find_drafter_class(config):
+        return (
+            f"it is a drafter (class {shorten(drafter)}), which the engine loads beside the model "
+            "that it drafts for"
+        )
     named = shorten(str(first)) if first else "none"
     return f"config.json names the class {named}, not {geometry.architecture}"

@@ -2,8 +2,9 @@
 
 Engines run them in classes of their own (vLLM 0.32.0 `models/registry.py`,
 _SPECULATIVE_DECODING_MODELS). Their names in checkpoints: `mtp.*` (Qwen3-Next, Qwen3.5, Nemotron-H,
-LongCat, DeepSeek-V4), `mtp_layers` (MiMo), `mtp_block` (Ernie), or layers after the decoder's
-(DeepSeek-V3, GLM-4.5, Step 3.5).
+LongCat, DeepSeek-V4), `mtp_layers` (MiMo), `mtp_block` (Ernie), `eagle_module` (ModelOpt),
+`medusa_heads`, or layers after the decoder's (DeepSeek-V3, GLM-4.5, Step 3.5). Others are
+checkpoints of their own, with a class of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 
 from fp8calib.checkpoint.model_config import list_text_configs
 
-_PART = re.compile(r"(?:.*\.)?mtp(?:_[^.]+)?(?:\..*)?")
+_PART = re.compile(r"(?:.*\.)?(?:mtp|eagle|medusa|dflash|draft(?:er)?)(?:_[^.]+)?(?:\..*)?")
+_CLASS = re.compile(r"[Ee]agle(?!2_5_VL)|DFlash|Medusa|Speculator|Assistant|Draft|MTP")
+"""What the names of drafters' classes have (vLLM 0.32.0 `models/registry.py`)."""
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,6})\..+?")
 _PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Where configs say how many layers the drafter has (vLLM 0.32.0 `config/speculative.py`)."""
@@ -33,6 +36,13 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
     if found is None or not num_layers or int(found[2]) < num_layers:
         return False
     return decoder in (None, path[: found.start(2)])
+
+
+def find_drafter_class(config: Mapping[str, object]) -> str:
+    """Find the class of a checkpoint that is a drafter alone; empty where it is none."""
+    names = config.get("architectures")
+    found = (each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
+    return next(filter(_CLASS.search, found), "")
 
 
 def find_promise(config: Mapping[str, object]) -> str:

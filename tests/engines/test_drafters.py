@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,51 @@ def test_a_promised_drafter_that_is_absent_is_named(
         is_said = any("promises a drafter" in problem for problem in report.problems)
         assert is_said is (promised and not stored)
         assert is_fine(report)
+
+
+@pytest.mark.parametrize("root", ["eagle_module.layers.0.", "medusa_heads.0."])
+def test_heads_that_no_class_of_the_decoder_has_stay_in_16_bits(tmp_path: Path, root: str) -> None:
+    zoo.save("llama", tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    heads = {
+        name.replace(LAST, root): each.clone()
+        for name, each in tensors.items()
+        if name.startswith(LAST)
+    }
+    save_file(tensors | heads, file, metadata={"format": "pt"})
+
+    done = program(
+        "quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out"
+    )
+
+    assert done.code == 0, done.err
+    written = load_file(tmp_path / "out" / file.name)
+    assert all(torch.equal(written[name], each) for name, each in heads.items())
+    assert written["model.layers.1.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    linears = {name.removesuffix(".weight") for name, each in heads.items() if each.ndim == 2}
+    assert linears <= set(config["ignore"])
+
+
+@pytest.mark.parametrize(
+    "drafter", ["LlamaForCausalLMEagle3", "Eagle2_5_VLForConditionalGeneration"]
+)
+def test_a_drafter_of_its_own_is_named_and_written_without_a_check(
+    tmp_path: Path, drafter: str
+) -> None:
+    """As vLLM 0.32 registers it (`models/registry.py`); the second one is a model with images."""
+    zoo.save("llama", tmp_path / "model")
+    change_tensors(tmp_path / "model", {"model.norm.weight": None})
+    change_config(tmp_path / "model", architectures=[drafter])
+
+    done = program(
+        "quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out"
+    )
+    checked = program("check", tmp_path / "model", "--engine", "vllm")
+
+    is_drafter = "Eagle3" in drafter
+    assert (done.code == 0) == is_drafter
+    assert (f"it is a drafter (class {drafter})" in done.out + done.err) == is_drafter
+    assert ("beside the model that it drafts for" in checked.out) == is_drafter
+    assert checked.code == 9

@@ -35,7 +35,7 @@ def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: P
         for name in ("mlp.up_proj", "mlp.down_proj", "mlp.experts.0.w1", "mlp.experts.1.w1")
     }
     tensors["head.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
-    tensors["draft.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
+    tensors["other.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
     patterns = (f"{own}.mlp.*", "head")
     source = save(tmp_path / "source", tensors, text_config={"model_type": "llama"})
     found = run(source, tmp_path / "a", "w8a16", ignore=patterns)
@@ -43,7 +43,7 @@ def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: P
     for name in names:
         hung = f"model.language_model.layers.0.{name}"
         assert any(matches_target(pattern, hung) for pattern in found.config()["ignore"]), name
-    taken = "draft.layers.0.mlp.up_proj"
+    taken = "other.layers.0.mlp.up_proj"
     assert taken in {matrix.module for matrix in found.plan.selection.quantized}
     assert not any(matches_target(pattern, taken) for pattern in found.config()["ignore"])
     assert len([each for each in found.config()["ignore"] if "experts" in each]) == 3

@@ -51,10 +51,14 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
     """
     with slow_imports():
         from fp8calib.commands.checked import check_path
+        from fp8calib.engines.replay.folder import open_folder
+        from fp8calib.model.drafters import find_drafter_class
         from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader, find_release
     python = Path(request.python or sys.executable)
 
     def amend(report: CheckReport, path: Path, geometry: ModelGeometry) -> CheckReport:
+        if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
+            return report
         (replayed,) = report.engines.values()
         answer = ask_loader(path, python, has_kv=replayed.asks_for_kv, tp=request.tp)
         amended = amend_by_loader(replayed, answer, geometry)
