@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.benchmarks import gpu
+from tests import zoo
 from tests.kit.minutes import takes_minutes
 
 ROOT = Path(__file__).parents[1]
@@ -44,4 +47,28 @@ def test_every_row_is_measured_or_says_why_not(tmp_path: Path) -> None:
     assert measured == {gpu.CALIBRATION, gpu.COMMAND, *(row for row, _ in gpu.VERIFY.values())}
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in table] == ["figure", *gpu.TARGETS]
-    assert table[-1] == f"| {gpu.STREAMED} | open | 1.5 |"
+    assert table[-2:] == [f"| {gpu.STREAMED} | open | 1.5 |", f"| {gpu.OFFLOADED} | open | 1.0 |"]
+
+
+@pytest.mark.parametrize("room", [2e-4, 1.0])
+def test_accelerate_runs_the_model_with_weights_beyond_the_limit(
+    room: float, tmp_path: Path
+) -> None:
+    """Of half of 200 kB the layers take the most; what fits is no comparison."""
+    zoo.save("llama", tmp_path / "model", num_hidden_layers=8)
+    tokens = tmp_path / "tokens.jsonl"
+    tokens.write_text("".join(json.dumps({"input_ids": [3, 5, 7 + n]}) + "\n" for n in range(2)))
+    command = ("-m", "scripts.benchmarks.workers.offloaded_pass", tmp_path / "model", tokens)
+    done = subprocess.run(
+        [sys.executable, *map(str, command), "float32", "cpu", str(room)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if room == 1.0:
+        assert done.returncode == 1
+        assert done.stderr.endswith("the model fits into this memory\n")
+    else:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["offloaded"] > 0

@@ -40,12 +40,14 @@ PEERS = {
     "ModelOpt": ("whole command / ModelOpt `mtq.quantize` and export", 1.0),
 }
 STREAMED = "streamed under 4 GB of GPU memory / the bus alone"
+OFFLOADED = 'the same / accelerate, `device_map="auto"`'
 TARGETS = {
     CALIBRATION: 1.1,
     **dict(VERIFY.values()),
     COMMAND: 1.25,
     **dict(PEERS.values()),
     STREAMED: 1.5,
+    OFFLOADED: 1.0,
 }
 
 
@@ -137,11 +139,13 @@ class Run:
             yield row, _ratio(seconds[name], seconds["plain"])
 
     def measure_streamed(self) -> Iterator[tuple[str, float]]:
-        """Compare a streamed run with copying the weights to the GPU."""
+        """Compare a streamed run with copying the weights to the GPU, and with accelerate."""
         if self.options.device == "cpu":
             raise NotMeasuredError("needs a GPU")
         seconds = self.seconds("workers.streamed_pass", self.options.device_gb)
         yield STREAMED, seconds["streamed"] / seconds["bus"]
+        peer = self.seconds("workers.offloaded_pass", self.options.device_gb)
+        yield OFFLOADED, seconds["streamed"] / peer["offloaded"]
 
 
 def main() -> None:
@@ -195,8 +199,8 @@ def measure(run: Run) -> dict[str, float | str]:
     parts: Sequence[Callable[[], Iterator[tuple[str, float]]]] = (
         run.measure_pass,
         run.measure_commands,
-        run.measure_streamed,
         run.measure_verification,
+        run.measure_streamed,
     )
     for part in parts:
         try:

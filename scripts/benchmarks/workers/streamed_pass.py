@@ -21,12 +21,10 @@ BLOCK_BYTES = 2**30
 
 def main(model: str, tokens: str, dtype: str, device: str, gigabytes: float) -> None:
     """Limit torch's allocator, and say so to the plan of the run."""
-    total = torch.cuda.mem_get_info(device)[1]
-    room = int(gigabytes * 1e9)
-    torch.cuda.set_per_process_memory_fraction(room / total, device)
+    memory = limit_memory(device, gigabytes)
     with (
         redirect_stdout(sys.stderr),
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(room, total)),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=memory),
     ):
         rows = [json.loads(line)["input_ids"] for line in Path(tokens).read_text().splitlines()]
         done = fp8calib.calibrate(
@@ -43,6 +41,13 @@ def main(model: str, tokens: str, dtype: str, device: str, gigabytes: float) -> 
     size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
     bus = size / _measure_bus(device)
     print(json.dumps({"streamed": done.duration_s, "bus": bus}))
+
+
+def limit_memory(device: str, gigabytes: float) -> tuple[int, int]:
+    """Limit torch's allocator; give the free and the total bytes."""
+    total, room = torch.cuda.mem_get_info(device)[1], int(gigabytes * 1e9)
+    torch.cuda.set_per_process_memory_fraction(room / total, device)
+    return room, total
 
 
 def _measure_bus(device: str) -> float:
