@@ -246,3 +246,16 @@ def test_an_ignored_sigint_stays_ignored() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "alive\n"
+
+
+def test_the_exit_frees_what_triton_made() -> None:
+    """What stays frozen, nanobind reports as leaks."""
+    code = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "from fp8calib.commands.command_line import remember_arguments, slow_imports\n"
+        "remember_arguments(['show'])\n"
+        "with slow_imports(): sys.modules['triton'] = sys\n"
+        "assert gc.get_freeze_count() > 1000"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
