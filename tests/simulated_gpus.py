@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import accelerate as placing
 
 from fp8calib.calibration import reductions
-from fp8calib.verification.emulation import emulate
+from fp8calib.verification.emulation import emulate, probabilities
 
 ROOM_BYTES = 64 << 30
 _CPU = torch.device("cpu")
@@ -232,6 +232,7 @@ def _chosen(*, has_kernels: bool) -> Iterator[None]:
     with (
         mock.patch.object(reductions, "has_reduction_kernel", has_kernel),
         mock.patch.object(emulate, "has_emulation_kernel", has_kernel),
+        mock.patch.object(probabilities, "has_probability_kernel", has_kernel),
     ):
         yield
 

@@ -14,17 +14,30 @@ Results = Mapping[str, torch.Tensor]
 
 
 def is_trusted(
-    device: torch.device, by_kernel: Callable[[], Results], by_torch: Callable[[], Results]
+    device: torch.device,
+    by_kernel: Callable[[], Results],
+    by_torch: Callable[[], Results],
+    *,
+    tolerance: float = 0.0,
 ) -> bool:
     """Whether a device is CUDA's, Triton is installed, and the kernel gives torch's results.
 
     Without the kernel everything is the same, but slower; a warning says why it is not used.
     """
-    return device.type == "cuda" and find_spec("triton") is not None and agree(by_kernel, by_torch)
+    return (
+        device.type == "cuda"
+        and find_spec("triton") is not None
+        and agree(by_kernel, by_torch, tolerance=tolerance)
+    )
 
 
-def agree(by_kernel: Callable[[], Results], by_torch: Callable[[], Results]) -> bool:
-    """Compare what a kernel gives with what torch gives; a warning says what is wrong."""
+def agree(
+    by_kernel: Callable[[], Results], by_torch: Callable[[], Results], *, tolerance: float = 0.0
+) -> bool:
+    """Compare what a kernel gives with what torch gives; a warning says what is wrong.
+
+    `tolerance` is relative to each number; without it all are equal.
+    """
     try:
         found = {name: x.cpu() for name, x in by_kernel().items()}
     except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
@@ -32,7 +45,11 @@ def agree(by_kernel: Callable[[], Results], by_torch: Callable[[], Results]) -> 
         warnings.warn(text, Fp8CalibWarning, stacklevel=2)
         return False
     expected = by_torch()
-    differing = [name for name, x in expected.items() if not torch.equal(found[name], x.cpu())]
+    differing = [
+        name
+        for name, x in expected.items()
+        if not torch.allclose(found[name], x.cpu(), rtol=tolerance, atol=0)
+    ]
     if differing:
         text = f"a kernel is not used: {', '.join(differing)} differ from torch's"
         warnings.warn(text, Fp8CalibWarning, stacklevel=2)

@@ -308,7 +308,7 @@ EMULATIONS = ("kv", "kv + P", "w8a8 static", "w8a8 dynamic")
 
 
 def count_all(
-    families: Iterable[str] = MODELS,
+    families: Iterable[str] = MODELS, seq_len: int = SEQ_LEN
 ) -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
     """Count the work of observation and of emulations, in bfloat16 on a GPU or a simulated one."""
     for family in families:
@@ -319,10 +319,10 @@ def count_all(
         with gpu(has_kernels=HAS_KERNELS):
             model.to("cuda:0")
             emulations = {
-                name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN // 8)
+                name: count_emulation(model, geometry, quantizers, seq_len=seq_len // 8)
                 for name, quantizers in make_emulations(geometry).items()
             }
-            yield family, count_observation(model, geometry, seq_len=SEQ_LEN), emulations
+            yield family, count_observation(model, geometry, seq_len=seq_len), emulations
 
 
 def main() -> None:

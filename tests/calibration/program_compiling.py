@@ -24,6 +24,15 @@ POINTERS = {
 
 EMULATED = {"x": "*bf16", "y": "*bf16", "scales": "*fp32", "sums": "*fp64"}
 FLOATS = dict.fromkeys(("limit", "bound", "smallest_scale", "inverse"), "fp32")
+E4M3 = {"most": 448.0, "smallest_normal": 2.0**-6, "carry": 2.0**20}
+SCORED = {
+    "scores": "*fp32",
+    "totals": "*fp32",
+    "scales": "*fp32",
+    "sinks": "*bf16",
+    "is_counted": "*i8",
+    "sums": "*fp64",
+}
 
 
 def compile_kernel(
@@ -35,7 +44,9 @@ def compile_kernel(
     aligned = [
         number
         for number, name in enumerate(kernel.arg_names)
-        if types.get(name, "").startswith("*") or name.startswith("stride") or name == "width"
+        if types.get(name, "").startswith("*")
+        or name.startswith("stride")
+        or name in {"width", "num_keys", "tile"}
     ]
     source = ASTSource(
         fn=kernel,
@@ -56,19 +67,30 @@ if __name__ == "__main__":
         numbers = {"token_stride": token_stride, "num_columns": num_columns}
         types = {"x": "*bf16", **POINTERS}
         compile_kernel(kernels._reduce, types, {"by_channel": by_channel, **numbers})
-    for per_token, in_model_dtype, num_rows in ((True, False, 4), (False, True, 16)):
+    for per, num_rows in (("token", 4), ("head", 16), ("group", 4), ("mx", 16)):
         constants = {
-            "per_head": False,
-            "per_token": per_token,
-            "by_reciprocal": not in_model_dtype,
-            "in_model_dtype": in_model_dtype,
-            "scale_by_reciprocal": False,
-            "most": 448.0,
-            "smallest_normal": 2.0**-6,
-            "carry": 2.0**20,
+            "per_head": per == "head",
+            "per_token": per == "token",
+            "group": {"group": 128, "mx": 32}.get(per, 0),
+            "by_reciprocal": per == "token",
+            "in_model_dtype": per == "head",
+            "scale_by_reciprocal": per == "group",
+            "power_of_two": per == "mx",
+            "has_one_zero": per == "head",
+            **E4M3,
             "flush_stride": 8,
             "num_rows": num_rows,
             "num_columns": 2048 // num_rows,
         }
         compile_kernel(emulation._fake_quantize, {**EMULATED, **FLOATS}, constants, num_warps=8)
+    for tile in (80, 128, 176):
+        constants = {
+            "has_sinks": True,
+            "measures": True,
+            "is_tiled": tile != 128,
+            **E4M3,
+            "num_columns": triton.next_power_of_2(tile),
+            "num_rows": 2048 // triton.next_power_of_2(tile),
+        }
+        compile_kernel(emulation._round_probabilities, SCORED, constants, num_warps=8)
     print("compiled")

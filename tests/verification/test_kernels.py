@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import HookedCache
+from fp8calib.calibration.kernel_trial import agree
 from fp8calib.data.sequences import Batch
 from fp8calib.model.topology.find import find_geometry
-from fp8calib.numerics.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.numerics.schemes import Granularity
+from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
+from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.damage import DamageSums, measure_damage
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -26,9 +28,20 @@ from tests.simulated_gpus import gpu
 kernels: Any = pytest.importorskip(
     "fp8calib.verification.emulation.kernels", reason="Triton is in the extra `test`"
 )
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 ALL_CODES = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-SCALES = (torch.tensor([1.0]), torch.tensor([0.0371]), torch.tensor([3e-7]), Granularity.TOKEN)
+SCALES: dict[str, dict[str, Any]] = {
+    "1": {"scale": torch.tensor([1.0])},
+    "0.0371": {"scale": torch.tensor([0.0371])},
+    "3e-7": {"scale": torch.tensor([3e-7])},
+    "token": {"scale": Granularity.TOKEN},
+    "token, power of two": {"scale": Granularity.TOKEN, "power_of_two": True},
+    "tensor, power of two": {"scale": Granularity.TENSOR, "power_of_two": True},
+    "group": {"scale": Granularity.GROUP},
+    "group, power of two": {"scale": Granularity.GROUP, "power_of_two": True},
+    "mx": {"scale": Granularity.GROUP, "block": MX_BLOCK, "power_of_two": True},
+}
 
 
 def require_same(x: torch.Tensor, quantizer: Quantizer, *, flush_stride: int = 1) -> None:
@@ -53,29 +66,46 @@ def require_same(x: torch.Tensor, quantizer: Quantizer, *, flush_stride: int = 1
     torch.testing.assert_close(sums.totals["x"], row, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fmt", [E4M3FN, E5M2])
+@pytest.mark.parametrize(
+    ("dtype", "fmt"),
+    [
+        (torch.bfloat16, E4M3FN),
+        (torch.float16, E4M3FN),
+        (torch.bfloat16, E5M2),
+        (torch.bfloat16, E4M3FNUZ),
+    ],
+)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("way", ["", "by_reciprocal", "in_model_dtype"])
 def test_all_codes_of_16_bits_are_rounded_as_torch_does(
-    dtype: torch.dtype, fmt: Fp8Format, scale: torch.Tensor | Granularity, way: str
+    dtype: torch.dtype, fmt: Fp8Format, scale: str, way: str
 ) -> None:
-    quantizer = Quantizer(fmt=fmt, scale=scale, **({way: True} if way else {}))
-    if quantizer.fits_kernel:
-        require_same(ALL_CODES.view(dtype).view(1, 1, 256, 256), quantizer)
+    """In their order; in groups also small and large ones, NaN and infinity side by side."""
+    quantizer = Quantizer(fmt=fmt, **SCALES[scale], **({way: True} if way else {}))
+    is_group = quantizer.scale is Granularity.GROUP
+    if way == "in_model_dtype" and (is_group or quantizer.scale is Granularity.TOKEN):
+        assert not quantizer.fits_kernel  # no engine does that
+        return
+    assert quantizer.fits_kernel
+    codes = ALL_CODES.view(256, 256)
+    require_same(codes.view(dtype)[None, None], quantizer)
+    if is_group:
+        require_same(codes.T.contiguous().view(dtype)[None, None], quantizer)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(
         st.integers(1, 2),
         st.sampled_from([1, 3]),
         st.integers(1, 70),
-        st.sampled_from([1, 64, 200, 700]),
+        st.sampled_from([1, 64, 200, 700, 1100]),
     ),
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    kind=st.sampled_from(["one", "heads", "token", "bounded"]),
+    kind=st.sampled_from(["one", "heads", "tensor", "token", "group", "mx"]),
+    is_bounded=st.booleans(),
+    power_of_two=st.booleans(),
     by_reciprocal=st.booleans(),
     scale_by_reciprocal=st.booleans(),
     saturates=st.booleans(),
@@ -87,6 +117,8 @@ def test_tensors_are_quantized_and_measured_as_torch_does(
     seed: int,
     dtype: torch.dtype,
     kind: str,
+    is_bounded: bool,
+    power_of_two: bool,
     by_reciprocal: bool,
     scale_by_reciprocal: bool,
     saturates: bool,
@@ -98,17 +130,20 @@ def test_tensors_are_quantized_and_measured_as_torch_does(
     x = torch.randn(batch, tokens, heads, size, generator=numbers)
     x *= torch.exp2(torch.randint(-12, 12, x.shape, generator=numbers).float())
     x[torch.rand(x.shape, generator=numbers) < 0.05] = 0
+    x[:, tokens // 2, heads // 2] = 0
     x = x.to(dtype).transpose(1, 2)
     x = x if is_transposed else x.contiguous()
     static = torch.rand(heads, 1, 1, generator=numbers) + 0.01
-    scale = {"one": static[0, 0], "heads": static}.get(kind, Granularity.TOKEN)
+    scales = {"one": static[0, 0], "heads": static, "mx": Granularity.GROUP}
     quantizer = Quantizer(
         fmt=E4M3FN,
-        scale=scale,
+        scale=scales[kind] if kind in scales else Granularity(kind),
+        block=MX_BLOCK if kind == "mx" else BLOCK,
         by_reciprocal=by_reciprocal,
         scale_by_reciprocal=scale_by_reciprocal,
+        power_of_two=power_of_two and not scale_by_reciprocal,
         saturates=saturates,
-        largest_amax=1.0 if kind == "bounded" else None,
+        largest_amax=1.0 if is_bounded else None,
     ).to(torch.device(DEVICE))
     assert quantizer.fits_kernel
     require_same(x, quantizer, flush_stride=stride)
@@ -139,3 +174,49 @@ def test_a_model_is_emulated_as_without_the_kernel() -> None:
     assert damage.keys() == expected_damage.keys() == quantizers.keys()
     for site, row in damage.items():
         torch.testing.assert_close(row, expected_damage[site], rtol=1e-6, atol=0)
+
+
+def compare_trial() -> bool:
+    trial = probabilities.make_trial(torch.device(DEVICE))
+    return agree(*trial, tolerance=probabilities.TOLERANCE)
+
+
+FLAWS: dict[str, dict[str, Any]] = {
+    "three bits fewer": {"carry": 2.0**23},
+    "subnormals as in e5m2": {"smallest_normal": 2.0**-14},
+    "one largest score for all tiles": {"is_tiled": False},
+    "no sinks": {"has_sinks": False},
+    "keys cut off": {"num_columns": 64},
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_kernel_that_rounds_probabilities_otherwise_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, flaw: str
+) -> None:
+    launch = kernels.kernels.launch
+
+    def change(*arguments: Any, **constants: Any) -> None:
+        assert constants[next(iter(FLAWS[flaw]))] not in FLAWS[flaw].values()
+        launch(*arguments, **constants | FLAWS[flaw])
+
+    assert compare_trial()
+    monkeypatch.setattr(kernels.kernels, "launch", change)
+    with pytest.warns(UserWarning, match="a kernel is not used: .*P.* differ from torch's"):
+        assert not compare_trial()
+
+
+@pytest.mark.parametrize("number", [8, 9])
+def test_a_kernel_that_sees_other_keys_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """With the first query and the size of a tile off by one."""
+    launch = kernels.kernels.launch
+
+    def change(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        changed = [each + (at == number) for at, each in enumerate(arguments)]
+        launch(kernel, grid, *changed, **constants)
+
+    monkeypatch.setattr(kernels.kernels, "launch", change)
+    with pytest.warns(UserWarning, match="a kernel is not used: .*P.* differ from torch's"):
+        assert not compare_trial()

@@ -21,7 +21,7 @@ from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.damage import Damage, DamageSums
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
@@ -123,19 +123,46 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 30, 1])
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compute by torch's operations on the CPU, then by the kernel, on the GPU if there is one."""
+    if request.param == "torch":
+        return "cpu"
+    pytest.importorskip("triton", reason="Triton is in the extra `test`")
+    monkeypatch.setattr(probabilities, "has_probability_kernel", lambda _device: True)
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def place(call: AttentionCall, device: str) -> AttentionCall:
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value", "mask")}
+    moved = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    options = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in call.options.items()
+    }
+    return replace(call, options=options, **moved)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a row that sees no key
+@pytest.mark.parametrize(
+    ("device", "chunk"),
+    [("torch", 1 << 20), ("torch", 30), ("torch", 1), ("kernel", 60)],
+    indirect=["device"],
+)
 @pytest.mark.parametrize("tile", [None, LENGTH, 3, 1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_output_is_that_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, name: str, tile: int | None, chunk: int
+    monkeypatch: pytest.MonkeyPatch, name: str, tile: int | None, chunk: int, device: str
 ) -> None:
     """In 16 bits, and rounded: all keys at once, or in tiles of which the last comes first."""
-    monkeypatch.setattr(probabilities, "_CHUNK_SIZE", chunk)
+    for constant in ("_CHUNK_SIZE", "_GPU_CHUNK_SIZE"):
+        monkeypatch.setattr(probabilities, constant, chunk)
     call = make_call(**OPTIONS[name])
     expected = attend_by_hand(call, quantized=tile is not None, tile=tile or LENGTH)
 
-    quantizer = None if tile is None else replace(QUANTIZER, tile=tile % LENGTH)
-    found = attend_in_fp32(call, quantizer, None)[0]
+    quantizer = None
+    if tile is not None:
+        quantizer = replace(QUANTIZER, tile=tile % LENGTH).to(torch.device(device))
+    found = attend_in_fp32(place(call, device), quantizer, None)[0].cpu()
 
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
@@ -158,15 +185,21 @@ def test_attention_takes_no_more_memory_than_planned(length: int, tile: int) -> 
     assert planned / 4 < peaks[0] - 4 * call.query.numel() < planned
 
 
+@pytest.mark.parametrize("device", ["torch", "kernel"], indirect=True)
 @pytest.mark.parametrize("first", [0, 3])
-def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(first: int) -> None:
+def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(
+    first: int, device: str
+) -> None:
     """Padding does not count: a row of the second sequence is never measured."""
     shape = (2, HEADS, 20, SIZE)
     call = replace(make_call(), query=draw(*shape, seed=6), key=draw(*shape, seed=7))
     call = replace(call, value=draw(*shape, seed=8))
     kept = torch.tensor([*range(first, 18), 23, 24])
-    _, [sums] = attend_in_fp32(call, QUANTIZER, kept if first else None)
-    assert isinstance(sums, torch.Tensor)
+    quantizer = QUANTIZER.to(torch.device(device))
+    _, [row] = attend_in_fp32(place(call, device), quantizer, kept if first else None)
+    sums = DamageSums[str]()
+    sums.add("P", row)
+    sums.settle()
 
     signal, noise, count = 0.0, 0.0, 0
     for head, row in itertools.product(range(HEADS), range(first, 18 if first else 20, 8)):
@@ -175,7 +208,7 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(first: int)
         p = np.exp(scores - scores.max())
         rounded = (p * 256).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256
         signal, noise, count = signal + (p**2).sum(), noise + ((rounded - p) ** 2).sum(), count + 20
-    damage = Damage(*sums.tolist())
+    damage = Damage(*sums.totals["P"].tolist())
     assert (damage.num_elements, damage.amax, damage.clipped) == (count, 1.0, 0.0)
     assert damage.signal == pytest.approx(signal, rel=1e-5)
     assert damage.noise == pytest.approx(noise, rel=1e-3)

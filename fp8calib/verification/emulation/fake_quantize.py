@@ -13,9 +13,9 @@ import torch
 
 from fp8calib.numerics.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.numerics.cast import round_to_format_
-from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding, Specials
+from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
-from fp8calib.numerics.schemes import BLOCK, Granularity
+from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
@@ -112,16 +112,14 @@ class Quantizer:
     def fits_kernel(self) -> bool:
         """Whether the kernel of a GPU computes it; torch's operations compute everything."""
         scale = self.scale
-        if self.round_trip is not None or self.power_of_two:
-            return False
-        if (
-            self.rounding is not Rounding.NEAREST_EVEN
-            or self.fmt.specials is Specials.NEGATIVE_ZERO
-        ):
+        if self.round_trip is not None or self.rounding is not Rounding.NEAREST_EVEN:
             return False
         if isinstance(scale, torch.Tensor):
             return scale.numel() in {1, *scale.shape[-3:-2]}
-        return scale is Granularity.TOKEN and not self.in_model_dtype
+        if scale is Granularity.TENSOR:  # found by torch's operations before
+            return True
+        is_group = scale is Granularity.GROUP and self.block in {BLOCK, MX_BLOCK}
+        return (scale is Granularity.TOKEN or is_group) and not self.in_model_dtype
 
     def is_same(self, other: Quantizer) -> bool:
         """Tell whether both quantize every tensor alike."""

@@ -1,7 +1,7 @@
-"""Fake-quantize a tensor on a GPU, and sum up the damage, in one kernel.
+"""Fake-quantize a tensor or softmax's P on a GPU, and sum up the damage, each in one kernel.
 
-The values are those of torch's operations in `fake_quantize`, bit for bit. Importing this needs
-Triton, which torch's builds for CUDA come with.
+The values are those of torch's operations in `fake_quantize`, bit for bit, and in `probabilities`
+but for the last places of exp. Importing this needs Triton, which torch's builds for CUDA have.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8calib.calibration import kernels
+from fp8calib.numerics.formats import Fp8Format, Specials
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import SummedDamage, clip_limit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -22,6 +23,8 @@ _WIDE = 256
 """Rows of more elements are taken a few at a time: the more programs share them."""
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 _SIGN = tl.constexpr(-(2**31))
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def fake_quantize(
@@ -43,17 +46,20 @@ def fake_quantize(
     num_rows, num_columns = (4, 512) if width > _WIDE else (16, 128)
     grid = (triton.cdiv(length, num_rows), heads, batch)
     sums = torch.empty(math.prod(grid), 6, dtype=torch.float64, device=x.device)
-    scale, fmt = quantizer.scale, quantizer.fmt
+    fmt, scale = quantizer.fmt, quantizer.scale
+    if scale is Granularity.TENSOR:
+        scale = quantizer.scale_for(x)
     is_static = isinstance(scale, torch.Tensor)
     constants: dict[str, Any] = {
         "per_head": isinstance(scale, torch.Tensor) and scale.numel() > 1,
         "per_token": scale is Granularity.TOKEN,
+        "group": quantizer.block[1] if scale is Granularity.GROUP else 0,
         "by_reciprocal": quantizer.by_reciprocal,
         "in_model_dtype": quantizer.in_model_dtype,
         "scale_by_reciprocal": quantizer.scale_by_reciprocal,
-        "most": fmt.max,
-        "smallest_normal": fmt.smallest_normal,
-        "carry": 2.0 ** (23 - fmt.mantissa_bits),
+        "power_of_two": quantizer.power_of_two,
+        "has_one_zero": fmt.specials is Specials.NEGATIVE_ZERO,
+        **_describe(fmt),
         "flush_stride": flush_stride,
         "num_rows": num_rows,
         "num_columns": num_columns,
@@ -72,6 +78,67 @@ def fake_quantize(
     )
     num_chosen = batch * heads * triton.cdiv(length, flush_stride) * width
     return y, SummedDamage(sums=sums, num_elements=x.numel(), num_chosen=num_chosen)
+
+
+def round_probabilities_(
+    scores: torch.Tensor,
+    quantizer: Quantizer,
+    *,
+    sinks: torch.Tensor | None,
+    first_row: int | None,
+    is_counted: torch.Tensor | None,
+) -> tuple[torch.Tensor, SummedDamage | None]:
+    """Turn scores into softmax's numerators, rounded as those of `quantizer`, in place.
+
+    Args:
+        scores: [H, S, keys], fp32 and contiguous.
+        quantizer: its static scale is a power of two, on the device of `scores`.
+        sinks: a score for each head [H] that only the sums contain.
+        first_row: where keys after a query are hidden, the index of the first query.
+        is_counted: 1 for the queries whose damage is measured, int8 [S], on the CPU.
+
+    Returns:
+        What the numerators sum up to before they are rounded, [H, S, 1], not below the smallest
+        normal fp32; and what rounding did.
+    """
+    heads, length, num_keys = scores.shape
+    totals = scores.new_empty(heads, length, 1)
+    is_tiled = 0 < quantizer.tile < num_keys
+    tile = quantizer.tile if is_tiled else _WIDE
+    num_columns = triton.next_power_of_2(tile)
+    num_rows = max(1, 2048 // num_columns)
+    grid = (triton.cdiv(length, num_rows), heads)
+    counted = sums = scores
+    if is_counted is not None:
+        counted = is_counted.to(scores.device, non_blocking=True)
+        sums = torch.empty(math.prod(grid), 6, dtype=torch.float64, device=scores.device)
+    kernels.launch(
+        _round_probabilities,
+        grid,
+        scores,
+        *(totals, quantizer.scale, scores if sinks is None else sinks, counted, sums),
+        *(length, num_keys, num_keys if first_row is None else first_row, tile),
+        has_sinks=sinks is not None,
+        measures=is_counted is not None,
+        is_tiled=is_tiled,
+        **_describe(quantizer.fmt),
+        num_rows=num_rows,
+        num_columns=num_columns,
+        enable_fp_fusion=False,
+        num_warps=8,
+    )
+    if is_counted is None:
+        return totals, None
+    num_elements = heads * int(is_counted.sum()) * num_keys
+    return totals, SummedDamage(sums=sums, num_elements=num_elements, num_chosen=num_elements)
+
+
+def _describe(fmt: Fp8Format) -> dict[str, float]:
+    return {
+        "most": fmt.max,
+        "smallest_normal": fmt.smallest_normal,
+        "carry": 2.0 ** (23 - fmt.mantissa_bits),
+    }
 
 
 @triton.jit
@@ -95,6 +162,45 @@ def _round_like(values, stored):  # type: ignore[no-untyped-def]
         return values.to(stored.dtype)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_magnitudes(values, smallest: tl.constexpr, carry: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round fp32, none of it beyond the largest value of the format: magnitudes of the format."""
+    # Adding a number whose last place is a step of the format rounds to whole steps.
+    large = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(large, smallest) * carry
+    return (tl.abs(values) + large) - large
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _find_scales(  # type: ignore[no-untyped-def]
+    tops,
+    bound,
+    smallest_scale,
+    inverse,
+    scale_by_reciprocal: tl.constexpr,
+    power_of_two: tl.constexpr,
+    most: tl.constexpr,
+):
+    """Compute scales of the codes of the largest magnitudes, as `Quantizer.scale_for` does."""
+    amax = tl.minimum(tops.to(tl.float32, bitcast=True), bound, propagate_nan=_ALL)
+    if power_of_two:
+        amax = tl.maximum(amax, smallest_scale * most, propagate_nan=_ALL)
+        bits = amax.to(tl.int32, bitcast=True)
+        # To torch the exponent of infinity, and of NaN, is that of numbers from 0.5 to 1.
+        exponent = tl.where(bits < 0x7F800000, bits >> 23, 126)
+        limit = tl.full(tops.shape, most, tl.float32).to(tl.int32, bitcast=True)
+        is_above = ((bits & 0x7FFFFF) > (limit & 0x7FFFFF)) & (bits < 0x7F800000)
+        is_above = is_above | (bits == 0x7F800000)
+        exponent += 127 - (limit >> 23) + is_above.to(tl.int32)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    elif scale_by_reciprocal:
+        scale = tl.maximum(amax * inverse, smallest_scale, propagate_nan=_ALL)
+    else:
+        scale = tl.math.div_rn(amax, tl.full(tops.shape, most, tl.float32))
+        scale = tl.maximum(scale, smallest_scale, propagate_nan=_ALL)
+    return scale
+
+
 @triton.jit(do_not_specialize=["limit", "bound", "smallest_scale", "inverse"])  # type: ignore[untyped-decorator]
 def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kernel
     x,
@@ -115,9 +221,12 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
     inverse,
     per_head: tl.constexpr,
     per_token: tl.constexpr,
+    group: tl.constexpr,
     by_reciprocal: tl.constexpr,
     in_model_dtype: tl.constexpr,
     scale_by_reciprocal: tl.constexpr,
+    power_of_two: tl.constexpr,
+    has_one_zero: tl.constexpr,
     most: tl.constexpr,
     smallest_normal: tl.constexpr,
     carry: tl.constexpr,
@@ -140,17 +249,16 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
             is_inside = (rows < length)[:, None] & (columns < width)[None, :]
             exact = _widen(tl.load(place + columns[None, :], mask=is_inside, other=0.0))
             tops = tl.maximum(tops, exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        amax = tl.max(tops, 1).to(tl.float32, bitcast=True)
-        amax = tl.minimum(amax, bound, propagate_nan=_ALL)
-        if scale_by_reciprocal:
-            scale = amax * inverse
-        else:
-            scale = tl.math.div_rn(amax, tl.full([num_rows], most, tl.float32))
-        scale = tl.maximum(scale, smallest_scale, propagate_nan=_ALL)[:, None]
+        scale = _find_scales(
+            *(tl.max(tops, 1), bound, smallest_scale, inverse),
+            *(scale_by_reciprocal, power_of_two, most),
+        )[:, None]
     elif per_head:
         scale = tl.load(scales + head)
-    else:
+    elif not group:
         scale = tl.load(scales)
+    else:
+        scale = 1.0  # each group has its own
     scale = tl.zeros([num_rows, num_columns], tl.float32) + scale
     factor = tl.math.div_rn(tl.full([num_rows, num_columns], 1.0, tl.float32), scale)
 
@@ -165,6 +273,16 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         is_inside = (rows < length)[:, None] & (columns < width)[None, :]
         stored = tl.load(place + columns[None, :], mask=is_inside, other=0.0)
         exact = _widen(stored)
+        codes = exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if group:
+            groups = tl.reshape(codes, [num_rows, num_columns // group, group])
+            scale = _find_scales(
+                *(tl.max(groups, 2), bound, smallest_scale, inverse),
+                *(scale_by_reciprocal, power_of_two, most),
+            )
+            spread = tl.broadcast_to(scale[:, :, None], [num_rows, num_columns // group, group])
+            scale = tl.reshape(spread, [num_rows, num_columns])
+            factor = tl.math.div_rn(tl.full([num_rows, num_columns], 1.0, tl.float32), scale)
         if in_model_dtype:
             divided = tl.math.div_rn(exact, _widen(_round_like(scale, stored)))
             scaled = _widen(_round_like(divided, stored))
@@ -173,13 +291,11 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         else:
             scaled = tl.math.div_rn(exact, scale)
         inside = tl.minimum(tl.maximum(scaled, -most, propagate_nan=_ALL), most, propagate_nan=_ALL)
-        # Adding a number whose last place is a step of the format rounds to whole steps.
-        bits = inside.to(tl.int32, bitcast=True)
-        large = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        large = tl.maximum(large, smallest_normal) * carry
-        magnitude = (tl.abs(inside) + large) - large
-        signed = magnitude.to(tl.int32, bitcast=True) | (bits & _SIGN)
-        values = signed.to(tl.float32, bitcast=True) * scale
+        magnitude = _round_magnitudes(inside, smallest_normal, carry)
+        sign = inside.to(tl.int32, bitcast=True) & _SIGN
+        if has_one_zero:
+            sign = tl.where(magnitude == 0, 0, sign)
+        values = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) * scale
         tl.store(target + columns[None, :], _round_like(values, stored), mask=is_inside)
 
         wide_exact, error = exact.to(tl.float64), (values - exact).to(tl.float64)
@@ -189,7 +305,7 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         is_chosen = is_inside & (rows % flush_stride == 0)[:, None]
         before += (is_chosen & (exact != 0)).to(tl.int32)
         after += (is_chosen & (values != 0)).to(tl.int32)
-        tops = tl.maximum(tops, exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        tops = tl.maximum(tops, codes)
 
     number = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
     own = sums + number.to(tl.int64) * 6
@@ -199,3 +315,87 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
     tl.store(own + 3, tl.sum(before).to(tl.float64))
     tl.store(own + 4, tl.sum(after).to(tl.float64))
     tl.store(own + 5, tl.max(tops).to(tl.float32, bitcast=True).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["length", "first_row"])  # type: ignore[untyped-decorator]
+def _round_probabilities(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kernel
+    scores,
+    totals,
+    scales,
+    sinks,
+    is_counted,
+    sums,
+    length,
+    num_keys,
+    first_row,
+    tile,
+    has_sinks: tl.constexpr,
+    measures: tl.constexpr,
+    is_tiled: tl.constexpr,
+    most: tl.constexpr,
+    smallest_normal: tl.constexpr,
+    carry: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_columns: tl.constexpr,
+):
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    place = scores + (head.to(tl.int64) * length + rows)[:, None] * num_keys
+    num_tiles = tl.cdiv(num_keys, tile)
+    scale = tl.zeros([num_rows, 1], tl.float32) + tl.load(scales)
+    factor = tl.math.div_rn(tl.full([num_rows, 1], 1.0, tl.float32), scale)
+
+    tops = tl.full([num_rows, num_columns], _LOWEST, tl.float32)
+    for number in range(num_tiles):
+        columns = number * tile + tl.arange(0, num_columns)
+        is_key = (columns < (number + 1) * tile) & (columns < num_keys)
+        is_inside = is_key[None, :] & (rows < length)[:, None]
+        stored = tl.load(place + columns[None, :], mask=is_inside, other=-float("inf"))
+        is_seen = columns[None, :] <= (rows + first_row)[:, None]
+        tops = tl.where(is_seen, tl.maximum(tops, stored), tops)
+    largest = tl.max(tops, 1)
+
+    running = tl.full([num_rows], _LOWEST, tl.float32)
+    total = tl.zeros([num_rows, num_columns], tl.float32)
+    signal = tl.zeros([num_rows, num_columns], tl.float32)
+    noise = tl.zeros([num_rows, num_columns], tl.float32)
+    before = tl.zeros([num_rows, num_columns], tl.int32)
+    after = tl.zeros([num_rows, num_columns], tl.int32)
+    tops = tl.zeros([num_rows, num_columns], tl.float32)
+    for done in range(num_tiles):
+        number = num_tiles - 1 - done
+        columns = number * tile + tl.arange(0, num_columns)
+        is_key = (columns < (number + 1) * tile) & (columns < num_keys)
+        is_inside = is_key[None, :] & (rows < length)[:, None]
+        stored = tl.load(place + columns[None, :], mask=is_inside, other=-float("inf"))
+        is_seen = columns[None, :] <= (rows + first_row)[:, None]
+        stored = tl.where(is_seen, stored, -float("inf"))
+        running = tl.maximum(running, tl.max(stored, 1)) if is_tiled else largest
+        p = tl.exp(stored - running[:, None])
+        correction = tl.exp(running - largest)[:, None]
+        inside = tl.minimum(p * factor, most, propagate_nan=_ALL)
+        values = _round_magnitudes(inside, smallest_normal, carry) * scale
+        tl.store(place + columns[None, :], values * correction, mask=is_inside)
+        total += p * correction
+        if measures:
+            error = values - p
+            signal += p * p
+            noise += error * error
+            before += (p != 0).to(tl.int32)
+            after += (values != 0).to(tl.int32)
+            tops = tl.maximum(tops, p)
+
+    summed = tl.sum(total, 1)
+    if has_sinks:
+        summed += tl.exp(tl.load(sinks + head).to(tl.float32) - largest)
+    own = totals + head.to(tl.int64) * length + rows
+    tl.store(own, tl.maximum(summed, _TINY), mask=rows < length)
+    if measures:
+        counts = (tl.load(is_counted + rows, mask=rows < length, other=0) != 0)[:, None]
+        mine = sums + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * 6
+        tl.store(mine, tl.sum(tl.where(counts, signal, 0.0).to(tl.float64)))
+        tl.store(mine + 1, tl.sum(tl.where(counts, noise, 0.0).to(tl.float64)))
+        tl.store(mine + 2, 0.0)
+        tl.store(mine + 3, tl.sum(tl.where(counts, before, 0)).to(tl.float64))
+        tl.store(mine + 4, tl.sum(tl.where(counts, after, 0)).to(tl.float64))
+        tl.store(mine + 5, tl.max(tl.where(counts, tops, 0.0)).to(tl.float64))

@@ -9,14 +9,22 @@ in none but the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from fp8calib.calibration.hooks import AttentionCall
+from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.numerics.cast import round_positive_
-from fp8calib.verification.emulation.damage import measure_damage
+from fp8calib.numerics.formats import E4M3FN
+from fp8calib.verification.emulation.damage import (
+    DamageRow,
+    DamageSums,
+    SummedDamage,
+    measure_damage,
+)
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 
 _CHUNK_SIZE = 1 << 18
@@ -32,6 +40,9 @@ _TINY = torch.finfo(torch.float32).tiny
 """The output of a query that sees no key, such as one of padding under a window, is zero."""
 _CLOSE = 0.02
 """How far, relative to the output, 16-bit attention may be from that in fp32."""
+_MARGIN, TOLERANCE = 1e-3, 1e-4
+"""How far P is from where rounding changes, and from torch's, when the kernel is tried; a step of
+the format is at least 1/16 of P."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +54,27 @@ class _Chunk:
     rows: slice
     num_keys: int
     """How many keys the last of its queries may see."""
+    is_causal: bool
+    """Whether the keys after a query are hidden, beside what a mask hides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What softmax's numerators of a chunk are computed from."""
+
+    scores: torch.Tensor
+    """[H, S, keys], fp32."""
+    first_row: int | None
+    """The index of the first query, where the keys after each query are still to be hidden."""
+    sinks: torch.Tensor | None
+    """A score for each head [H] that only the sums contain."""
+    counted: torch.Tensor | slice | None
+    """The queries whose damage is measured."""
 
 
 def attend_in_fp32(
     call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, list[DamageRow]]:
     """Compute attention in fp32, with P quantized.
 
     Args:
@@ -62,40 +89,27 @@ def attend_in_fp32(
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
     measured: list[tuple[torch.Tensor, torch.Tensor]] = []
-    damage: list[torch.Tensor] = []
+    damage: list[DamageRow] = []
     for chunk in _cut(call):
-        scores = _score(call, chunk)
-        tile = 0 if quantizer is None else quantizer.tile
-        correction = None
-        if 0 < tile < chunk.num_keys:
-            running = _find_running(scores, tile)
-            largest = running[..., :1].clone()
-            p = scores.sub_(running).exp_()
-            correction = running.sub_(largest).exp_()
-            total = torch.linalg.vecdot(p, correction)[..., None]
+        sinks = call.options.get("s_aux")
+        inputs = _Inputs(
+            scores=_score(call, chunk),
+            first_row=chunk.rows.start if chunk.is_causal else None,
+            sinks=None if sinks is None else sinks[chunk.heads],
+            counted=_find_counted(kept, chunk),
+        )
+        if quantizer is not None and has_probability_kernel(inputs.scores.device):
+            p, total, rows = _round_in_kernel(inputs, quantizer)
+            damage += rows
         else:
-            largest = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
-            p = scores.sub_(largest).exp_()
-            total = p.sum(-1, keepdim=True)
-        if (sinks := call.options.get("s_aux")) is not None:
-            total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
-        if quantizer is not None:
-            counted = _find_counted(kept, chunk) if chunk.sequence == 0 else slice(0)
-            before = _take_rows(p, counted)
-            if p.device.type == "cpu":
-                p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
-            else:
-                p = quantizer.fake(p).values
-            if chunk.sequence == 0:
-                measured.append((before, _take_rows(p, counted)))
-            if measured and p.device.type != "cpu":
+            p, total, pairs = _soften(inputs, quantizer)
+            measured += pairs
+            if measured and quantizer is not None and p.device.type != "cpu":
                 damage.append(_measure(measured, quantizer))
                 measured.clear()
-        if correction is not None:
-            p.mul_(correction)
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
-            product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
+            product.div_(total).transpose(0, 1).to(output.dtype)
         )
     if measured and quantizer is not None:
         damage.append(_measure(measured, quantizer))
@@ -141,6 +155,7 @@ def _cut(call: AttentionCall) -> Iterator[_Chunk]:
                     heads=slice(head, min(head + count, heads)),
                     rows=slice(row, end),
                     num_keys=num_keys,
+                    is_causal=is_causal,
                 )
 
 
@@ -152,7 +167,7 @@ def _group(call: AttentionCall, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
 
 
 def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
-    """Compute the scores of a chunk, masked: [H, S, keys], fp32."""
+    """Compute the scores of a chunk, [H, S, keys], fp32; of masks only the model's is applied."""
     query = call.query[chunk.sequence, chunk.heads, chunk.rows].float()
     scaling = call.options.get("scaling") or query.shape[-1] ** -0.5
     scores: torch.Tensor = (query * scaling) @ _group(call, call.key, chunk).transpose(1, 2)
@@ -160,16 +175,53 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if (bias := call.options.get("position_bias")) is not None:
         scores += _slice(bias, chunk)
-    if call.mask is None and _is_causal(call):
-        # The keys after each query; those before the chunk's first query are seen by all.
-        later = scores[..., chunk.rows.start :]
-        later.masked_fill_(torch.ones_like(later[0], dtype=torch.bool).triu_(1), -torch.inf)
     if call.mask is None:
         return scores
     mask = _slice(call.mask, chunk)
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mask, -torch.inf)
     return scores.add_(mask)
+
+
+def _soften(
+    inputs: _Inputs, quantizer: Quantizer | None
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Turn scores into softmax's numerators, in place where torch can.
+
+    Returns:
+        The numerators, rounded; what they sum up to before that, [H, S, 1]; and those of the
+        measured queries before and after it, if there are any.
+    """
+    scores, counted = inputs.scores, inputs.counted
+    if inputs.first_row is not None:
+        later = scores[..., inputs.first_row :]  # all see the keys before the first query
+        later.masked_fill_(torch.ones_like(later[0], dtype=torch.bool).triu_(1), -torch.inf)
+    tile = 0 if quantizer is None else quantizer.tile
+    correction = None
+    if 0 < tile < scores.shape[-1]:
+        running = _find_running(scores, tile)
+        largest = running[..., :1].clone()
+        p = scores.sub_(running).exp_()
+        correction = running.sub_(largest).exp_()
+        total = torch.linalg.vecdot(p, correction)[..., None]
+    else:
+        largest = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+        p = scores.sub_(largest).exp_()
+        total = p.sum(-1, keepdim=True)
+    if inputs.sinks is not None:
+        total += (inputs.sinks.float()[:, None, None] - largest).exp()
+    pairs = []
+    if quantizer is not None:
+        before = None if counted is None else _take_rows(p, counted)
+        if p.device.type == "cpu":
+            p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
+        else:
+            p = quantizer.fake(p).values
+        if before is not None and counted is not None:
+            pairs.append((before, _take_rows(p, counted)))
+    if correction is not None:
+        p.mul_(correction)
+    return p, total.clamp_(min=_TINY), pairs
 
 
 def _find_running(scores: torch.Tensor, tile: int) -> torch.Tensor:
@@ -196,13 +248,15 @@ def _is_causal(call: AttentionCall) -> bool:
     return bool(is_causal) and call.query.shape[2] > 1
 
 
-def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | slice:
-    """Find the measured rows of a chunk of the first sequence, none of them padding."""
+def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | slice | None:
+    """Find the measured rows of a chunk, all of the first sequence and none of them padding."""
+    if chunk.sequence > 0:
+        return None
     if kept is None:
         return slice(None, None, _STRIDE)
     is_inside = (kept >= chunk.rows.start) & (kept < chunk.rows.stop)
-    counted: torch.Tensor = kept[is_inside] - chunk.rows.start
-    return counted[::_STRIDE]
+    counted: torch.Tensor = kept[is_inside][::_STRIDE] - chunk.rows.start
+    return counted if len(counted) else None
 
 
 def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
@@ -222,3 +276,70 @@ def _measure(
             torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)
         )
     return measure_damage(before, FakeQuantized(after, None), quantizer.fmt)
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def _round_in_kernel(
+    inputs: _Inputs, quantizer: Quantizer
+) -> tuple[torch.Tensor, torch.Tensor, list[SummedDamage]]:
+    """Do what `_soften` does, and sum up the damage."""
+    from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
+
+    scores, counted = inputs.scores, inputs.counted
+    is_counted = None
+    if counted is not None:
+        is_counted = torch.zeros(scores.shape[1], dtype=torch.int8)
+        is_counted[counted if isinstance(counted, slice) else counted.cpu()] = 1
+    total, row = kernels.round_probabilities_(
+        scores,
+        quantizer,
+        sinks=inputs.sinks,
+        first_row=inputs.first_row,
+        is_counted=is_counted,
+    )
+    return scores, total, [] if row is None else [row]
+
+
+@cache
+def has_probability_kernel(device: torch.device) -> bool:
+    """Whether the probabilities of a device are rounded by the kernel."""
+    return is_trusted(device, *make_trial(device), tolerance=TOLERANCE)
+
+
+def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """Round probabilities in tiles by the kernel on a device, and by torch on the CPU.
+
+    None is near the middle of two values of the format: exp may differ in its last places.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor([1 / 256]), tile=80)
+    scores = 2 * torch.randn(2, 40, 300, generator=numbers)
+    scores[..., :80] += 4  # the largest are in the tile that is taken last
+    p = torch.exp(scores - _find_running(scores, quantizer.tile))
+    below, above = (quantizer.fake(p * factor).values for factor in (1 - _MARGIN, 1 + _MARGIN))
+    scores.masked_fill_(below != above, -torch.inf)
+    inputs = _Inputs(
+        scores=scores,
+        first_row=260,
+        sinks=torch.tensor([8.0, 12.0]),
+        counted=slice(None, None, _STRIDE),
+    )
+
+    def copy(device: torch.device) -> _Inputs:
+        sinks = None if inputs.sinks is None else inputs.sinks.to(device)
+        return replace(inputs, scores=scores.to(device, copy=True), sinks=sinks)
+
+    def by_kernel() -> Results:
+        p, total, rows = _round_in_kernel(copy(device), quantizer.to(device))
+        sums = DamageSums[str]()
+        sums.add("damage", rows[0])
+        sums.settle()
+        return {"P": p, "sums of P": total, **sums.totals}
+
+    def by_torch() -> Results:
+        p, total, pairs = _soften(copy(torch.device("cpu")), quantizer)
+        return {"P": p, "sums of P": total, "damage": _measure(pairs, quantizer)}
+
+    return by_kernel, by_torch
