@@ -148,13 +148,17 @@ def run(
             asked = replace(asked, candidates=(*more, *asked.candidates))
         for note in asked.warnings:
             reporter.warn(note)
-        mode = plan_verification(asked, model, find_scratch(request))
+        mode = plan_verification(asked, model, find_scratch(request), may_share=True)
         if request.dry_run:
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         hashes = hash_inputs(asked, request, model, specs)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
-            verified = run_verification(asked, scored, reporter, measures_noise=True)
+            verified = run_verification(
+                *(asked, scored, reporter),
+                measures_noise=True,
+                shares_batch=mode.models_in_a_batch > 1,
+            )
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:

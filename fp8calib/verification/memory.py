@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.probabilities import attending_bytes
+from fp8calib.verification.emulation.shared import can_share, repeat
 from fp8calib.verification.token_scores import scoring_bytes
 from fp8calib.verification.verify import Verification
 
@@ -34,6 +36,7 @@ def plan_verification(
     always_streams: str = "",
     cannot_stream: UsageError | None = None,
     extra_bytes: Mapping[str, int] | None = None,
+    may_share: bool = False,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
@@ -46,6 +49,7 @@ def plan_verification(
         always_streams: why it is streamed in any case.
         cannot_stream: raised where it would be streamed.
         extra_bytes: further memory, by what needs it.
+        may_share: let candidates share a batch with the unquantized model, where a GPU has room.
 
     Raises:
         UsageError: it fits in neither way, or `cannot_stream`.
@@ -65,25 +69,34 @@ def plan_verification(
         heads = [attention.num_heads for _, attention in asked.geometry.attentions()]
         length = max(batch.input_ids.shape[1] for batch in text)
         extra["attention in fp32"] = attending_bytes(torch.device(model.device), max(heads), length)
-    return plan_memory(
-        Workload(
-            prepared=model.prepared,
-            checkpoint=model.checkpoint,
-            dtype=DTYPES[model.dtype],
-            device=model.device,
-            batches=text,
-            scratch=scratch,
-            extra=extra,
-            logits_bytes=logits,
-            num_models=len(scored) + 1,
-            changes_weights=any(each.weights for each in scored),
-            changes_inputs=Role.INPUT in roles,
-            walks=walks,
-            always_streams=always_streams,
-        ),
-        find_limits(model.device, model.memory),
-        cannot_stream=cannot_stream,
+    work = Workload(
+        prepared=model.prepared,
+        checkpoint=model.checkpoint,
+        dtype=DTYPES[model.dtype],
+        device=model.device,
+        batches=text,
+        scratch=scratch,
+        extra=extra,
+        logits_bytes=logits,
+        num_models=len(scored) + 1,
+        changes_weights=any(each.weights for each in scored),
+        changes_inputs=Role.INPUT in roles,
+        walks=walks,
+        always_streams=always_streams,
     )
+    limits = find_limits(model.device, model.memory)
+    plan = plan_memory(work, limits, cannot_stream=cannot_stream)
+    count = 1 + sum(map(can_share, scored))
+    is_whole = limits.device_bytes is not None and plan.streaming is None
+    is_text = all(batch.media is None for batch in text)
+    if not (may_share and is_whole and is_text and count > 1):
+        return plan
+    repeated = replace(work, batches=[repeat(batch, count) for batch in text])
+    try:
+        shared = plan_memory(repeated, limits, cannot_stream=UsageError("one by one"))
+    except UsageError:
+        return plan
+    return replace(shared, models_in_a_batch=count)
 
 
 @contextmanager

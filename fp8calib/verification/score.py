@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from fp8calib.model.shapes import Site
 from fp8calib.verification.emulation.candidate import Candidate, blaming
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.shared import SharedHooks, can_share, repeat
 from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score_streamed import StreamedLanes
 from fp8calib.verification.token_scores import (
@@ -67,6 +69,7 @@ def score(
     progress: Progress,
     stage: str = "",
     watched: Sequence[torch.Tensor] | None = None,
+    shares_batch: bool = False,
 ) -> Scores:
     """Score the unquantized model and every candidate on every batch.
 
@@ -81,6 +84,8 @@ def score(
         stage: the name of that stage; empty where the caller has begun one.
         watched: for each sequence, tokens [L - 1, W] whose log-probabilities by the unquantized
             model are kept (`TokenScores.watched`).
+        shares_batch: run the unquantized model and the candidates that `can_share` in one batch,
+            if the model is whole. Their rounding then differs.
 
     Raises:
         VerificationError: a model gives NaN or inf; the message names it and the sample.
@@ -140,7 +145,7 @@ def score(
     if isinstance(model, StreamedModel):
         StreamedLanes(model, models, batches, advance, vocab_size).run(add)
     else:
-        _run_whole(model, models, batches, advance, add)
+        _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
     look()
     reference, *others = (join_scores(parts) for parts in zip(*scored, strict=True))
     found = [each for _, each in models[1:]]
@@ -198,6 +203,8 @@ def _run_whole(
     batches: Sequence[Batch],
     advance: Callable[[int], None],
     add: Callable[[Batch, Sequence[torch.Tensor], Logits], None],
+    *,
+    shares_batch: bool,
 ) -> None:
     """Run batches through the unquantized model and its candidates.
 
@@ -208,21 +215,28 @@ def _run_whole(
     decoder = Decoder(model.model)
     changes_weights = any(candidate.weights for candidate, _ in models)
     limit = count_tokens_at_once(model.model, len(models)) if changes_weights else 0
+    sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
+    shared = [index for index, shares in enumerate(sharing) if shares]
+    together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
     for group in _group(batches, limit):
-        hidden: list[list[torch.Tensor]] = []
-        for candidate, hooks in models:
+        hidden: list[list[torch.Tensor]] = [[] for _ in models]
+        for chosen in together:
+            candidate, hooks = models[chosen[0]]
+            if len(chosen) > 1:  # each is blamed where its hooks run
+                hooks = SharedHooks([models[index] for index in chosen])
             with (
-                blaming(candidate.name),
+                blaming(candidate.name) if len(chosen) == 1 else nullcontext(),
                 emulated(
                     *(model.model, model.geometry, candidate, hooks),
                     originals=model.weights,
                     decoder=decoder,
                 ) as run,
             ):
-                hidden.append([])
                 for batch in group:
-                    hidden[-1].append(run(batch))
-                    advance(batch.num_tokens)
+                    after = run(batch if len(chosen) == 1 else repeat(batch, len(chosen)))
+                    for index, own in zip(chosen, after.chunk(len(chosen)), strict=True):
+                        hidden[index].append(own)
+                    advance(batch.num_tokens * len(chosen))
         if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
             return_freed_memory()
         with open_lm_head(model.model) as logits:

@@ -158,6 +158,7 @@ def run_verification(
     others: Sequence[Candidate] = (),
     watched: Sequence[torch.Tensor] | None = None,
     measures_noise: bool = False,
+    shares_batch: bool = False,
 ) -> Verified:
     """Compare the model with every candidate, and score `others` beside them.
 
@@ -168,6 +169,7 @@ def run_verification(
         others: candidates that are no part of the report, with names of their own.
         watched: as `score` takes it.
         measures_noise: whether the unquantized model runs again, in batches of another size.
+        shares_batch: as `score` takes it.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -183,6 +185,7 @@ def run_verification(
                 progress=progress,
                 stage="verifying",
                 watched=watched,
+                shares_batch=shares_batch,
             )
             break
         except (ModelError, VerificationError) as error:
