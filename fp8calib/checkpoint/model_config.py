@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 CONFIG_NAME = "config.json"
 MODELOPT_CONFIG_NAME = "hf_quant_config.json"
@@ -30,6 +31,14 @@ def list_text_configs(
     for key in _TEXT_KEYS:
         if isinstance(part := config.get(key), dict):
             yield key, part
+
+
+def let_layers_differ(config: Any) -> Any:
+    """Let a config of transformers be read whose layers differ: shapes are those of modules."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "is_heterogeneous", False):
+            part.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def find_quantization_configs(

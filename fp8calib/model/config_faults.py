@@ -27,7 +27,11 @@ from transformers import (
 )
 
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
+from fp8calib.checkpoint.model_config import (
+    find_quantization_configs,
+    let_layers_differ,
+    without_quantization,
+)
 from fp8calib.errors import ModelError, shorten
 from fp8calib.model.geometry_from_config import complete_heads, is_known, restore_floats
 from fp8calib.model.plain_sections import GENERATION_NAME
@@ -111,7 +115,7 @@ def list_other_faults(
 
 
 def _parse(config: Mapping[str, Any]) -> Any:
-    return CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    return let_layers_differ(CONFIG_MAPPING[config["model_type"]].from_dict(config))
 
 
 def _build(config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from fp8calib.checkpoint.model_config import (
     LAYER_COUNTS,
     MAX_LAYERS,
     find_dtype,
+    let_layers_differ,
     without_quantization,
 )
 from fp8calib.errors import (
@@ -151,7 +152,7 @@ def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
             if "float8" in str(section.get(key)):
                 section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
     try:
-        parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
+        parsed = let_layers_differ(CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain))
     except Exception as error:
         raise _unusable(folder, error) from error
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)

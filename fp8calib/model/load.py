@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
+from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, let_layers_differ
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
@@ -155,7 +155,8 @@ def _load_config(
             f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return let_layers_differ(config)
     except Exception as error:
         raise ModelError(
             f"{folder}/config.json: {version} cannot use it: {_explain_load_error(error)}"

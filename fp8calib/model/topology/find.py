@@ -26,6 +26,8 @@ def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
         ModelError: the model's `get_decoder()` is not one of its modules.
     """
     decoder = model.get_decoder()
+    if isinstance(decoder, nn.Linear):  # modernbert-decoder's output layer has this name
+        decoder = model.base_model
     if isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None:
         # Llama4ForCausalLM names itself, lm_head included, as its decoder
         inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
