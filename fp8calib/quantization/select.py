@@ -276,8 +276,9 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
     if name.endswith("bias") or _is_linear(name, entry):
         return False
     is_expert = any("expert" in part for part in name.split("."))
-    is_matrix = len(entry.shape) < 3 or entry.shape[0] == 1  # such as BLIP-2's query_tokens
-    return is_expert or not (is_matrix or min(entry.shape[-2:]) < _SMALLEST_MATRIX)
+    is_one = len(entry.shape) == 3 and entry.shape[0] == 1  # such as BLIP-2's query_tokens
+    is_large = len(entry.shape) > 2 and min(entry.shape[-2:]) >= _SMALLEST_MATRIX
+    return is_expert or (is_large and not is_one)
 
 
 def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> ModelError:
