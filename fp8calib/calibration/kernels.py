@@ -79,6 +79,101 @@ def reduce_heads(
     )
 
 
+def reduce_experts(
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    experts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    block: int,
+    num_routed: int,
+    length: int,
+    amax: torch.Tensor,
+    positions: torch.Tensor,
+    sequences: torch.Tensor,
+    by_expert: torch.Tensor,
+    expert_counts: torch.Tensor,
+    histogram: torch.Tensor,
+    first: int,
+    sequence_stride: int,
+    token_stride: int,
+) -> None:
+    """Reduce rows [N * K, C] sorted by expert, per channel and per expert.
+
+    Args:
+        rows: those of the batch's tokens, K each; other results are those of `reduce_heads`.
+        order: the places of the rows before they were sorted, int64.
+        experts: the expert of each row, int64.
+        lengths: the tokens that count of each sequence, int32 [B].
+        block: how many channels share an amax of an expert.
+        num_routed: K.
+        length: S.
+        amax: int32 [C].
+        positions: int32, by range.
+        sequences: int32 [B].
+        by_expert: int32 [E, blocks].
+        expert_counts: int64 [E].
+        histogram: int64 [NUM_BINS].
+        first: the global index of the first sequence.
+        sequence_stride: the stride of the sequences that the histogram counts.
+        token_stride: the stride of their tokens; 0 counts none.
+    """
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    num_rows, width = rows.shape
+    columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    launch(
+        _reduce_experts,
+        (triton.cdiv(width, columns), triton.cdiv(num_rows, _ROWS.value)),
+        *(rows, order, experts, lengths, bin_of_code(rows.device)),
+        *(amax, positions, sequences, by_expert, expert_counts, histogram),
+        *(rows.stride(0), num_rows, width, length, num_routed, block),
+        *(by_expert.shape[1], first, sequence_stride),
+        token_stride=token_stride,
+        num_columns=columns,
+    )
+
+
+@triton.jit
+def _find_codes(stored):  # type: ignore[no-untyped-def]
+    """Give magnitudes as codes of fp32."""
+    if stored.dtype == tl.bfloat16:  # the interpreter loses its subnormals otherwise
+        codes = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        codes = stored.to(tl.float32).to(tl.int32, bitcast=True)
+    return codes & 0x7FFFFFFF
+
+
+@triton.jit
+def _count_bins(codes, is_chosen, bins):  # type: ignore[no-untyped-def]
+    """Count the bins of codes: int32 [_NUM_COUNTED]."""
+    upper = tl.maximum(tl.minimum((codes >> 16) - _BELOW, _NUM_CODES - 1), 0)
+    found = tl.where(is_chosen, tl.load(bins + upper).to(tl.int32), _NUM_BINS)
+    return tl.histogram(tl.reshape(found, [found.numel]), _NUM_COUNTED)
+
+
+@triton.jit
+def _add_bins(histogram, counts):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, _NUM_COUNTED)
+    is_bin = (index < _NUM_BINS) & (counts > 0)
+    tl.atomic_add(histogram + index, counts.to(tl.int64), mask=is_bin)
+
+
+@triton.jit
+def _raise_to(place, values, is_inside):  # type: ignore[no-untyped-def]
+    """Raise what many rows share; most are below what is there, and need no atomic operation."""
+    is_above = values > tl.load(place, mask=is_inside, other=0, cache_modifier=".cg")
+    tl.atomic_max(place, values, mask=is_inside & is_above)
+
+
+@triton.jit
+def _find_range(position):  # type: ignore[no-untyped-def]
+    """Give the range of a position, or of each."""
+    reached = position * 0
+    for octave in tl.static_range(_NUM_RANGES - 1):
+        reached += (position >= (_FIRST_RANGE << octave)).to(tl.int32)
+    return reached
+
+
 @triton.jit(do_not_specialize=["num_blocks", "num_copies", "first", "sequence_stride"])  # type: ignore[untyped-decorator]
 def _reduce(  # type: ignore[no-untyped-def]
     x,
@@ -115,19 +210,12 @@ def _reduce(  # type: ignore[no-untyped-def]
         is_inside = (rows < stop)[:, None] & is_column[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
         stored = tl.load(place + offsets, mask=is_inside, other=0.0)
-        if stored.dtype == tl.bfloat16:  # the interpreter loses its subnormals otherwise
-            codes = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        else:
-            codes = stored.to(tl.float32).to(tl.int32, bitcast=True)
-        codes &= 0x7FFFFFFF
+        codes = _find_codes(stored)
         tops = tl.maximum(tops, codes)
         if token_stride:  # noqa: SIM102 -- known to the compiler
             if is_sampled:
-                upper = tl.maximum(tl.minimum((codes >> 16) - _BELOW, _NUM_CODES - 1), 0)
-                found = tl.load(bins + upper).to(tl.int32)
-                is_counted = is_inside & (rows % token_stride == 0)[:, None]
-                found = tl.where(is_counted, found, _NUM_BINS)
-                counts += tl.histogram(tl.reshape(found, [_TILE_ROWS * num_columns]), _NUM_COUNTED)
+                is_chosen = is_inside & (rows % token_stride == 0)[:, None]
+                counts += _count_bins(codes, is_chosen, bins)
 
     largest = tl.max(tops, 0)
     of_all = tl.max(largest, 0)
@@ -135,13 +223,79 @@ def _reduce(  # type: ignore[no-untyped-def]
         tl.atomic_max(amax + columns, largest, mask=is_column)
     else:
         tl.atomic_max(amax + head // num_copies, of_all)
-    reached = 0
-    for octave in tl.static_range(_NUM_RANGES - 1):
-        reached += (start >= (_FIRST_RANGE << octave)).to(tl.int32)
-    tl.atomic_max(positions + reached, of_all)
+    tl.atomic_max(positions + _find_range(start), of_all)
     tl.atomic_max(sequences + sequence, of_all)
     if token_stride:  # noqa: SIM102 -- known to the compiler
         if is_sampled:
-            index = tl.arange(0, _NUM_COUNTED)
-            is_bin = (index < _NUM_BINS) & (counts > 0)
-            tl.atomic_add(histogram + index, counts.to(tl.int64), mask=is_bin)
+            _add_bins(histogram, counts)
+
+
+@triton.jit(do_not_specialize=["num_rows", "length", "num_routed", "num_blocks", "first"])  # type: ignore[untyped-decorator]
+def _reduce_experts(  # type: ignore[no-untyped-def]
+    x,
+    order,
+    experts,
+    lengths,
+    bins,
+    amax,
+    positions,
+    sequences,
+    by_expert,
+    expert_counts,
+    histogram,
+    stride_row,
+    num_rows,
+    width,
+    length,
+    num_routed,
+    block,
+    num_blocks,
+    first,
+    sequence_stride,
+    token_stride: tl.constexpr,
+    num_columns: tl.constexpr,
+):
+    columns = tl.program_id(0) * num_columns + tl.arange(0, num_columns)
+    is_column = columns < width
+    blocks = columns // block
+    tops = tl.zeros([_TILE_ROWS, num_columns], tl.int32)
+    tops_of_one = tl.zeros([_TILE_ROWS, num_columns], tl.int32)
+    counts = tl.zeros([_NUM_COUNTED], tl.int32)
+    start = tl.program_id(1) * _ROWS
+    stop = tl.minimum(start + _ROWS, num_rows)
+    current = tl.load(experts + start)
+    for at in range(start, stop, _TILE_ROWS):
+        rows = at + tl.arange(0, _TILE_ROWS)
+        is_row = rows < num_rows
+        token = (tl.load(order + rows, mask=is_row, other=0) // num_routed).to(tl.int32)
+        sequence, position = token // length, token % length
+        is_row &= position < tl.load(lengths + sequence)
+        is_inside = is_row[:, None] & is_column[None, :]
+        offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+        codes = _find_codes(tl.load(x + offsets, mask=is_inside, other=0.0))
+        tops = tl.maximum(tops, codes)
+        largest = tl.max(codes, 1)
+        expert = tl.load(experts + rows, mask=is_row, other=0)
+        # The rows are sorted: most tiles have one expert, that of the tile before.
+        last = tl.load(experts + tl.minimum(at + _TILE_ROWS, stop) - 1)
+        for number in range(tl.load(experts + at), last + 1):
+            if number != current:
+                own = by_expert + current * num_blocks + blocks
+                tl.atomic_max(own, tl.max(tops_of_one, 0), mask=is_column)
+                tops_of_one = tl.zeros([_TILE_ROWS, num_columns], tl.int32)
+                current = number
+            is_own = (expert == number)[:, None]
+            tops_of_one = tl.where(is_own, tl.maximum(tops_of_one, codes), tops_of_one)
+        _raise_to(positions + _find_range(position), largest, is_row)
+        _raise_to(sequences + sequence, largest, is_row)
+        if tl.program_id(0) == 0:
+            tl.atomic_add(expert_counts + expert, is_row.to(tl.int64), mask=is_row)
+        if token_stride:
+            is_sampled = is_row & ((first + sequence) % sequence_stride == 0)
+            is_sampled &= position % token_stride == 0
+            counts += _count_bins(codes, is_inside & is_sampled[:, None], bins)
+    own = by_expert + current * num_blocks + blocks
+    tl.atomic_max(own, tl.max(tops_of_one, 0), mask=is_column)
+    tl.atomic_max(amax + columns, tl.max(tops, 0), mask=is_column)
+    if token_stride:
+        _add_bins(histogram, counts)

@@ -8,9 +8,11 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -211,8 +213,20 @@ def observe_expert_input(
 
 def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> Reductions:
     """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
-    num_routed = call.index.shape[1]
     experts, order = torch.sort(call.index.flatten())
+    if has_reduction_kernel(rows.device):
+        return _reduce_sorted_in_kernel(batch, call, rows, experts, order)
+    return _reduce_sorted(batch, call, rows, experts, order)
+
+
+def _reduce_sorted(
+    batch: BatchView,
+    call: ExpertsCall,
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    order: torch.Tensor,
+) -> Reductions:
+    num_routed = call.index.shape[1]
     counted = rows
     if batch.is_padded:
         is_padding = batch.padding(rows.device).flatten()[order // num_routed]
@@ -264,7 +278,7 @@ def _join_parts(parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-# --- the kernel -----------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------------------
 
 
 def _reduce_in_kernel(
@@ -295,18 +309,72 @@ def _reduce_in_kernel(
     return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 
 
+def _reduce_sorted_in_kernel(
+    batch: BatchView,
+    call: ExpertsCall,
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    order: torch.Tensor,
+) -> Reductions:
+    """Reduce the input of down, [N * K, C] sorted by expert."""
+    from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
+
+    num_blocks = -(-rows.shape[1] // call.block)
+    sizes = {
+        "amax": (rows.shape[1],),
+        "positions": (len(batch.spans),),
+        "sequences": (batch.shape[0],),
+        "by_expert": (call.num_experts, num_blocks),
+    }
+    codes = {
+        name: batch.zeros(rows.device, math.prod(size)).view(size) for name, size in sizes.items()
+    }
+    counts, histogram = (
+        batch.zeros(rows.device, 2 * size).view(torch.int64)
+        for size in (call.num_experts, NUM_BINS)
+    )
+    kernels.reduce_experts(
+        *(rows, order, experts, batch.counted(rows.device)),
+        block=call.block,
+        num_routed=call.index.shape[1],
+        length=batch.shape[1],
+        **codes,
+        expert_counts=counts,
+        histogram=histogram,
+        first=batch.first,
+        sequence_stride=HISTOGRAM_SEQUENCES,
+        token_stride=INPUT_HISTOGRAM_TOKENS if batch.sampled else 0,
+    )
+    tensors = {name: each.view(torch.float32) for name, each in codes.items()}
+    tensors |= {"experts": tensors.pop("by_expert"), "expert_counts": counts}
+    if batch.sampled:
+        tensors["histogram"] = histogram
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+
+
 @cache
 def has_reduction_kernel(device: torch.device) -> bool:
-    """Whether tensors of a device are reduced by the kernel."""
+    """Whether tensors of a device are reduced by the kernels."""
     return is_trusted(device, *make_trial(device))
 
 
 def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """Make a reduction of a padded batch by the kernel on a device, and by torch on the CPU."""
+    """Make reductions of a padded batch by the kernels on a device, and by torch on the CPU."""
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16)
+    index = torch.rand(1200, 40, generator=numbers).topk(2).indices
+    module = SimpleNamespace(down_proj=torch.empty(41, 40, 40))
+    call = ExpertsCall(path="", module=module, block=20, index=index)
+    rows = [x[:, 1:].reshape(-1, 40), *torch.sort(index.flatten())]
+
+    def join(heads: Reductions, down: Reductions) -> Results:
+        return heads.tensors | {f"{name} of experts": each for name, each in down.tensors.items()}
+
     return (
-        lambda: _reduce_in_kernel(batch, x.to(device), 3, 1).tensors,
-        lambda: _reduce_heads(batch, x, 3, 1).tensors,
+        lambda: join(
+            _reduce_in_kernel(batch, x.to(device), 3, 1),
+            _reduce_sorted_in_kernel(batch, call, *(each.to(device) for each in rows)),
+        ),
+        lambda: join(_reduce_heads(batch, x, 3, 1), _reduce_sorted(batch, call, *rows)),
     )

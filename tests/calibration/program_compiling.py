@@ -67,6 +67,11 @@ if __name__ == "__main__":
         numbers = {"token_stride": token_stride, "num_columns": num_columns}
         types = {"x": "*bf16", **POINTERS}
         compile_kernel(kernels._reduce, types, {"by_channel": by_channel, **numbers})
+    for token_stride in (0, 4):
+        types = {"x": "*bf16", "order": "*i64", "experts": "*i64", **POINTERS}
+        types |= {"by_expert": "*i32", "expert_counts": "*i64"}
+        numbers = {"token_stride": token_stride, "num_columns": 128}
+        compile_kernel(kernels._reduce_experts, types, numbers)
     for per, num_rows in (("token", 4), ("head", 16), ("group", 4), ("mx", 16)):
         constants = {
             "per_head": per == "head",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8calib.calibration import reductions
+from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.kernel_trial import agree
 from fp8calib.calibration.reductions import BatchView
 from fp8calib.calibration.statistic import join
@@ -105,6 +107,27 @@ def test_heads_are_reduced_as_torch_does(
     require_same(*both(reductions.observe_heads, case.batch, role, x, num_heads))
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    drawn(),
+    st.sampled_from([1, 5, 64, 160]),
+    st.sampled_from([(1, 1), (3, 1), (4, 2), (40, 3)]),
+    st.sampled_from([1, 4, 24]),
+)
+def test_inputs_of_down_are_reduced_as_torch_does(
+    case: Drawn, channels: int, experts: tuple[int, int], block: int
+) -> None:
+    """Rows sorted by expert, many to an expert or few, some experts without any."""
+    num_experts, num_routed = experts
+    sequences, tokens = case.batch.shape
+    numbers = torch.Generator().manual_seed(case.seed)
+    index = torch.rand(sequences * tokens, num_experts, generator=numbers).topk(num_routed).indices
+    module = SimpleNamespace(down_proj=torch.zeros(num_experts + 1, 1, 1))
+    call = ExpertsCall(path="experts", module=module, block=block, index=index.to(DEVICE))
+    rows = case.tensor(sequences * tokens * num_routed, channels)
+    require_same(*both(reductions.observe_expert_down, case.batch, call, rows))
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_nan_and_infinity_pass(value: float) -> None:
     batch = BatchView(shape=(2, 600), lengths=(600, 600), first=7)
@@ -158,7 +181,7 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="a kernel is not used: no compiler"):
         assert not agree(*trial)
     monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match="amax, positions, sequences, histogram differ"):
+    with pytest.warns(UserWarning, match="amax, positions, .* histogram of experts differ"):
         assert not agree(*reductions.make_trial(torch.device(DEVICE)))
     assert not reductions.has_reduction_kernel(torch.device("cpu"))
 
