@@ -279,9 +279,9 @@ def _find_bad_input(model: torch.nn.Module) -> str:
 def _stack_experts(tensors: Tensors) -> Tensors:
     """Join experts that transformers has taken out of a stack, as it does with llama4's."""
     parts = defaultdict(list)
-    for name, tensor in tensors.items():
+    for name in list(tensors):
         if found := _EXPERT.fullmatch(name):
-            parts[found[1], found[3]].append(tensor)
+            parts[found[1], found[3]].append(tensors.pop(name))
     stacks = {key: torch.stack(held) for key, held in parts.items()}
     for path in {path for path, _ in stacks}:
         halves = [stacks[path, part] for part in ("gate_proj", "up_proj")]
