@@ -41,9 +41,18 @@ _PLACES_OF_THE_BUILD = re.compile(
     r"|torch/(_ops\.py|cuda/)|\w*(triton|cutlass|flashinfer|deep_gemm|marlin|aiter|rocm)\w*\.py"
 )
 """Where vLLM chooses or calls what depends on the device: another build may not stop there."""
-_TEXTS_OF_THE_BUILD = ("ModuleNotFoundError", "ImportError", "failed to be inspected", "eta tensor")
-"""Errors for lack of a package (`inspected`: vLLM imports a model's class), or of the values of
-weights, which are on the meta device."""
+_TEXTS_OF_THE_BUILD = re.compile(
+    r"ModuleNotFoundError|ImportError|failed to be inspected|eta tensor|(?<!modeling )\bbackends?\b"
+    r"|\bkernels?\b(?! size)|\b(CPU|CUDA|ROCm|XPU|TPU|GPUs?|Triton|CUTLASS|Marlin|AITER)\b"
+    r"|DeepGEMM|Flash(Infer|MLA|KDA|.?Attention)|\b(SM ?|gfx)\d{2}|capability|platform|supported on\b"
+    r"|\bdevices?\b",
+    re.IGNORECASE,
+)
+"""Errors for lack of a package (`inspected`: vLLM imports a model's class), of the values of
+weights, which are on the meta device, or of what chooses and runs kernels on a device."""
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\S*/\S*|\[type=.*", re.DOTALL)
+"""What an error cites: names of tensors, paths, and (pydantic) the arguments of vLLM's config."""
+_CODE_OF_ITS_OWN = "contains custom code"
 EXPERTS = (".w13_weight", ".w2_weight")
 """How the names of the weights of all experts of a layer end."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
@@ -85,12 +94,14 @@ class LoaderAnswer(Frozen):
         """Whether the error may come from vLLM's build for CPU, and not from the file."""
         place = self.trace[-1] if self.trace else ""
         is_there = bool(_PLACES_OF_THE_BUILD.search(place))
-        return is_there or any(text in self.error for text in _TEXTS_OF_THE_BUILD)
+        return is_there or bool(_TEXTS_OF_THE_BUILD.search(_QUOTED.sub("", self.error)))
 
     def describe_stop(self, build: str = "") -> str:
         """Say where it stopped, and with which error."""
         rank = "" if self.tp == 1 else f" on rank {self.rank} of {self.tp}"
-        return f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error}"
+        return (
+            f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error.rstrip('.')}"
+        )
 
 
 def find_release(python: Path) -> str:
@@ -117,7 +128,9 @@ def find_release(python: Path) -> str:
     return "vllm"
 
 
-def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnswer:
+def ask_loader(
+    path: Path, python: Path, *, has_kv: bool, tp: int, trusts_code: bool
+) -> LoaderAnswer:
     """Load a folder with the vLLM of an environment.
 
     Args:
@@ -125,11 +138,13 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
         python: the interpreter of the environment.
         has_kv: whether the KV cache is FP8.
         tp: the number of tensor-parallel ranks, each of which is loaded.
+        trusts_code: whether vLLM runs the Python code of the checkpoint.
 
     Raises:
         UsageError: there is no such interpreter, or its environment has no vLLM.
     """
     arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
+    arguments += ["--trust-remote-code"] * trusts_code
     command = [str(python), "-I", str(_SCRIPT), *arguments]
     try:
         done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
@@ -165,6 +180,9 @@ def amend_by_loader(
     """Replace what the replay says by what the loader did."""
     if answer.stage == _LOST:
         return report.doubt(f"vLLM's loader {answer.error}. The report is that of the replay")
+    if _CODE_OF_ITS_OWN in answer.error:
+        why = "vLLM runs the Python code of the checkpoint only with --trust-remote-code"
+        return report.doubt(f"{why}. The report is that of the replay")
     if answer.error and answer.is_of_the_build:
         why = answer.describe_stop(" for CPU")
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")

@@ -2,7 +2,7 @@
 
 This file runs in vLLM's environment, as a script, and imports nothing of fp8calib:
 
-    python loader_script.py FOLDER KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE
+    python loader_script.py FOLDER KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE [--trust-remote-code]
 
 Every rank is loaded in turn. The last line on stdout is one JSON object. Tensors of more than
 `_MOST_ELEMENTS` are on the meta device, with the shape and dtype that the file's header gives;
@@ -70,6 +70,7 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
             tensor_parallel_size=size,
             enforce_eager=True,
             skip_tokenizer_init=not has_tokenizer,
+            trust_remote_code="--trust-remote-code" in sys.argv,
         ).create_engine_config()
         if config.model_config.runner_type == "generate":
             # As LLM and the server do, after the weights; it reads generation_config.json.

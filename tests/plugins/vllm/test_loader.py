@@ -146,6 +146,25 @@ def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> Non
             "pydantic/_internal/_dataclasses.py:__init__",
         ),
         ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
+        (
+            "RuntimeError: HYV4 sparse attention was requested, but no valid sparse MLA backend is "
+            "available for current runtime/config.",
+            "vllm/models/hy_v4/nvidia/attention.py:__init__",
+        ),
+        (
+            "RuntimeError: The fused KDA chunk kernel requires gfx950 and a build that has it.",
+            "vllm/models/kimi_k3/amd/kda.py:__init__",
+        ),
+        (
+            "NotImplementedError: DeepSeek-V4 vision is not supported on the current platform; use "
+            "CUDA or ROCm.",
+            "vllm/models/deepseek_v4/vl_stub.py:__init__",
+        ),
+        (
+            "RuntimeError: Quantization scheme is not supported for the current GPU. Min "
+            "capability: 75. Current capability: 70.",
+            "vllm/model_executor/layers/quantization/quark/quark.py:_check_scheme_supported",
+        ),
     ],
 )
 def test_an_error_of_the_build_is_unknown(
@@ -156,6 +175,43 @@ def test_an_error_of_the_build_is_unknown(
 
     arguments = ["vllm", "check", str(overlay), "--python", str(python)]
     assert run(arguments) == 9
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "KeyError: 'model.layers.0.kernel.weight'",
+        "ValueError: There is no module or parameter named 'device' in LlamaForCausalLM",
+        "OSError: /data/gpu/model.safetensors is incomplete",
+        "ValidationError: 1 validation error for ModelConfig Value error, no such rope type "
+        "[type=value_error, input_value=ArgsKwargs((), {device: cpu})]",
+        "RuntimeError: Calculated padded input size per channel: (2). Kernel size: (3)",
+        "ValueError: Transformers modeling backend could not find the parameter holding them",
+    ],
+)
+def test_an_error_that_only_cites_words_of_builds_is_a_refusal(
+    error: str, overlay: Path, tmp_path: Path
+) -> None:
+    python = make_python(tmp_path / "python", stage="weights", error=error)
+    assert vllm.check(overlay, python=python).exit_code == 8
+
+
+def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(
+    overlay: Path, tmp_path: Path
+) -> None:
+    """As vLLM 0.32.0 words it, through transformers."""
+    error = "ValidationError: Value error, The repository m contains custom code which must be"
+    python = make_python(tmp_path / "python", stage="config", error=error)
+    text = python.read_text()
+    python.write_text(text.replace("echo noise", f'echo "$6" > {tmp_path}/trust'))
+
+    report = vllm.check(overlay, python=python)
+    assert (tmp_path / "trust").read_text() == "\n"
+    vllm.check(overlay, python=python, trust_remote_code=True)
+
+    assert (tmp_path / "trust").read_text() == "--trust-remote-code\n"
+    assert report.exit_code == 9
+    assert any("--trust-remote-code" in each for each in report.engines["vllm"].unknown)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class VllmCheckRequest:
         default=None,
     )
     tp: int = option("--tp N", "Tensor-parallel degree; default 1.", least=1, default=1)
+    trust_remote_code: bool = option(shared.TRUST, default=False)
 
 
 def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
@@ -60,7 +61,12 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
             return report
         (replayed,) = report.engines.values()
-        answer = ask_loader(path, python, has_kv=replayed.asks_for_kv, tp=request.tp)
+        answer = ask_loader(
+            *(path, python),
+            has_kv=replayed.asks_for_kv,
+            tp=request.tp,
+            trusts_code=request.trust_remote_code,
+        )
         amended = amend_by_loader(replayed, answer, geometry)
         (version,) = report.versions.values()
         return report.model_copy(
