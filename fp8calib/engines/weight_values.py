@@ -14,10 +14,12 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
+from fp8calib.engines.code_scales import list_scale_faults
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
+from fp8calib.formats.fp8.weights import is_linear_scale
 
 _AT_ONCE_BYTES = 2**26
 _SHOWN = 3
@@ -36,7 +38,7 @@ class WeightValues:
     """What the values of all tensors of a checkpoint show."""
 
     faults: tuple[str, ...]
-    """Tensors that hold NaN or infinity."""
+    """Tensors that hold NaN or infinity, and scales that lose what they are multiplied with."""
     clipped: tuple[str, ...]
     """FP8 matrices too many of whose codes are the largest."""
     notes: tuple[str, ...]
@@ -91,12 +93,15 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                         clipped.append(
                             f"{share:.0%} of {shorten(name)} has the largest code: {why}"
                         )
+                    if is_linear_scale(name):
+                        continue  # its zeros are judged beside the codes
                     if zero_rows and zero_rows == math.prod(entry.shape[:-1]):
                         empty.append(f"{shorten(name)}: all of it is zeros")
                     elif zero_rows:
                         notes.append(f"{shorten(name)}: {zero_rows:,} of its rows are zeros")
                 else:
                     progress.advance(entry.size_bytes)
+    faults += list_scale_faults(folder)
     return WeightValues(faults=tuple(faults), clipped=tuple(clipped), notes=(*empty, *notes))
 
 
@@ -116,6 +121,8 @@ def _read(
     number, zero_rows, first = 0, 0, -1
     is_matrix = len(entry.shape) > 1
     tops = np.zeros(2, np.int64)
+    word = np.dtype("u8" if row_bytes % 8 == 0 else f"u{itemsize}")
+    minus = torch.full((8 // itemsize,), -0.0).to(dtype).view(torch.uint8).numpy().view(word)[0]
     for start in range(0, entry.size_bytes, step):
         data = file.read_bytes(name, start, min(start + step, entry.size_bytes)).numpy()
         found = np.flatnonzero(_find_wrong(data, dtype))
@@ -125,9 +132,9 @@ def _read(
         if is_matrix and dtype is torch.float8_e4m3fn:
             tops += [np.count_nonzero((data & _MAGNITUDE) == code) for code in _LARGEST]
         if is_matrix:
-            words = data.view(np.uint64) if row_bytes % 8 == 0 else data
-            rows = np.bitwise_or.reduce(words.reshape(len(data) // row_bytes, -1), axis=1)
-            zero_rows += int(np.count_nonzero(rows == 0))
+            words = data.view(word).reshape(len(data) // row_bytes, -1)
+            rows = np.bitwise_or.reduce(words, axis=1)
+            zero_rows += int(np.count_nonzero((rows & ~minus) == 0))
         progress.advance(len(data))
     is_peak = 0 < _MOST_PEAK * tops[1] < tops[0]
     share = float(tops[0]) / entry.size_bytes if is_peak else 0.0

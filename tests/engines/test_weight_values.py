@@ -44,9 +44,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store(llama: Path, out: Path, tensor: torch.Tensor) -> Path:
+    return store_all(llama, out, {NAME: tensor})
+
+
+def store_all(llama: Path, out: Path, tensors: dict[str, torch.Tensor]) -> Path:
     out.mkdir()
     (out / "config.json").write_text((llama / "config.json").read_text())
-    save_file({NAME: tensor}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
@@ -120,3 +124,72 @@ def test_codes_that_a_small_scale_clipped_are_told(
     report = CheckReport(engines={"x": EngineReport(layers=())}, versions={"x": "1"})
     suspicious = found.amend(report).engines["x"].suspicious
     assert [f"of {NAME} has the largest code" in each for each in suspicious] == [True] * is_told
+
+
+def make_int4() -> dict[str, torch.Tensor]:
+    """Make integers of 4 bits in 2 groups of 32 columns; those of the last are all 0 (code 8)."""
+    codes = torch.tensor([[[1, 7, 8, 15]], [[8, 8, 8, 8]]]).tile(1, 1, 8).tile(4, 1, 1)
+    octets = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).reshape(4, -1)
+    scale = torch.full((4, 2), 0.5, dtype=torch.bfloat16)
+    return {f"{NAME}_packed": octets.view(torch.int32), f"{NAME}_scale": scale}
+
+
+def make_fp4(group: int) -> dict[str, torch.Tensor]:
+    """Make FP4 in 2 groups of a row; those of the last are zeros of both signs."""
+    numbers = torch.tensor([[0x71, 0x20], [0x80, 0x08]], dtype=torch.uint8)
+    codes = numbers.repeat_interleave(group // 4, dim=0).reshape(1, -1).repeat(4, 1)
+    if group == 32:
+        scale = torch.full((4, 2), 120, dtype=torch.uint8)
+        return {f"{NAME}_packed": codes, f"{NAME}_scale": scale}
+    scale = torch.full((4, 2), 0.5).to(torch.float8_e4m3fn)
+    numbers = torch.full((1,), 0.25)
+    return {f"{NAME}_packed": codes, f"{NAME}_scale": scale, f"{NAME}_global_scale": numbers}
+
+
+def make_int8() -> dict[str, torch.Tensor]:
+    codes = torch.arange(-6, 6, dtype=torch.int8).reshape(2, 6).repeat(2, 1)
+    return {NAME: codes, f"{NAME}_scale": torch.full((4, 1), 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "part", "place", "value", "told"),
+    [
+        (make_int4(), "scale", (1, 0), 0.0, "0 beside codes that are not zero at [1, 0]: 1 of"),
+        (make_int4(), "scale", (1, 0), 1e-39, "a number under 1.175e-38 beside codes that"),
+        (make_int4(), "scale", (1, 1), 0.0, ""),
+        (make_int4(), "scale", (1, 0), -0.5, ""),
+        (make_int4(), "scale", ..., 0.0, "not zero at [0, 0]: 4 of its 8 scales"),
+        (make_int8(), "scale", (2, 0), 0.0, "0 beside codes that are not zero at [2, 0]"),
+        (make_fp4(16), "scale", (3, 0), 0.0, "0 beside codes that are not zero at [3, 0]"),
+        (make_fp4(16), "scale", (3, 1), 0.0, ""),
+        (make_fp4(16), "global_scale", 0, 0.0, "_global_scale holds 0"),
+        (make_fp4(16), "global_scale", 0, 1.0, ""),
+        (make_fp4(32), "scale", (2, 1), 255, "NaN (an exponent of 255) at [2, 1]: 1 of its 8"),
+        (make_fp4(32), "scale", (2, 1), 0, ""),
+    ],
+)
+def test_scales_that_lose_integers_and_fp4_are_faults(
+    llama: Path,
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    part: str,
+    place: object,
+    value: float,
+    told: str,
+) -> None:
+    tensors[f"{NAME}_{part}"][place] = value
+    faults = read(store_all(llama, tmp_path / "model", tensors)).faults
+    assert [f"{NAME}_{part}" in fault and told in fault for fault in faults] == [True] * bool(told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [12, 16])
+def test_a_row_of_negative_zeros_is_one_of_zeros(
+    llama: Path, tmp_path: Path, dtype: torch.dtype, columns: int
+) -> None:
+    tensor = torch.ones(4, columns + (dtype is torch.bfloat16)).to(dtype)
+    tensor[1] = torch.tensor(-0.0).to(dtype)
+    tensor[2, 1:] = torch.tensor(-0.0).to(dtype)
+    tensor[2, 0] = -1
+    found = read(store(llama, tmp_path / "model", tensor))
+    assert found.notes == (f"{NAME}: 1 of its rows are zeros",)

@@ -262,7 +262,7 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
     largest: dict[str, float] = {}
     for name, values in _read_tensors(folder, by_file):
         has_exponents = tensors[name][1].dtype in ("U8", "F8_E8M0")
-        if what := _describe_bad(values, SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE):
+        if what := describe_bad(values, SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE):
             bad[name] = what
         else:
             largest[name] = float(values.max())
@@ -271,7 +271,7 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
     return ScaleValues(bad=bad, numbers=numbers, largest=largest)
 
 
-def _describe_bad(values: NDArray[np.float32], smallest: float) -> str:
+def describe_bad(values: NDArray[np.float32], smallest: float) -> str:
     """Say what a scale holds that no scale may hold; empty where it has none of these."""
     # Kernels on GPUs may take a subnormal number for 0, and its reciprocal is infinite.
     marks = {
