@@ -18,6 +18,14 @@ _PART = re.compile(r"(?:.*\.)?(?:mtp|eagle|medusa|dflash|draft(?:er)?)(?:_[^.]+)
 _CLASS = re.compile(r"[Ee]agle(?!2_5_VL)|DFlash|Medusa|Speculator|Assistant|Draft|MTP")
 """What the names of drafters' classes have (vLLM 0.32.0 `models/registry.py`)."""
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,6})\..+?")
+_BLOCK = re.compile(
+    r"model\.(?:mtp_block|mtp_layers|mtp\.layers)\.([0-9]{1,6})\.(transformer_layer\.)?(.+)"
+)
+"""Layers that vLLM 0.32.0 numbers after the decoder's (`ernie_mtp.py`, `mimo_mtp.py`,
+`longcat_flash_mtp.py`)."""
+DRAFTER_MODULES = ("model.decoder", "model.mtp_block", "eh_proj")
+"""What engines call modules of drafters, whatever the checkpoint does: SGLang 0.5.23
+(`deepseek_nextn.py`, `ernie4_eagle.py`), vLLM 0.32.0 (`longcat_flash_mtp.py`)."""
 _PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Where configs say how many layers the drafter has (vLLM 0.32.0 `config/speculative.py`)."""
 
@@ -36,6 +44,21 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
     if found is None or not num_layers or int(found[2]) < num_layers:
         return False
     return decoder in (None, path[: found.start(2)])
+
+
+def list_aliases(path: str, config: Mapping[str, object]) -> tuple[str, ...]:
+    """List the names by which vLLM's classes of drafters ask the config for a linear.
+
+    Args:
+        path: of a drafter's linear.
+        config: of the model.
+    """
+    found = _BLOCK.fullmatch(path)
+    number = count_layers(config)
+    if found is not None and found[2]:  # LongCat, whose layers have two attentions each
+        layers = config.get("num_layers")
+        number = 2 * layers if isinstance(layers, int) else number
+    return (f"model.layers.{number + int(found[1])}.{found[3]}",) if found and number else ()
 
 
 def find_drafter_class(config: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.model.drafters import list_aliases
 from tests import zoo
 from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
@@ -17,13 +19,30 @@ from tests.kit.checkpoints import change_config, change_tensors
 
 PLACES = {
     "deepseek_v3": "model.layers.2.",
+    "ernie4_5_moe": "model.mtp_block.0.",
     "glm4_moe": "model.layers.2.",
+    "glm4_moe_lite": "model.layers.2.",
     "qwen3_next": "mtp.layers.0.",
     "qwen3_5_text": "mtp.layers.0.",
 }
 KEYS = {"mtp": "mtp_num_hidden_layers", "model": "num_nextn_predict_layers"}
 OUTER = {"mtp": "mtp.fc", "model": "model.layers.2.eh_proj"}
 LAST = "model.layers.1."
+LATENT = ("fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+ASKED = {
+    # where the drafter is stored: what it copies, and what vLLM 0.32.0 and SGLang 0.5.23 ask for
+    # (`ernie_mtp.py`, `mimo_mtp.py`, `longcat_flash_mtp.py`, `deepseek_mtp.py`; `ernie4_eagle.py`,
+    # `mimo_mtp.py`, `longcat_flash_nextn.py`, `deepseek_nextn.py`), without `self_attn`
+    "model.mtp_block.0.": ("ernie4_5_moe", "model.layers.2.", "model.mtp_block."),
+    "model.mtp_layers.0.": ("qwen2", "model.layers.2.", ""),
+    "model.mtp.layers.0.transformer_layer.": ("qwen3", "model.layers.2.", ""),
+    "model.layers.2.": ("deepseek_v3", "model.layers.2.", "model.decoder."),
+}
 both = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 by_family = pytest.mark.parametrize("family", PLACES)
 
@@ -55,9 +74,86 @@ def list_drafted(folder: Path, family: str) -> dict[str, torch.dtype]:
     return {name: each.dtype for name, each in held.items() if each.ndim == 2}
 
 
+def ignores(entries: list[str], module: str, *, ends: bool, packed: bool = True) -> bool:
+    """Match as should_ignore_layer does: in SGLang (`ends`) an entry may be the end of a path."""
+    parent, _, own = module.rpartition(".")
+    for entry in entries:
+        is_named = entry == module or (ends and module.endswith(f".{entry}"))
+        if re.match(entry[3:], module) if entry.startswith("re:") else is_named:
+            return True
+    if not packed or own not in PARTS:
+        return False
+    parts = (f"{parent}.{each}" for each in PARTS[own])
+    found = {ignores(entries, each, ends=ends) for each in parts}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.parametrize("place", ASKED)
+def test_drafters_stay_in_16_bits_under_the_names_that_engines_ask_for(
+    tmp_path: Path, place: str
+) -> None:
+    family, *asked = ASKED[place]
+    zoo.save(family, tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    last = {name: each for name, each in tensors.items() if name.startswith(LAST)}
+    tensors |= {name.replace(LAST, place): each.clone() for name, each in last.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    projections = LATENT if family == "deepseek_v3" else ("qkv_proj", "o_proj")
+    options = ("--scheme", "fp8-dynamic", "--no-check", "--out", tmp_path / "out")
+
+    done = program("quantize", tmp_path / "model", *options)
+
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    for start, ends in zip(asked, (False, True), strict=True):
+        for each in projections:
+            # the classes of SGLang do not say what is joined (`packed_modules_mapping`)
+            name = f"{start}self_attn.{each}"
+            assert ignores(config["ignore"], name, ends=ends, packed=not ends), name
+            decoded = f"model.layers.1.self_attn.{each}"
+            assert not ignores(config["ignore"], decoded, ends=ends), decoded
+
+
+@pytest.mark.parametrize("dialect", ["autofp8", "modelopt"])
+def test_lists_without_expressions_name_the_modules_of_drafters(
+    tmp_path: Path, dialect: str
+) -> None:
+    """SGLang 0.5.23 `is_layer_skipped` takes whole parts, `is_layer_excluded` a glob."""
+    model = save(tmp_path / "model", "ernie4_5_moe")
+    scheme = {"autofp8": "fp8-block", "modelopt": "fp8-dynamic"}[dialect]
+    options = ("--scheme", scheme, "--format", dialect, "--no-check", "--allow-unservable")
+
+    done = program("quantize", model, *options, "--out", tmp_path / "out")
+
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    listed = config["ignored_layers" if dialect == "autofp8" else "ignore"]
+    assert {"model.decoder", "model.mtp_block"} <= set(listed)
+    assert ("model.decoder.*" in listed) is (dialect == "modelopt")
+    assert "model.layers.2.self_attn.o_proj" in listed
+
+
+def test_longcat_numbers_drafters_after_two_attentions_a_layer() -> None:
+    path = "model.mtp.layers.0.transformer_layer.self_attn.o_proj"
+    assert list_aliases(path, {"num_layers": 28}) == ("model.layers.56.self_attn.o_proj",)
+
+
 def is_fine(report: EngineReport) -> bool:
     """Tell whether weights load as the checkpoint means."""
     return report.weights is None and not report.unknown
+
+
+@by_family
+def test_drafters_in_16_bits_load(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "model", family)
+    out = tmp_path / "out"
+    done = program("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
+    assert done.code == 0, done.err
+    assert torch.float8_e4m3fn not in list_drafted(out, family).values()
+    assert is_fine(ask(out, "vllm"))
+    assert is_fine(ask(out, "sglang"))
 
 
 @by_family

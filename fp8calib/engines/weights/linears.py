@@ -197,12 +197,18 @@ def _join(
         ordered = tuple(members[part] for part in dict.fromkeys(created.parts) if part in members)
         first = ordered[0].module
         own = f"{first.rpartition('.')[0]}.{created.path.rpartition('.')[2]}".lstrip(".")
+        listed = fill_pattern(created.path, first)
+        if is_drafted(first, 0) and created.path.startswith(f"{decoder}*."):
+            # numbered after the decoder's layers (vLLM 0.32.0 ernie_mtp.py)
+            (number, *_) = list_numbers(first)
+            shifted = f"{decoder}{num_layers + int(number)}."
+            listed = f"{shifted}{listed.removeprefix(f'{decoder}{number}.')}"
         yield LinearGroup(
             path=first if len(created.parts) == 1 else own,
             kind="head" if created.kind == "head" else "linear",
             members=ordered,
             state=created.state,
-            listed=fill_pattern(created.path, first),
+            listed=listed,
         )
 
 

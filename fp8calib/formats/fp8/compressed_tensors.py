@@ -33,6 +33,9 @@ CONFIG_FORMATS = (
 )
 """The formats for which vLLM creates schemes of 8 bits."""
 _EXPONENT_DTYPES = ("torch.uint8", "uint8")
+_DRAFTERS = "re:(model[.](decoder|mtp_block)[.]|self_attn[.]|mlps?[.]|eh_proj$)"
+"""`DRAFTER_MODULES`, and those without a path before them in SGLang 0.5.23 (`mimo_mtp.py`,
+`longcat_flash_nextn.py`). It takes an entry that is no expression for the end of any path."""
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 
@@ -211,7 +214,7 @@ def _list_excluded(job: ConfigJob) -> list[str]:
     has a quantifier after a bracket, because `check` does not evaluate those.
     """
     joined = {name_fused_path(module) for module in job.quantized}
-    names = [HEAD]
+    names = [HEAD, *([_DRAFTERS] if job.drafter_modules else [])]
     for item in job.unquantized:
         ends = (item.tree,) if item.tree else _add_joined(item.ends, joined)
         names += () if item.tree else _add_joined(item.linears, joined)
@@ -228,6 +231,8 @@ def _add_joined(paths: Iterable[str], quantized: Collection[str]) -> Iterator[st
         is_quantized = any(f".{each}".endswith(f".{whole}") for each in quantized)
         if split_expert(path) is None and not is_quantized:
             yield whole
+            if whole.endswith(".fused_qkv_a_proj"):
+                yield f"{whole}_with_mqa"  # as SGLang 0.5.23 names it
 
 
 COMPRESSED_TENSORS = Fp8Dialect(

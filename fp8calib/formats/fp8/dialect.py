@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
+from fp8calib.model.drafters import DRAFTER_MODULES
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
 
@@ -40,6 +41,10 @@ class UnquantizedMatrix:
     """The part of its path that names the tower or projector that holds it."""
     experts: tuple[str, ...] = ()
     """The names that engines give the linears of a stack of experts."""
+    is_drafted: bool = False
+    """Whether it stays unquantized because it is of a drafter."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it in engines' classes of drafters."""
     ends: tuple[str, ...] = ()
     """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
     They match under any prefix that an engine uses. No quantized linear's path has such an end."""
@@ -47,7 +52,8 @@ class UnquantizedMatrix:
     @property
     def linears(self) -> tuple[str, ...]:
         """List the paths of its linears."""
-        return (self.module, *self.experts) if self.is_linear else self.experts
+        own = (self.module,) if self.is_linear else ()
+        return (*own, *self.experts, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +71,14 @@ class ConfigJob:
     """Whether the checkpoint has scales of K and V."""
 
     @property
+    def drafter_modules(self) -> tuple[str, ...]:
+        """Name the modules of a drafter in engines, where none of its linears is quantized."""
+        return DRAFTER_MODULES if any(each.is_drafted for each in self.unquantized) else ()
+
+    @property
     def excluded(self) -> list[str]:
         """Name the linears that have no scales, and the output head even if it is tied."""
-        names = [HEAD]
+        names = [HEAD, *self.drafter_modules]
         for item in self.unquantized:
             names += item.linears
             if layer := _LAYER.match(item.module):  # for engines that rename modules of a layer

@@ -82,7 +82,8 @@ def _list_excluded(job: ConfigJob) -> list[str]:
         dict.fromkeys(expert[0] for expert in map(split_expert, names) if expert is not None)
         for names in (job.excluded, job.quantized)
     )
-    return [*job.excluded, *(module for module in excluded if module not in quantized)]
+    inside = (f"{module}.*" for module in job.drafter_modules)
+    return [*job.excluded, *inside, *(each for each in excluded if each not in quantized)]
 
 
 def _make_config(job: ConfigJob) -> Config:

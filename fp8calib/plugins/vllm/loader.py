@@ -42,10 +42,10 @@ _PLACES_OF_THE_BUILD = re.compile(
 )
 """Where vLLM chooses or calls what depends on the device: another build may not stop there."""
 _TEXTS_OF_THE_BUILD = re.compile(
-    r"ModuleNotFoundError|ImportError|failed to be inspected|eta tensor|(?<!modeling )\bbackends?\b"
-    r"|\bkernels?\b(?! size)|\b(CPU|CUDA|ROCm|XPU|TPU|GPUs?|Triton|CUTLASS|Marlin|AITER)\b"
-    r"|DeepGEMM|Flash(Infer|MLA|KDA|.?Attention)|\b(SM ?|gfx)\d{2}|capability|platform|supported on\b"
-    r"|\bdevices?\b",
+    r"ModuleNotFoundError|ImportError|failed to be inspected|eta tensor"
+    r"|(?<!modeling )\bbackends?\b|\bkernels?\b(?! size)|DeepGEMM|Flash(Infer|MLA|KDA|.?Attention)"
+    r"|\b(CPU|CUDA|ROCm|XPU|TPU|GPUs?|Triton|CUTLASS|Marlin|AITER)\b|\b(SM ?|gfx)\d{2}"
+    r"|capability|platform|supported on\b|\bdevices?\b",
     re.IGNORECASE,
 )
 """Errors for lack of a package (`inspected`: vLLM imports a model's class), of the values of
