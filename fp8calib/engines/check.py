@@ -71,7 +71,7 @@ def check_folder(
         tp: the number of ranks.
         requires_kv: whether KV scales have to be there, even if the config asks for none.
         model: the unquantized model's folder, if known.
-        stats: of the unquantized model; scales that are far from it are misread.
+        stats: of the unquantized model; scales that are far from it are bad.
         reads_weights: estimate by the weights what K and V reach, where no statistics tell.
 
     Raises:
@@ -190,7 +190,7 @@ def check_file(
         engines: their keys.
         tp: the number of ranks.
         model: the model's folder.
-        stats: of the model; scales that are far from it are misread.
+        stats: of the model; scales that are far from it are bad.
         reads_weights: as for a folder.
 
     Raises:

@@ -88,7 +88,7 @@ def amend_weights(
         report = report_refusal(stored.geometry, refusal)
         return report.model_copy(update={"weights": refused.judge()})
     doubts = by_status[Status.UNKNOWN]
-    wrong = [*by_status[Status.MISREAD], *by_status[Status.DEFAULTED]]
+    wrong = [*by_status[Status.MISREAD], *by_status[Status.BAD], *by_status[Status.DEFAULTED]]
     certain = [each for each in wrong if not (doubts and each.is_silent)]
     if stored.wrong_values is not None:
         certain.append(stored.wrong_values)
@@ -391,7 +391,7 @@ def _compare_tensor(
             yield Finding(status=Status.USED, subject=name, why=why)
         else:
             why = f"holds {bad}, and the engine computes with it"
-            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_VALUE_FIX)
+            yield Finding(status=Status.BAD, subject=name, why=why, fix=_VALUE_FIX)
 
 
 def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:

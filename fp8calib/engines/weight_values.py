@@ -18,6 +18,7 @@ from fp8calib.engines.code_scales import list_scale_faults
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
+from fp8calib.engines.weights.stored import NOT_FINITE_FIX
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import is_linear_scale
 
@@ -58,8 +59,7 @@ class WeightValues:
             return engine
         if engine.weights is not None:  # a fault of its own stands there
             return engine.add_problems(_join(self.faults))
-        fix = "download the file again; if it is the same, quantize or train again"
-        verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=fix)
+        verdict = LoadVerdict(status=Status.BAD, why=_join(self.faults), fix=NOT_FINITE_FIX)
         return engine.model_copy(update={"weights": verdict})
 
 

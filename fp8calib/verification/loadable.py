@@ -96,7 +96,7 @@ def _find_unused(
         return ""
     unused = {Status.DROPPED, Status.DEFAULTED}
     if path.suffix == ".json":
-        unused |= {Status.MISREAD, Status.REFUSED}
+        unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         folder = open_folder(model.source.folder)
         checked = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
         report = checked.engines[engine.key]

@@ -276,8 +276,8 @@ SGLANG: dict[str, Case] = {
             (-0.5, 0.0, "defaulted", 1.0),
             (0.0, 0.5, "refused", None),
             (NAN, NAN, "refused", None),
-            (INF, 0.5, ("misread", "used"), (None, 0.5)),
-            (2.0**-127, 2.0**-126, ("misread", "used"), (2.0**-127, 2.0**-126)),
+            (INF, 0.5, ("bad", "used"), (None, 0.5)),
+            (2.0**-127, 2.0**-126, ("bad", "used"), (2.0**-127, 2.0**-126)),
         )
     },
     "k alone": Case(spell("k_scale"), PER_TENSOR, ("used", "misread")),

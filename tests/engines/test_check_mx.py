@@ -90,7 +90,7 @@ def test_vllm_loads_mxfp8_by_the_names_that_its_linears_have(
 BYTES = torch.full((32, 5), 120, dtype=torch.uint8)
 DAMAGED = {
     "missing": (None, Status.MISREAD, "is missing: the engine uses uninitialised memory"),
-    "NaN": (torch.full_like(BYTES, 255), Status.MISREAD, "holds NaN"),
+    "NaN": (torch.full_like(BYTES, 255), Status.BAD, "holds NaN"),
     "transposed": (BYTES.T.contiguous(), Status.UNKNOWN, r"has shape [5, 32]"),
     "float": (BYTES.float(), Status.UNKNOWN, "is F32, and the config means U8"),
     "e8m0": (

@@ -236,7 +236,7 @@ def test_reciprocal_scales_of_fp8_weights(
 
     verdict = fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).engines["vllm"].weights
     assert verdict is not None
-    assert verdict.status == "misread"
+    assert verdict.status == "bad"
     assert f".{suffix} (" in verdict.why
     assert "looks like a reciprocal" in verdict.why
     report = fp8calib.check(tmp_path / "q", engine="vllm")

@@ -106,8 +106,8 @@ def target(name: str) -> Edit:
 
 CASES: dict[str, tuple[Edit, tuple[Pair, ...], str, str]] = {
     "nothing": (lambda *_: None, PAIRS, "ok", ""),
-    "NaN": (fill(float("nan")), PAIRS, "misread", "holds NaN"),
-    "zero": (fill(0.0), PAIRS, "misread", "holds 0"),
+    "NaN": (fill(float("nan")), PAIRS, "bad", "holds NaN"),
+    "zero": (fill(0.0), PAIRS, "bad", "holds 0"),
     "zero beside larger ones": (
         put(f"{K}.input_scale", torch.zeros(1)),
         STATIC,

@@ -19,6 +19,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weight_values import WeightValues, read_weight_values
 from tests import zoo
 from tests.cli.program import run, succeed
+from tests.kit.checkpoints import change_tensors
 
 FOREIGN = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
@@ -97,6 +98,15 @@ def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     found = run("check", llama, "--read-weights").out
     assert f"note: {empty}: all of it is zeros; {NAME}: 2 of its rows are zeros" in found
+
+
+def test_a_norm_that_is_not_finite_is_bad_without_reading_weights(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    norm = "model.layers.1.input_layernorm.weight"
+    change_tensors(tmp_path / "model", {norm: torch.full((64,), float("inf"))})
+    out = run("check", tmp_path / "model").out
+    assert f"weights bad: {norm} holds NaN or infinity" in out
+    assert "fix: download the file again; if it is the same, quantize or train again" in out
 
 
 def test_a_fault_beside_another_one_is_told() -> None:

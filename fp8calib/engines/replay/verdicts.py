@@ -275,9 +275,10 @@ def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
     """
     finite = value if math.isfinite(value) else None
     if not is_scale(value):
-        fault = "too small for a scale" if 0 < value < 1 else "not a scale"
-        text = f"{value:g} is {fault}, but the engine uses it ({why})"
-        return LoadVerdict(status=Status.MISREAD, value=finite, why=text, fix=MEASURE_AGAIN)
+        status = Status.MISREAD if fault else Status.BAD
+        what = "too small for a scale" if 0 < value < 1 else "not a scale"
+        text = f"{value:g} is {what}, but the engine uses it ({why})"
+        return LoadVerdict(status=status, value=finite, why=text, fix=MEASURE_AGAIN)
     if fault:
         fix = "serve it with another engine, or without scales"
         return LoadVerdict(status=Status.MISREAD, value=finite, why=fault, fix=fix)

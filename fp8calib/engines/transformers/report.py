@@ -102,6 +102,9 @@ def _report_loaded(folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaMod
     if fault := next(_list_weight_faults(context, loaded), None):
         verdict = LoadVerdict(status=Status.MISREAD, why=fault, fix=_WEIGHT_FIX)
         report = report.model_copy(update={"weights": verdict})
+    elif fault := next(_list_bad_scales(context, loaded), None):
+        verdict = LoadVerdict(status=Status.BAD, why=fault, fix=_WEIGHT_FIX)
+        report = report.model_copy(update={"weights": verdict})
     elif finer := next(_list_finer(context, loaded), None):
         report = report.doubt(finer)
     # The last, because it decompresses the weights.
@@ -201,10 +204,13 @@ def _list_weight_faults(context: LoadContext, loaded: MetaModel) -> Iterator[str
         yield from _list_scaling_faults(loaded, name, entry)
         yield from _list_spread_faults(section, name, stored)
     yield from _list_joined_faults(loaded)
+
+
+def _list_bad_scales(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
     inputs = list_input_scale_names()
     used = {  # joined experts need no scales of their inputs
-        name: (loaded.read[name], entry)
-        for name, entry in stored.items()
+        name: (file, context.folder.tensors[file][name])
+        for name, file in sorted(loaded.read.items())
         if not name.endswith(inputs) or loaded.find_parameter(name) is not None
     }
     for name, what in read_scale_values(context.folder, used).bad.items():

@@ -42,6 +42,7 @@ Located = Mapping[str, tuple[str, TensorEntry]]
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 _SCALES_FIX = "quantize the model again"
 _AT_ONCE_BYTES = 2**24
+NOT_FINITE_FIX = "download the file again; if it is the same, quantize or train again"
 _VALUES_FIX = "write the checkpoint again, with each tensor once"
 
 
@@ -156,7 +157,7 @@ class OpenedWeights:
             unmeasured = {name: each for name, each in unmeasured.items() if name not in measured}
             why = judge_weight_scales(self.tensors, largest, stats)
             if why := why or judge_scale_places(self._read_places(), stats):
-                self.unlike_stats = Finding(status=Status.MISREAD, why=why, fix=_SCALES_FIX)
+                self.unlike_stats = Finding(status=Status.BAD, why=why, fix=_SCALES_FIX)
         for text, odd in suspect_weight_scales(unmeasured, largest):
             self.suspicious.append(text)
             self.odd_scales.update(odd)
@@ -191,10 +192,6 @@ def find_wrong_values(
 
     Engines give no error for either.
     """
-
-    def misread(why: str) -> Finding:
-        return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
-
     files = list_opened_files(folder, prefers_single=prefers_single)
     # vLLM 0.32.0 and transformers 5.23 keep the last one (run). KV scales are judged elsewhere.
     indexed = folder.indexed or {}
@@ -203,14 +200,16 @@ def find_wrong_values(
             is_meant = indexed.get(name) == last or parse_name(name) is not None
             if not is_meant and not is_equal(folder, (first, name), (last, name)):
                 where = f"{shorten(first)} and, with other values, in {shorten(last)}"
-                return misread(f"{shorten(name)} is in {where}: the later file wins")
+                why = f"{shorten(name)} is in {where}: the later file wins"
+                return Finding(status=Status.MISREAD, why=why, fix=_VALUES_FIX)
     vectors: dict[str, list[str]] = defaultdict(list)
     for name, (file, entry) in locate_tensors(folder, prefers_single=prefers_single).items():
         if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
             vectors[file].append(name)
     for name, values in _read_tensors(folder, vectors):
         if not np.isfinite(values).all():
-            return misread(f"{shorten(name)} holds NaN or infinity")
+            why = f"{shorten(name)} holds NaN or infinity"
+            return Finding(status=Status.BAD, why=why, fix=NOT_FINITE_FIX)
     return None
 
 

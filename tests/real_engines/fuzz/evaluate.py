@@ -129,8 +129,8 @@ def cannot_tell(report: Mapping[str, Any]) -> bool:
 
 
 def _is_about_values(report: Mapping[str, Any], seen: Observation) -> bool:
-    is_misread = bool(report["weights"]) and report["weights"]["status"] == "misread"
-    return is_misread and not seen.error
+    is_about = bool(report["weights"]) and report["weights"]["status"] in ("misread", "bad")
+    return is_about and not seen.error
 
 
 def write(case: Case, original: Path, out: Path) -> None:

@@ -112,7 +112,8 @@ def _compare(engine: str, observe: Observe, cell: Path, model: Path) -> Finding 
     if cannot_tell(report):
         return "check says that it cannot tell"
     if any(not tensor.is_floating_point() for _, tensor in list_tensors(cell)):
-        if report["weights"] and report["weights"]["status"] == "misread" and not seen.error:
+        status = report["weights"] and report["weights"]["status"]
+        if status in ("misread", "bad") and not seen.error:
             return "not compared: check names a fault of integers, which are not decoded here"
         seen = replace(seen, weights_fault="")
     has_kv = "none" not in cell.name
