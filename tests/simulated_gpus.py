@@ -231,7 +231,9 @@ def _chosen(*, has_kernels: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(reductions, "has_reduction_kernel", has_kernel),
+        mock.patch.object(reductions, "has_experts_kernel", has_kernel),
         mock.patch.object(emulate, "has_emulation_kernel", has_kernel),
+        mock.patch.object(emulate, "has_probability_kernel", has_kernel),
         mock.patch.object(probabilities, "has_probability_kernel", has_kernel),
     ):
         yield

@@ -7,10 +7,16 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
 from fp8calib.errors import Fp8CalibWarning, first_line
 
 Results = Mapping[str, torch.Tensor]
+
+
+def gpus_of(model: nn.Module) -> set[torch.device]:
+    """Give the GPUs that hold parameters of a model."""
+    return {each.device for each in model.parameters() if each.device.type == "cuda"}
 
 
 def is_trusted(
@@ -22,7 +28,8 @@ def is_trusted(
 ) -> bool:
     """Whether a device is CUDA's, Triton is installed, and the kernel gives torch's results.
 
-    Without the kernel everything is the same, but slower; a warning says why it is not used.
+    The host waits for the device, so kernels are tried before the batches. Without the kernel
+    everything is the same, but slower; a warning says why it is not used.
     """
     return (
         device.type == "cuda"
@@ -37,9 +44,14 @@ def agree(
     """Compare what a kernel gives with what torch gives; a warning says what is wrong.
 
     `tolerance` is relative to each number; without it all are equal.
+
+    Raises:
+        torch.OutOfMemoryError: it says nothing about the kernel.
     """
     try:
         found = {name: x.cpu() for name, x in by_kernel().items()}
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 -- compilers and drivers raise anything
         text = f"a kernel is not used: {first_line(error)}"
         warnings.warn(text, Fp8CalibWarning, stacklevel=2)

@@ -21,10 +21,11 @@ from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff
 from fp8calib.calibration.hooks import HookedCache, open_hooks
 from fp8calib.calibration.journal import INTERVAL_S, Journal
+from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import LayerWork, Recorder
-from fp8calib.calibration.reductions import BatchView
+from fp8calib.calibration.reductions import BatchView, try_kernels
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
@@ -113,9 +114,12 @@ def open_observer(
     with open_hooks(
         model, geometry, recorder, query=observe.query, inputs=observe.inputs, ignored=ignored
     ):
-        yield BatchObserver(
+        observer = BatchObserver(
             model, recorder, lambda: HookedCache(config, attentions, unseen, recorder)
         )
+        has_experts = observe.inputs and any(each.num_experts for _, each in geometry.linears())
+        try_kernels({observer.decoder.device, *gpus_of(model)}, has_experts=has_experts)
+        yield observer
 
 
 class WholePass:

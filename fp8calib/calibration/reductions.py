@@ -9,7 +9,7 @@ N rows, K experts a token goes to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -214,7 +214,7 @@ def observe_expert_input(
 def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> Reductions:
     """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
     experts, order = torch.sort(call.index.flatten())
-    if has_reduction_kernel(rows.device):
+    if has_experts_kernel(rows.device):
         return _reduce_sorted_in_kernel(batch, call, rows, experts, order)
     return _reduce_sorted(batch, call, rows, experts, order)
 
@@ -352,29 +352,51 @@ def _reduce_sorted_in_kernel(
     return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 
 
+def try_kernels(devices: Iterable[torch.device], *, has_experts: bool) -> None:
+    """Try the kernels that a model needs on its GPUs."""
+    for device in devices:
+        has_reduction_kernel(device)
+        if has_experts:
+            has_experts_kernel(device)
+
+
 @cache
 def has_reduction_kernel(device: torch.device) -> bool:
-    """Whether tensors of a device are reduced by the kernels."""
+    """Whether heads and inputs of a device are reduced by the kernel."""
     return is_trusted(device, *make_trial(device))
 
 
-def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """Make reductions of a padded batch by the kernels on a device, and by torch on the CPU."""
+@cache
+def has_experts_kernel(device: torch.device) -> bool:
+    """Whether inputs of down of a device's experts are reduced by the kernel."""
+    return is_trusted(device, *make_experts_trial(device))
+
+
+def _make_tried() -> tuple[BatchView, torch.Tensor, torch.Generator]:
+    """Make a padded batch, and a tensor of it [B, H, S, D]."""
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     numbers = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16)
+    return batch, torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16), numbers
+
+
+def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """Make reductions of a padded batch by the kernel on a device, and by torch on the CPU."""
+    batch, x, _ = _make_tried()
+    return (
+        lambda: _reduce_in_kernel(batch, x.to(device), 3, 1).tensors,
+        lambda: _reduce_heads(batch, x, 3, 1).tensors,
+    )
+
+
+def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """Do the same with inputs of down."""
+    batch, x, numbers = _make_tried()
     index = torch.rand(1200, 40, generator=numbers).topk(2).indices
     module = SimpleNamespace(down_proj=torch.empty(41, 40, 40))
     call = ExpertsCall(path="", module=module, block=20, index=index)
     rows = [x[:, 1:].reshape(-1, 40), *torch.sort(index.flatten())]
 
-    def join(heads: Reductions, down: Reductions) -> Results:
-        return heads.tensors | {f"{name} of experts": each for name, each in down.tensors.items()}
-
     return (
-        lambda: join(
-            _reduce_in_kernel(batch, x.to(device), 3, 1),
-            _reduce_sorted_in_kernel(batch, call, *(each.to(device) for each in rows)),
-        ),
-        lambda: join(_reduce_heads(batch, x, 3, 1), _reduce_sorted(batch, call, *rows)),
+        lambda: _reduce_sorted_in_kernel(batch, call, *(each.to(device) for each in rows)).tensors,
+        lambda: _reduce_sorted(batch, call, *rows).tensors,
     )

@@ -171,19 +171,33 @@ def test_statistics_do_not_depend_on_the_batch(has_kernel: bool) -> None:
         assert all(torch.equal(other[name], each) for name, each in answers[0].items())
 
 
-def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [reductions.make_trial, reductions.make_experts_trial])
+def test_a_kernel_that_fails_or_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    trial = reductions.make_trial(torch.device(DEVICE))
+    trial = make(torch.device(DEVICE))
     assert agree(*trial)
     monkeypatch.setattr(kernels, "launch", fail)
     with pytest.warns(UserWarning, match="a kernel is not used: no compiler"):
         assert not agree(*trial)
     monkeypatch.setattr(kernels, "launch", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match="amax, positions, .* histogram of experts differ"):
-        assert not agree(*reductions.make_trial(torch.device(DEVICE)))
+    with pytest.warns(UserWarning, match="amax, positions, .* differ from torch's"):
+        assert not agree(*make(torch.device(DEVICE)))
     assert not reductions.has_reduction_kernel(torch.device("cpu"))
+    assert not reductions.has_experts_kernel(torch.device("cpu"))
+
+
+def test_a_kernel_is_not_given_up_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    trial = reductions.make_trial(torch.device(DEVICE))
+    monkeypatch.setattr(kernels, "launch", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        agree(*trial)
 
 
 def test_kernels_compile_for_gpus() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import passes
+from fp8calib.calibration import passes, reductions
+from fp8calib.calibration.recorder import Recorder
 from scripts.benchmarks.launches import HAS_KERNELS, WorkCounter, count_all
 from tests import zoo
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
@@ -58,6 +59,28 @@ def test_the_host_waits_for_a_gpu_behind_the_passes_alone(
         waits.append(counter.work.waits)
     copied = sum(len(each.tensors) for each in stats.sites.values())
     assert waits == [copied + 1] * 2  # one look for NaN
+
+
+@pytest.mark.parametrize(("family", "tried"), [("llama", 1), ("mixtral", 2)])
+def test_kernels_that_a_model_needs_are_tried_before_the_batches(
+    family: str, tried: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial copies to and from the GPU; a dense model tries no kernel of experts."""
+    zoo.save(family, tmp_path / "model")
+    seen: list[str] = []
+    begin_batch = Recorder.begin_batch
+    with gpu(), opened(tmp_path / "model", device="cuda:0") as subject:
+        for name in ("has_reduction_kernel", "has_experts_kernel"):
+            monkeypatch.setattr(reductions, name, lambda _, name=name: seen.append(name))
+        monkeypatch.setattr(
+            Recorder,
+            "begin_batch",
+            lambda recorder, batch: (seen.append("batch"), begin_batch(recorder, batch)),
+        )
+        subject.calibrate(batch_size=4)
+    trials = ["has_reduction_kernel", "has_experts_kernel"][:tried]
+    assert seen[: tried + 1] == [*trials, "batch"]
+    assert {*seen} == {*trials, "batch"}
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")

@@ -19,6 +19,7 @@ from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification import score as score_module
+from fp8calib.verification.emulation import emulate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import (
     DamageSums,
@@ -139,6 +140,35 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     score(run, candidates, text, progress=silent)
             waits.append(counter.work.waits)
     assert waits[1] == waits[2]
+
+
+def test_kernels_are_tried_before_the_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial waits for the GPU, and only kernels that a candidate uses are tried."""
+    zoo.save("llama", tmp_path / "model")
+    seen: list[str] = []
+    begin_batch = EmulationHooks.begin_batch
+
+    def begin(hooks: EmulationHooks, batch: Any) -> None:
+        seen.append("batch")
+        begin_batch(hooks, batch)
+
+    def try_kernel(name: str) -> Any:
+        return lambda _device: seen.append(name)
+
+    silent: Any = SimpleNamespace(advance=lambda _tokens: None)
+    text = list(batches(rows_of([9] * 2), 2))
+    with gpu(), opened(tmp_path / "model", device="cuda") as subject:
+        made = make_emulations(subject.prepared.geometry)
+        monkeypatch.setattr(EmulationHooks, "begin_batch", begin)
+        for name in ("emulation", "probability"):
+            monkeypatch.setattr(emulate, f"has_{name}_kernel", try_kernel(name))
+        for name, tried in {"kv": ["emulation"], "kv + P": ["emulation", "probability"]}.items():
+            seen.clear()
+            candidate = Candidate(name=name, quantizers=made[name])
+            score(subject.prepared, [candidate], text, progress=silent)
+            assert seen[: 2 + len(tried)] == ["batch", *tried, "batch"]
 
 
 def test_nan_of_a_batch_that_waits_on_a_gpu_names_the_sample(tmp_path: Path) -> None:

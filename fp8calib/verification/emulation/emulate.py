@@ -22,7 +22,7 @@ from fp8calib.calibration.hooks import (
     HookedCache,
     open_hooks,
 )
-from fp8calib.calibration.kernel_trial import is_trusted
+from fp8calib.calibration.kernel_trial import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
@@ -39,7 +39,11 @@ from fp8calib.verification.emulation.damage import (
     sum_damage,
 )
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
-from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
+from fp8calib.verification.emulation.probabilities import (
+    attend_in_fp32,
+    has_probability_kernel,
+    is_reproduced,
+)
 from fp8calib.verification.emulation.weights import (
     changed_weights,
 )
@@ -83,6 +87,15 @@ class EmulationHooks:
     def damage(self) -> dict[Site, torch.Tensor]:
         """The sums of `measure_damage` over all batches that ended."""
         return self._sums.totals
+
+    def try_kernels(self, device: torch.device) -> None:
+        """Try the kernels that the quantizers need on a GPU."""
+        if any(
+            each.fits_kernel for site, each in self._quantizers.items() if site.role is not Role.P
+        ):
+            has_emulation_kernel(device)
+        if Role.P in self.roles:
+            has_probability_kernel(device)
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch: its padding is not measured."""
@@ -303,6 +316,8 @@ def open_emulation_hooks(
     hooks: EmulationHooks,
 ) -> AbstractContextManager[None]:
     """Open the hooks of attention and of inputs of linears, where `hooks` need their tensors."""
+    for device in gpus_of(model):
+        hooks.try_kernels(device)
     return open_hooks(
         model,
         geometry,

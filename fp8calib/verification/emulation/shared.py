@@ -40,6 +40,11 @@ class SharedHooks(EmulationHooks):
         """The roles that any of them sees."""
         return frozenset[Role]().union(*(hooks.roles for _, hooks in self._models))
 
+    def try_kernels(self, device: torch.device) -> None:
+        """Try what any of them needs."""
+        for _, hooks in self._models:
+            hooks.try_kernels(device)
+
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch of `repeat`, for each as if it were its own."""
         rows = len(batch.lengths) // len(self._models)
