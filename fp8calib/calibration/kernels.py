@@ -61,7 +61,7 @@ def reduce_heads(
         histogram: int64 [NUM_BINS].
         first: the global index of the first sequence.
         sequence_stride: the stride of the sequences that the histogram counts.
-        token_stride: the stride of their tokens; 0 counts none.
+        token_stride: the stride of their tokens, a divisor of 8; 0 counts none.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, width = x.shape
@@ -116,7 +116,7 @@ def reduce_experts(
         histogram: int64 [NUM_BINS].
         first: the global index of the first sequence.
         sequence_stride: the stride of the sequences that the histogram counts.
-        token_stride: the stride of their tokens; 0 counts none.
+        token_stride: the stride of their tokens, a divisor of 8; 0 counts none.
     """
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     num_rows, width = rows.shape
@@ -212,10 +212,17 @@ def _reduce(  # type: ignore[no-untyped-def]
         stored = tl.load(place + offsets, mask=is_inside, other=0.0)
         codes = _find_codes(stored)
         tops = tl.maximum(tops, codes)
-        if token_stride:  # noqa: SIM102 -- known to the compiler
+        if token_stride == 1:  # noqa: SIM102 -- known to the compiler
             if is_sampled:
-                is_chosen = is_inside & (rows % token_stride == 0)[:, None]
-                counts += _count_bins(codes, is_chosen, bins)
+                counts += _count_bins(codes, is_inside, bins)
+    if token_stride > 1:  # noqa: SIM102 -- known to the compiler
+        if is_sampled:  # few rows, read again: counting costs more than reading
+            for at in range(start, stop, _TILE_ROWS * token_stride):
+                rows = at + tl.arange(0, _TILE_ROWS) * token_stride
+                is_chosen = (rows < stop)[:, None] & is_column[None, :]
+                offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+                stored = tl.load(place + offsets, mask=is_chosen, other=0.0)
+                counts += _count_bins(_find_codes(stored), is_chosen, bins)
 
     largest = tl.max(tops, 0)
     of_all = tl.max(largest, 0)

@@ -195,7 +195,10 @@ def plan_memory(
 
 
 def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
-    """Plan for batches of `size`, or for smaller ones where only these fit or need no streaming.
+    """Plan for batches of `size`, or for smaller ones that fit better.
+
+    Only these may fit, need no streaming, or leave a GPU room for two layers and the hidden states,
+    so that nothing waits for the bus.
 
     The run halves its batches when memory runs out. `size` 1 is planned as it is.
 
@@ -212,7 +215,15 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
     size //= 2
     halves = [half for batch in work.batches for half in cut_into(batch, size)]
     smaller = plan_halved(replace(work, batches=halves), limits, size)
-    return mode if mode is not None and smaller.streaming is not None else smaller
+    if mode is None or smaller.streaming is None or _overlaps(smaller) > _overlaps(mode):
+        return smaller
+    return mode
+
+
+def _overlaps(mode: MemoryPlan) -> tuple[bool, bool]:
+    """Tell whether layers are copied ahead, and hidden states stay on the GPU."""
+    assert mode.streaming is not None  # noqa: S101 -- of streamed plans alone
+    return mode.streaming.copies_ahead, mode.streaming.hidden_gpu_bytes > 0
 
 
 def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:

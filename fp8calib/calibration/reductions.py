@@ -287,6 +287,8 @@ def _reduce_in_kernel(
     """Reduce [B, H, S, D] by head, or with `num_heads` 0 the channels of its one head."""
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
+    if not batch.sampled:
+        token_stride = 0  # the kernel without a histogram takes a quarter of the registers
     amax, positions, sequences = (
         batch.zeros(x.device, size)
         for size in (num_heads or x.shape[-1], len(batch.spans), batch.shape[0])
@@ -304,7 +306,7 @@ def _reduce_in_kernel(
     )
     named = {"amax": amax, "positions": positions, "sequences": sequences}
     tensors = {name: codes.view(torch.float32) for name, codes in named.items()}
-    if token_stride and batch.sampled:
+    if token_stride:
         tensors["histogram"] = histogram
     return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 

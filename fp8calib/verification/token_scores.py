@@ -20,9 +20,11 @@ _CANDIDATES_AT_ONCE = 2
 """Candidates whose logits are in memory beside the reference's; usually there are two."""
 _PRODUCT_BLOCKS = 3
 """Blocks of logits that the product itself was measured to take on a CPU."""
-_REDUCED_AT_ONCE = 2**19
+_REDUCED_AT_ONCE, _REDUCED_AT_ONCE_GPU = 2**19, 2**26
+"""On a CPU so few elements that they stay in its cache from one reduction to the next; on a GPU so
+few that their fp32 takes less than the logits."""
 _REDUCTIONS = 6
-"""Tensors of `_REDUCED_AT_ONCE` elements that one reduction holds."""
+"""Tensors of so many elements that one reduction holds."""
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [N, C] -> logits [N, V]."""
@@ -111,7 +113,13 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
     """
     rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
     block = rows * vocab_size * itemsize
-    return (1 + _CANDIDATES_AT_ONCE + _PRODUCT_BLOCKS) * block + _REDUCTIONS * _REDUCED_AT_ONCE * 4
+    reduced = min(_rows_at_once(device, vocab_size), rows) * vocab_size
+    return (1 + _CANDIDATES_AT_ONCE + _PRODUCT_BLOCKS) * block + _REDUCTIONS * reduced * 4
+
+
+def _rows_at_once(device: torch.device, vocab_size: int) -> int:
+    size = _REDUCED_AT_ONCE if device.type == "cpu" else _REDUCED_AT_ONCE_GPU
+    return max(size // vocab_size, 4)
 
 
 def _score_block(
@@ -122,9 +130,7 @@ def _score_block(
     However many candidates there are, the logits of only a few are in memory together.
     """
     first, others = logits(hidden[0]), hidden[1:]
-    # On a CPU so few rows that they stay in its cache from one reduction to the next.
-    rows = len(first) if first.device.type != "cpu" else _REDUCED_AT_ONCE // first.shape[1]
-    rows = max(rows, 4)
+    rows = _rows_at_once(first.device, first.shape[1])
     wanted = torch.split(targets.to(first.device, non_blocking=True).unsqueeze(1), rows)
     asked = torch.split(watched.to(first.device, non_blocking=True), rows)
     scores: list[TokenScores] = []

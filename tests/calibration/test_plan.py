@@ -146,6 +146,27 @@ def test_a_gpu_holds_two_layers_and_the_hidden_states_where_they_fit(work: Workl
         stream(work, limits(2**30, device=LAYER))
 
 
+def test_smaller_batches_are_planned_where_a_gpu_then_has_room_for_two_layers(
+    work: Workload,
+) -> None:
+    ids = torch.arange(8 * 20).view(8, 20) % 60
+    large = replace(
+        work,
+        batches=[Batch(input_ids=ids, lengths=(20,) * 8, first=0)],
+        device="cuda:0",
+        always_streams="asked for by a test",
+    )
+    whole = plan_halved(large, limits(2**30, device=2**30), 8)
+    assert whole == plan_memory(large, limits(2**30, device=2**30))
+    room = limits(2**30, device=sum(whole.device_peak.values()) - 1)
+    kept = plan_memory(large, room)
+    smaller = plan_halved(large, room, 8)
+    assert kept.streaming is not None
+    assert smaller.streaming is not None
+    assert kept.streaming.hidden_gpu_bytes == 0 < smaller.streaming.hidden_gpu_bytes
+    assert smaller.device_peak["micro-batch"] < kept.device_peak["micro-batch"]
+
+
 def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
     work: Workload,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score import Scores
-from fp8calib.verification.token_scores import TokenScores, score_batch
+from fp8calib.verification.token_scores import TokenScores, score_batch, scoring_bytes
 from tests import zoo
+from tests.kit.allocations import peak_allocated
 from tests.kit.models import build_gemma3
+from tests.simulated_gpus import gpu
 from tests.verification.by_hand import (
     PLAIN,
     Subject,
@@ -243,3 +246,19 @@ def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path
         ),
     ):
         score_all(subject, {}, [batch])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="simulated GPUs are compiled by g++")
+def test_a_gpu_reduces_logits_within_the_planned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are counted as they are; the sizes of a GPU are made smaller."""
+    monkeypatch.setattr(scoring, "_BYTES_AT_ONCE_GPU", 2**22)
+    monkeypatch.setattr(scoring, "_REDUCED_AT_ONCE_GPU", 2**18)
+    vocab_size, length, peaks = 4096, 1024, list[int]()
+    batch = Batch(input_ids=torch.ones(1, length, dtype=torch.int64), lengths=(length,), first=0)
+    with gpu():
+        hidden = torch.zeros(1, length, 8, dtype=torch.bfloat16, device="cuda")
+        head = torch.zeros(8, vocab_size, dtype=torch.bfloat16, device="cuda")
+        planned = scoring_bytes(hidden.device, vocab_size, 2, num_tokens=length)
+        with peak_allocated(peaks):
+            score_batch(batch, hidden, [hidden, hidden], lambda x: x @ head, vocab_size)
+    assert planned / 3 < peaks[0] < planned
