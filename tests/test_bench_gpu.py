@@ -50,6 +50,15 @@ def test_every_row_is_measured_or_says_why_not(tmp_path: Path) -> None:
     assert table[-2:] == [f"| {gpu.STREAMED} | open | 1.5 |", f"| {gpu.OFFLOADED} | open | 1.0 |"]
 
 
+def test_a_model_that_cannot_be_made_leaves_its_rows_open(tmp_path: Path) -> None:
+    done = run(tmp_path, "--shapes", "odd=2,64,96,3,2,128")
+    assert done.returncode == 0, done.stderr
+    assert "odd: does not run: " in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(gpu.TARGETS)
+    assert all(" | open | " in row for row in rows)
+
+
 @pytest.mark.parametrize("room", [2e-4, 1.0])
 def test_accelerate_runs_the_model_with_weights_beyond_the_limit(
     room: float, tmp_path: Path
