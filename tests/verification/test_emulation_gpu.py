@@ -26,7 +26,7 @@ from fp8calib.verification.emulation.damage import (
     measure_damage,
     sum_damage,
 )
-from fp8calib.verification.emulation.emulate import EmulationHooks
+from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.score import score
 from scripts.benchmarks.launches import WorkCounter, make_emulations
@@ -36,6 +36,7 @@ from tests.simulated_gpus import simulated_gpus
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
 STATIC = torch.tensor(0.0371)
+DYNAMIC: Any = {"fmt": E4M3FN, "scale": Granularity.TOKEN}
 
 
 def gpu() -> AbstractContextManager[None]:
@@ -115,7 +116,7 @@ def test_k_and_v_are_quantized_together_on_a_gpu() -> None:
 def test_scores_wait_for_a_gpu_behind_the_passes_alone(
     streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K, V, P and inputs are quantized; a longer text takes no more waits."""
+    """K, V, P and inputs are quantized, and measured; a longer text takes no more waits."""
     monkeypatch.setattr(score_module, "_LOOK_S", 600.0)  # a slow machine
     zoo.save("llama", tmp_path / "model")
     waits = []
@@ -129,6 +130,8 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     Candidate(name=name, quantizers=made[name])
                     for name in ("kv + P", "w8a8 static", "w8a8 dynamic")
                 ]
+                kinds = {"1": made["kv"], "own": dict.fromkeys(made["kv"], Quantizer(**DYNAMIC))}
+                hooks = MeasurementHooks(kinds, {("1", site) for site in made["kv"]})
                 silent: Any = SimpleNamespace(advance=lambda _tokens: None)
                 model: Any = nullcontext(subject.prepared)
                 if subject.streaming is not None:
@@ -137,7 +140,8 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                         subject.prepared, subject.checkpoint, tokens, subject.streaming
                     )
                 with model as run, WorkCounter(torch.device("cuda")) as counter:
-                    score(run, candidates, text, progress=silent)
+                    score(run, candidates, text, hooks, progress=silent)
+                assert len(hooks.found) == 2 * len(made["kv"])
             waits.append(counter.work.waits)
     assert waits[1] == waits[2]
 

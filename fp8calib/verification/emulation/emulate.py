@@ -6,7 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -68,7 +68,7 @@ class EmulationHooks:
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
-        self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
+        self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
         self._sums = DamageSums[Site]()
         self.weight_scales: dict[Site, ScaleRange] = {}
         """The scales that the weights were quantized with."""
@@ -236,11 +236,15 @@ class EmulationHooks:
             store: Callable[..., torch.Tensor] = quantizer.round_trip
             prompt = None if self._prompt is None else self._prompt.to(x.device, non_blocking=True)
             return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
-        if x.device.type == "cpu":
+        return self._copy(site, quantizer, x.device)
+
+    def _copy(self, key: Hashable, quantizer: Quantizer, device: torch.device) -> Quantizer:
+        """Copy static scales to a GPU, once."""
+        if device.type == "cpu":
             return quantizer
-        if (site, x.device) not in self._placed:
-            self._placed[site, x.device] = quantizer.to(x.device)
-        return self._placed[site, x.device]
+        if (key, device) not in self._placed:
+            self._placed[key, device] = quantizer.to(device)
+        return self._placed[key, device]
 
     def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._kept is not None and tokens is not None:
@@ -350,9 +354,15 @@ class MeasurementHooks(EmulationHooks):
         self._scalable = scalable
         self._is_measured = False
         self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
-        self.found: dict[tuple[str, Site], torch.Tensor] = {}
-        """The sums of `measure_heads` by kind of scales and site, with its scales and, behind them,
-        with the fitted ones: fp64 [2, H, 6], on the CPU."""
+        self._totals: dict[tuple[str, Site], torch.Tensor] = {}
+
+    @property
+    def found(self) -> dict[tuple[str, Site], torch.Tensor]:
+        """The sums of `measure_heads` by kind of scales and site: fp64 [2, H, 6], on the CPU.
+
+        They are those with its scales and, behind them, with the fitted ones.
+        """
+        return {key: total.cpu() for key, total in self._totals.items()}
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -371,8 +381,8 @@ class MeasurementHooks(EmulationHooks):
         """Sum up the damage."""
         super().end_batch()
         for key, parts in self._batch.items():
-            before = [self.found[key]] if key in self.found else []
-            self.found[key] = sum_damage([*before, *(part.cpu() for part in parts)])
+            before = [self._totals[key]] if key in self._totals else []
+            self._totals[key] = sum_damage([*before, *parts])
         self._batch.clear()
 
     def on_kv(
@@ -404,11 +414,12 @@ class MeasurementHooks(EmulationHooks):
 
         for kind, quantizers in self._kinds.items():
             if (quantizer := quantizers.get(site)) is not None:
-                mine = quantizer.for_heads(len(heads))
-                if heads.device.type != "cpu":
-                    mine = mine.to(heads.device)
+                key = (kind, site)
+                mine = self._copy(key, quantizer.for_heads(len(heads)), heads.device)
                 pair = [measure(mine)] * 2
-                fitted = mine.fitted_to(heads) if (kind, site) in self._scalable else mine
-                if not fitted.is_same(mine):
-                    pair[1] = measure(fitted)
-                self._batch.setdefault((kind, site), []).append(torch.stack(pair))
+                if key in self._scalable:
+                    fitted = mine.fitted_to(heads)
+                    # comparing scales on a GPU would wait for it
+                    if heads.device.type != "cpu" or not fitted.is_same(mine):
+                        pair[1] = measure(fitted)
+                self._batch.setdefault(key, []).append(torch.stack(pair))

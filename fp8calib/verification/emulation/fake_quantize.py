@@ -77,7 +77,8 @@ class Quantizer:
         """Copy static scales to a GPU, with an axis, so that they divide half floats in fp32."""
         if not isinstance(self.scale, torch.Tensor):
             return self
-        return replace(self, scale=self.scale.reshape(self.scale.shape or (1,)).to(device))
+        scale = self.scale.reshape(self.scale.shape or (1,))
+        return replace(self, scale=scale.to(device, non_blocking=True))
 
     def for_heads(self, num_heads: int) -> Quantizer:
         """Repeat per-head scales where a model repeats its KV heads before caching them."""
