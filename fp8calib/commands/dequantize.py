@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.checkpoint.output import check_output, output_folder
+from fp8calib.checkpoint.output import PROGRESS_NAME, check_output, output_folder
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
 from fp8calib.commands.result import BeforeAfter, Result, list_checkpoint
+from fp8calib.errors import ExportError
 from fp8calib.formats.registry import find_dialect
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Block, Line
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from fp8calib.formats.dialect import Dialect
     from fp8calib.formats.read import FoundScales
 
+_WITHOUT_SCALES = "without-scales"
+"""A folder of the temporary output: the checkpoint that the overlay is written from."""
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -104,37 +107,58 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.quantization.dequantize import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
-        from fp8calib.quantization.write import find_finished, list_files, write_checkpoint
+        from fp8calib.quantization.write import (
+            Written,
+            find_finished,
+            list_files,
+            write_checkpoint,
+        )
     started, out = time.monotonic(), Path(request.out)
     folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype
     with open_quantized(folder, dtype=dtype) as checkpoint:
         plan = plan_dequantized(checkpoint)
         notes = [f"{name}: not copied: {why}" for name, why in plan.skipped.items()]
-        found, plain, owned = None, out, plan.names
+        found, owned = None, plan.names
         if request.keep_kv_scales:
             found = _read_kv_scales(checkpoint)
-            plain = out.with_name(f"{out.name}.without-scales")
             owned = _list_owned(found, checkpoint)
         elif any(map(find_spelling, checkpoint.stored.tensors)):
             notes.append("the KV scales of MODEL are left out; add --keep-kv-scales to keep them")
+
+        def write(folder: Path, *, force: bool) -> Written:
+            return write_checkpoint(
+                *(checkpoint, plan, folder),
+                device=torch.device("cpu"),
+                advance=reporter.advance,
+                resume=request.resume,
+                force=force,
+            )
+
         written = find_finished(out, plan, owned) if request.resume else None
         if written is not None:
             reporter.say(f"{out} is finished already")
         else:
             check_output(out, owned, request.force, inputs=[folder])
             reporter.stage("dequantizing", plan.data_bytes, unit="bytes")
-            written = find_finished(plain, plan) if request.resume else None
-            written = written or write_checkpoint(
-                *(checkpoint, plan, plain),
-                device=torch.device("cpu"),
-                advance=reporter.advance,
-                resume=request.resume,
-                force=request.force,
-            )
-            if found is not None:
-                notes += _write_overlay(found, plain, out, force=request.force)
-                shutil.rmtree(plain)
+            if found is None:
+                written = write(out, force=request.force)
+            else:
+                inside = output_folder(
+                    out,
+                    owned=owned,
+                    force=request.force,
+                    inputs=[folder],
+                    tag=f"{plan.tag} with KV scales",
+                    resume=request.resume,
+                    kept_after=(KeyboardInterrupt, ExportError),
+                )
+                with inside as staging:
+                    plain = staging / _WITHOUT_SCALES
+                    written = find_finished(plain, plan) or write(plain, force=True)
+                    _remove_unfinished(staging)
+                    notes += _write_overlay(found, plain, staging, shown=out)
+                    shutil.rmtree(plain)
         write_card(
             *(out, out.resolve().name, checkpoint.dtype_name, request.model),
             revision=request.revision,
@@ -179,7 +203,16 @@ def _list_owned(found: FoundScales, checkpoint: Checkpoint) -> frozenset[str]:
     return list_owned(dialect, [1], found.table.geometry, checkpoint) - quantizations
 
 
-def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -> tuple[str, ...]:
+def _remove_unfinished(staging: Path) -> None:
+    """Remove what an interrupted run wrote of an overlay."""
+    for entry in staging.iterdir():
+        if entry.is_dir() and entry.name != _WITHOUT_SCALES:
+            shutil.rmtree(entry)
+        elif not entry.is_dir() and entry.name != PROGRESS_NAME:
+            entry.unlink()
+
+
+def _write_overlay(found: FoundScales, plain: Path, folder: Path, *, shown: Path) -> Iterable[str]:
     """Write an overlay of a checkpoint without scales, and say what a user should know of it."""
     from fp8calib.calibration.fingerprint import fingerprint_model
     from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -190,17 +223,15 @@ def _write_overlay(found: FoundScales, plain: Path, out: Path, *, force: bool) -
         # norms and embeddings are those of the source, and so are their hashes
         origin = found.table.origin and replace(found.table.origin, model=model)
         found = replace(found, table=replace(found.table, origin=origin))
-        owned, dialect = _list_owned(found, checkpoint), _choose_dialect(found)
-        with output_folder(out, owned=owned, force=force, inputs=[plain]) as folder:
-            _, notes = write_found(
-                *(found, dialect, folder),
-                fmt=E4M3FN,
-                tps=[1],
-                model=model,
-                files=[path.name for path in found.files],
-                source=checkpoint,
-                shown=out,
-            )
+        _, notes = write_found(
+            *(found, _choose_dialect(found), folder),
+            fmt=E4M3FN,
+            tps=[1],
+            model=model,
+            files=[path.name for path in found.files],
+            source=checkpoint,
+            shown=shown,
+        )
     return notes
 
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import fp8calib
+from fp8calib.formats import write
 from fp8calib.quantization.shard_writer import ShardWriter
 from tests import zoo
 from tests.cli.program import fail, run, snapshot, succeed
@@ -251,3 +252,35 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
         dequantize(child, tmp_path / "out", "--resume")
         assert {path.name for path in tmp_path.iterdir()} == {"child", "whole", "out"}
         require_equal(load_tensors(tmp_path / "out"), load_tensors(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("place", ["shard", "overlay"])
+def test_an_interrupted_run_with_kv_scales_is_resumed_and_deletes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The user has a checkpoint with the name of what earlier versions deleted."""
+    source = FOLDER / "modelopt-fp8-kv"
+    dequantize(source, tmp_path / "whole", "--keep-kv-scales")
+    dequantize(source, tmp_path / "out.without-scales")
+    own = snapshot(tmp_path / "out.without-scales")
+    writer, name = {"shard": (ShardWriter, "write"), "overlay": (write, "write_found")}[place]
+    whole = getattr(writer, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        whole(*arguments, **named)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, name, interrupted)
+        done = run("dequantize", source, "--out", tmp_path / "out", "--keep-kv-scales")
+    assert done.code == 130
+    kept = tmp_path / "out.partial"
+    assert kept.is_dir() is (place == "overlay")
+    for _ in range(2):  # the second time it is finished already
+        dequantize(source, tmp_path / "out", "--keep-kv-scales", "--resume")
+        assert snapshot(tmp_path / "out.without-scales") == own
+        names = {"whole", "out", "out.without-scales"}
+        assert {path.name for path in tmp_path.iterdir()} == names
+        require_equal(load_tensors(tmp_path / "out"), load_tensors(tmp_path / "whole"))
+        files = [{each.name for each in (tmp_path / n).iterdir()} for n in ("out", "whole")]
+        assert files[0] == files[1]
