@@ -7,9 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -25,7 +27,7 @@ from tests.cli.quantized_children import (
     save_int,
     set_method,
 )
-from tests.kit.checkpoints import change_tensors
+from tests.kit.checkpoints import change_config, change_tensors
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 CHANNELS = "compressed-tensors"
@@ -104,6 +106,67 @@ def test_fp4_is_what_compressed_tensors_decodes(tmp_path: Path, form: str) -> No
         assert all(entry.dtype == "BF16" for entry in opened.tensors.values())
     base = load_file(BASE / "model.safetensors")[NAME].float()
     assert (expected.float() - base).norm() / base.norm() < 0.2
+
+
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("size", "leaf", "block", "scales", "is_fp4"),
+    [
+        ([128, 128], "scale", (128, 128), torch.float8_e8m0fnu, False),
+        (None, "scale", (128, 128), torch.float8_e8m0fnu, False),
+        ([128, 128], "scale", (1, 32), torch.float8_e8m0fnu, True),
+        ([32, 64], "weight_scale_inv", (32, 64), torch.float32, False),
+        ([1, 32], "weight_scale_inv", (1, 32), torch.float8_e8m0fnu, False),
+    ],
+)
+def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
+    tmp_path: Path,
+    size: object,
+    leaf: str,
+    block: tuple[int, int],
+    scales: torch.dtype,
+    is_fp4: bool,
+) -> None:
+    rows, columns = 150, 160
+    rng = np.random.default_rng(1)
+    octets = rng.integers(0, 127, (rows, columns // (2 if is_fp4 else 1)), dtype=np.uint8)
+    octets |= rng.integers(0, 2, octets.shape, dtype=np.uint8) << 7
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    powers = 2.0 ** rng.integers(-12, 3, grid)
+    expected = np.zeros((rows, columns), np.float32)
+    for row, column in np.ndindex(rows, columns):
+        if is_fp4:
+            code = int(octets[row, column // 2]) >> 4 * (column % 2) & 15
+            value = FP4[code & 7] * (-1 if code & 8 else 1)
+        else:
+            value = float(octets[row, column : column + 1].view(ml_dtypes.float8_e4m3fn)[0])
+        expected[row, column] = value * float(powers[row // block[0], column // block[1]])
+    tensors = load_file(BASE / "model.safetensors")
+    codes = torch.from_numpy(octets)
+    tensors[NAME] = codes.view(torch.int8 if is_fp4 else torch.float8_e4m3fn)
+    scale_name = f"{NAME.removesuffix('.weight')}.{leaf}"
+    tensors[scale_name] = torch.from_numpy(powers).float().to(scales)
+    child = Path(shutil.copytree(BASE, tmp_path / "child"))
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    change_config(
+        child, quantization_config=section | ({"weight_block_size": size} if size else {})
+    )
+    save_file(tensors, child / "model.safetensors", metadata={"format": "pt"})
+
+    with open_model(child, if_quantized="") as opened:
+        wanted = torch.from_numpy(expected).to(torch.bfloat16)
+        assert torch.equal(opened.read(NAME), wanted)
+        assert torch.equal(opened.read_rows(NAME, 97, 141), wanted[97:141])
+        assert scale_name not in opened
+        assert opened.form == f"{'MXFP4' if is_fp4 else 'FP8'} weights (fp8)"
+    tensors[scale_name] = tensors[scale_name][:, 1:]
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, child / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match=rf"{leaf} is \[{grid[0]}, {grid[1] - 1}\] for a weight"):
+        open_model(child, if_quantized="")
 
 
 @pytest.mark.parametrize(

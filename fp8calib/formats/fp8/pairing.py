@@ -100,7 +100,8 @@ def _check_dtypes(checkpoint: Checkpoint, names: Collection[str]) -> None:
     by_dtype = {checkpoint.tensors[name].dtype: name for name in names}
     if len(by_dtype) > 1:
         examples = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}")
+        hint = "one dtype is supported in a checkpoint"
+        raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}", hint=hint)
     ((dtype, name),) = by_dtype.items()
     if dtype not in WEIGHT_FORMATS:
         hint = f"supported: {', '.join(WEIGHT_FORMATS)}"

@@ -20,7 +20,7 @@ from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES, Granularity, InputScali
 
 _IGNORED = ("ignored_layers", "modules_to_not_convert")
 _ACTIVATION_SCHEMES = {"fp8-static": "static", "fp8-block": "dynamic"}
-_BLOCK_KEY = "weight_block_size"
+BLOCK_KEY = "weight_block_size"
 _MAX_BOUND = 1e38
 _MINIMAX_KV = {"kv_cache_quant_algo": "FP8"}
 """What vLLM 0.32.0 reads of the KV cache (`modelopt.py`, ModelOptMxFp8Config.from_config)."""
@@ -37,10 +37,10 @@ def _read_fp8(path: Path, config: Fields) -> FindScheme:
     if scheme not in ("static", "dynamic"):
         fault = f"activation_scheme is {scheme!a:.40}"
         raise refusal(path, fault, hint="it must be static or dynamic")
-    block = config.get(_BLOCK_KEY)
-    size = None if block is None else read_block(path, _BLOCK_KEY, block)
+    block = config.get(BLOCK_KEY)
+    size = None if block is None else read_block(path, BLOCK_KEY, block)
     if size is not None and scheme == "static":
-        raise refusal(path, f"activation_scheme is static, but there is a {_BLOCK_KEY}")
+        raise refusal(path, f"activation_scheme is static, but there is a {BLOCK_KEY}")
     weights = Arguments(strategy="tensor" if size is None else "block", dynamic=False, block=size)
     inputs = Arguments(
         strategy="tensor" if size is None else "group",
@@ -63,7 +63,7 @@ def _write_fp8(job: ConfigJob) -> Config:
     if scheme.weights is Granularity.BLOCK:
         # transformers reads modules_to_not_convert, and matches ends of paths; vLLM reads both
         config |= {
-            _BLOCK_KEY: list(scheme.block),
+            BLOCK_KEY: list(scheme.block),
             "modules_to_not_convert": [*names, *job.excluded_ends],
         }
     if job.has_kv:
@@ -72,9 +72,9 @@ def _write_fp8(job: ConfigJob) -> Config:
 
 
 def _read_minimax(path: Path, config: Fields) -> FindScheme:
-    block = config.get(_BLOCK_KEY)
-    if block is not None and read_block(path, _BLOCK_KEY, block) != MX_BLOCK:
-        fault = f"{_BLOCK_KEY} is {block!a:.60}"
+    block = config.get(BLOCK_KEY)
+    if block is not None and read_block(path, BLOCK_KEY, block) != MX_BLOCK:
+        fault = f"{BLOCK_KEY} is {block!a:.60}"
         raise refusal(path, fault, hint=f"blocks of MXFP8 are {list(MX_BLOCK)}")
     scheme = StoredScheme.of(SCHEMES["mxfp8"])
     ignored = read_list(path, config, *_IGNORED)
@@ -86,7 +86,7 @@ def _write_minimax(job: ConfigJob) -> Config:
     return {
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",
-        _BLOCK_KEY: list(MX_BLOCK),
+        BLOCK_KEY: list(MX_BLOCK),
         # transformers 5.23 takes the bytes for exponents on GPUs only where the config says so
         "scale_fmt": "ue8m0",
         "ignored_layers": names,

@@ -31,15 +31,15 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.weights import is_companion
 from fp8calib.formats.quantized_model import find_quantized
-from fp8calib.quantization.sources.packed import StoredWeight, find_fp4, find_integers
+from fp8calib.quantization.sources.packed import StoredWeight, find_blocks, find_fp4, find_integers
 
 FP8 = "FP8"
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _READ = (
     "calibrate, verify and dequantize read FP8 checkpoints, INT4 and INT8 weights of "
-    "compressed-tensors, NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of compressed-tensors "
-    "and gpt_oss"
+    "compressed-tensors, NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of "
+    "compressed-tensors, gpt_oss and DeepSeek-V4"
 )
 
 
@@ -115,6 +115,8 @@ class DecodedCheckpoint(Checkpoint):
         self.weights: dict[str, StoredWeight] = dict(find_fp4(stored))
         if quantized.method == "compressed-tensors":
             self.weights |= find_integers(stored)
+        if quantized.method == "fp8":
+            self.weights |= find_blocks(stored, quantized.config)
         if quantized.config.get("transform_config"):
             raise ModelError(
                 f"{stored.folder}: transform_config rotates the inputs of its weights",

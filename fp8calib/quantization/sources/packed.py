@@ -1,4 +1,4 @@
-"""Decode INT4, INT8 and FP4 weights.
+"""Decode INT4, INT8 and FP4 weights, and FP8 in blocks that no other command reads.
 
 Integers of compressed-tensors 0.20 (`compressors/pack_quantized`, `naive_quantized`): a weight is
 `X.weight_packed` (integers in words of an int32, the first in the lowest bits, each plus half of
@@ -12,6 +12,9 @@ second scale is for the whole weight. ModelOpt multiplies by it (`weight_scale_2
 compressed-tensors 0.20 divides by it (`weight_global_scale`, `compressors/nvfp4`; `mxfp4`).
 gpt_oss stores its experts as `X_blocks` [experts, out, in / 32, 16] and `X_scales`, and its
 unquantized form `X` is [experts, in, out] (transformers 5.23, `integrations/mxfp4.py`).
+
+DeepSeek-V4 stores FP8 in blocks and MXFP4, in int8, as `X.weight`, both with `X.scale` of powers of
+two (vLLM 0.33.0 `models/deepseek_v4/nvidia/model.py`, read).
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.errors import ModelError, shorten
+from fp8calib.formats.fp8.quantization_config import read_block
+from fp8calib.formats.fp8.uniform import BLOCK_KEY
+from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
+from fp8calib.numerics.encode import decode_rows, decode_scale
+from fp8calib.numerics.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, count_blocks
 
 _PACKED = ".weight_packed"
 _BLOCKS = "_blocks"
@@ -199,6 +208,57 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
 
     shape = (experts, 32 * groups, rows)
     return StoredWeight(form="MXFP4", shape=shape, parts=(stored, name), decode=decode)
+
+
+def find_blocks(
+    checkpoint: Checkpoint, config: Mapping[str, object]
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Find weights of DeepSeek-V4, and FP8 in blocks of other than 128 columns.
+
+    Args:
+        checkpoint: of quant_method fp8.
+        config: its quantization config.
+    """
+    size = config.get(BLOCK_KEY)
+    block = BLOCK if size is None else read_block(checkpoint.folder / CONFIG_NAME, BLOCK_KEY, size)
+    leaves = (".scale", ".weight_scale_inv") if block[1] != GROUP_SIZE else (".scale",)
+    for scale in checkpoint.tensors:
+        leaf = next(filter(scale.endswith, leaves), None)
+        name = f"{scale.removesuffix(leaf or '')}.weight"
+        entry = checkpoint.tensors.get(name) if leaf else None
+        dtypes = ("I8", *WEIGHT_FORMATS)
+        if entry is not None and entry.dtype in dtypes and len(entry.shape) == 2:
+            is_fp4 = entry.dtype == "I8"
+            yield name, _find_blocks(checkpoint, name, scale, MX_BLOCK if is_fp4 else block)
+
+
+def _find_blocks(
+    checkpoint: Checkpoint, name: str, scale: str, block: tuple[int, int]
+) -> StoredWeight:
+    entry, found = checkpoint.tensors[name], checkpoint.tensors[scale]
+    is_fp4 = entry.dtype == "I8"
+    shape = (entry.shape[0], entry.shape[1] * (2 if is_fp4 else 1))
+    if found.shape != count_blocks(shape, block):
+        raise ModelError(
+            f"{checkpoint.folder}: {shorten(scale)} is {list(found.shape)} for a weight "
+            f"{list(shape)} in blocks of {list(block)}",
+            hint="name the unquantized model, or correct the quantization config",
+        )
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        codes = checkpoint.read_rows(name, start, stop)
+        values = _decode_fp4(codes.view(torch.uint8)) if is_fp4 else decode_rows(codes)
+        first = start // block[0]
+        scales = decode_scale(checkpoint.read_rows(scale, first, -(-stop // block[0])))
+        _check_values(checkpoint, scale, scales)
+        spread = scales.repeat_interleave(block[1], 1)[:, : shape[1]]
+        values *= spread[torch.arange(start, stop) // block[0] - first]
+        if not bool(values.isfinite().all()):
+            raise _refusal(checkpoint, f"{shorten(name)} holds NaN or infinity")
+        return values
+
+    form = "MXFP4" if is_fp4 else "FP8"
+    return StoredWeight(form=form, shape=shape, parts=(name, scale), decode=decode)
 
 
 def _is_fp4(checkpoint: Checkpoint, name: str) -> bool:
