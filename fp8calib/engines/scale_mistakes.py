@@ -67,7 +67,8 @@ class Reach:
         )
 
         share = clipped_share(self.histogram, scale, fmt, amax=self.amax)
-        return f"{text}, and {share:.1%} of the values clip" if share > MOST_CLIPPED else ""
+        text = f"{text}, and {share:.1%} of the values clip, as its histogram estimates"
+        return text if share > MOST_CLIPPED else ""
 
 
 def find_odd(
