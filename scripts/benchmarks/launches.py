@@ -185,7 +185,7 @@ def count_observation(
             model, recorder, lambda: HookedCache(config, attentions, (), recorder)
         )
         _, *counted = [count(first) for first in (0, 1, HISTOGRAM_SEQUENCES)]
-    plain = _count_decoder(model, geometry, seq_len)
+    plain = _count_decoder(model, geometry, _make_batch(model, 0, seq_len))
     return ObservationWork(
         decoder=plain,
         observation=counted[0] - plain,
@@ -195,13 +195,13 @@ def count_observation(
     )
 
 
-def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> Work:
+def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, batch: Batch) -> Work:
     decoder, attentions = Decoder(model), geometry.owners()
     unhooked = {attention.module for attention in attentions.values()}
     cache = HookedCache(decoder.config, attentions, unhooked, Recorder(1))
     counter = WorkCounter(decoder.device)
     with counter:
-        decoder.run(_make_batch(model, 0, seq_len), cache)
+        decoder.run(batch, cache)
     return counter.work
 
 
@@ -211,13 +211,20 @@ def count_emulation(
     quantizers: Mapping[Site, Quantizer],
     *,
     seq_len: int,
+    is_padded: bool = False,
 ) -> Work:
-    """Count what emulating `quantizers` adds to one sequence, from the second batch on."""
+    """Count what emulating `quantizers` adds to one sequence, from the second batch on.
+
+    A padded batch has two.
+    """
     decoder, attentions = Decoder(model), geometry.owners()
     hooks = EmulationHooks(quantizers)
 
+    def make_batch() -> Batch:
+        return _make_batch(model, 0, seq_len, is_padded=is_padded)
+
     def count() -> Work:
-        batch, counter = _make_batch(model, 0, seq_len), WorkCounter(decoder.device)
+        batch, counter = make_batch(), WorkCounter(decoder.device)
         with counter:
             hooks.begin_batch(batch)
             decoder.run(batch, HookedCache(decoder.config, attentions, (), hooks))
@@ -226,7 +233,7 @@ def count_emulation(
 
     with open_emulation_hooks(model, geometry, hooks):
         _, second = count(), count()
-    return second - _count_decoder(model, geometry, seq_len)
+    return second - _count_decoder(model, geometry, make_batch())
 
 
 def make_emulations(geometry: ModelGeometry) -> dict[str, dict[Site, Quantizer]]:
@@ -250,9 +257,12 @@ def make_emulations(geometry: ModelGeometry) -> dict[str, dict[Site, Quantizer]]
     return dict(zip(EMULATIONS, made, strict=True))
 
 
-def _make_batch(model: PreTrainedModel, first: int, seq_len: int) -> Batch:
-    ids = torch.arange(seq_len).remainder(model.config.get_text_config().vocab_size)[None]
-    return Batch(first=first, input_ids=ids, lengths=(seq_len,))
+def _make_batch(
+    model: PreTrainedModel, first: int, seq_len: int, *, is_padded: bool = False
+) -> Batch:
+    lengths = (seq_len, seq_len // 2) if is_padded else (seq_len,)
+    ids = torch.arange(seq_len).remainder(model.config.get_text_config().vocab_size)
+    return Batch(first=first, input_ids=ids.repeat(len(lengths), 1), lengths=lengths)
 
 
 def _cached_values(geometry: ModelGeometry, *, query: bool) -> int:

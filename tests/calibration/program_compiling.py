@@ -23,6 +23,7 @@ POINTERS = {
 
 
 EMULATED = {"x": "*bf16", "y": "*bf16", "scales": "*fp32", "sums": "*fp64"}
+EMULATED["places"] = "*i32"
 FLOATS = dict.fromkeys(("limit", "bound", "smallest_scale", "inverse"), "fp32")
 E4M3 = {"most": 448.0, "smallest_normal": 2.0**-6, "carry": 2.0**20}
 SCORED = {
@@ -83,6 +84,7 @@ if __name__ == "__main__":
             "power_of_two": per == "mx",
             "has_one_zero": per == "head",
             **E4M3,
+            "is_masked": per in {"head", "group"},
             "flush_stride": 8,
             "num_rows": num_rows,
             "num_columns": 2048 // num_rows,

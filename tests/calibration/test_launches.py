@@ -10,7 +10,14 @@ import torch
 
 from fp8calib.calibration import passes, reductions
 from fp8calib.calibration.recorder import Recorder
-from scripts.benchmarks.launches import HAS_KERNELS, WorkCounter, count_all
+from fp8calib.model.topology.find import find_geometry
+from scripts.benchmarks.launches import (
+    HAS_KERNELS,
+    WorkCounter,
+    count_all,
+    count_emulation,
+    make_emulations,
+)
 from tests import zoo
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
 from tests.kit.minutes import in_minutes
@@ -40,6 +47,26 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(fami
     assert not any(each.waits for each in emulations.values())
     if family == "llama":  # layers x (k, v, 4 different inputs), 4 for all sites
         assert work.observation.launches == 4 * 6 + 4
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
+@pytest.mark.parametrize(("family", "per_layer"), [("llama", 0), ("mixtral", 8)])
+def test_emulation_of_a_padded_batch_adds_as_few(family: str, per_layer: int) -> None:
+    """Tokens that are no padding are numbered once, and sorted rows of experts in each layer."""
+    model = zoo.build(family).to(torch.bfloat16)
+    names = {name: name for name, _ in model.named_parameters()}
+    geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
+    emulations = make_emulations(geometry)
+    with gpu(has_kernels=True):
+        model.to("cuda:0")
+        for name in ("kv", "w8a8 static", "w8a8 dynamic"):
+            plain, padded = (
+                count_emulation(model, geometry, emulations[name], seq_len=16, is_padded=is_padded)
+                for is_padded in (False, True)
+            )
+            assert padded.waits == plain.waits == 0
+            numbering = 1 + per_layer * len(geometry.layers) * name.startswith("w8a8")
+            assert padded.launches <= plain.launches + numbering
 
 
 def test_the_host_waits_for_a_gpu_behind_the_passes_alone(

@@ -15,6 +15,7 @@ from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.kernel_trial import agree
 from fp8calib.data.sequences import Batch
 from fp8calib.model.topology.find import find_geometry
+from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 from fp8calib.verification.emulation import probabilities
@@ -44,10 +45,21 @@ SCALES: dict[str, dict[str, Any]] = {
 }
 
 
-def require_same(x: torch.Tensor, quantizer: Quantizer, *, flush_stride: int = 1) -> None:
+def require_same(
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    *,
+    flush_stride: int = 1,
+    mask: torch.Tensor | None = None,
+) -> None:
     """Compare the values, and the damage where all of them are finite."""
-    x = x.to(DEVICE)
-    values, summed = kernels.fake_quantize(x, quantizer, flush_stride=flush_stride)
+    x, counted = x.to(DEVICE), None
+    if mask is not None:
+        kept = mask.flatten().nonzero().squeeze(1).to(DEVICE)
+        numbers = torch.full((mask.numel(),), -1, dtype=torch.int32, device=DEVICE)
+        numbers[kept] = torch.arange(len(kept), dtype=torch.int32, device=DEVICE)
+        counted = numbers, len(kept)
+    values, summed = kernels.fake_quantize(x, quantizer, flush_stride=flush_stride, counted=counted)
     fake = quantizer.fake(x)
     expected = fake.values.to(x.dtype)
     assert values.dtype is x.dtype
@@ -60,6 +72,8 @@ def require_same(x: torch.Tensor, quantizer: Quantizer, *, flush_stride: int = 1
     sums = DamageSums[str]()
     sums.add("x", summed)
     sums.settle()
+    if mask is not None:
+        x, fake = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
     row = measure_damage(
         x, fake, quantizer.fmt, saturates=quantizer.saturates, flush_stride=flush_stride
     )
@@ -113,6 +127,7 @@ def test_all_codes_of_16_bits_are_rounded_as_torch_does(
     saturates=st.booleans(),
     stride=st.sampled_from([1, 8]),
     is_transposed=st.booleans(),
+    is_padded=st.booleans(),
 )
 def test_tensors_are_quantized_and_measured_as_torch_does(
     shape: tuple[int, int, int, int],
@@ -126,6 +141,7 @@ def test_tensors_are_quantized_and_measured_as_torch_does(
     saturates: bool,
     stride: int,
     is_transposed: bool,
+    is_padded: bool,
 ) -> None:
     numbers = torch.Generator().manual_seed(seed)
     batch, heads, tokens, size = shape
@@ -148,18 +164,24 @@ def test_tensors_are_quantized_and_measured_as_torch_does(
         largest_amax=1.0 if is_bounded else None,
     ).to(torch.device(DEVICE))
     assert quantizer.fits_kernel
-    require_same(x, quantizer, flush_stride=stride)
+    mask = torch.rand(batch, tokens, generator=numbers) < 0.7 if is_padded else None
+    if mask is not None:
+        mask[0, -1] = True
+    require_same(x, quantizer, flush_stride=stride, mask=mask)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
-def test_a_model_is_emulated_as_without_the_kernel() -> None:
+@pytest.mark.parametrize("lengths", [(24,), (24, 11, 1)])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_model_is_emulated_as_without_the_kernel(family: str, lengths: tuple[int, ...]) -> None:
     """K, V, q and inputs of a model whose V is a view: last hidden states, and the damage."""
-    model = zoo.build("llama").to(torch.bfloat16)
+    model = zoo.build(family).to(torch.bfloat16)
     names = {name: name for name, _ in model.named_parameters()}
     geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
     emulations = make_emulations(geometry)
     quantizers = emulations["w8a8 dynamic"] | emulations["kv"]
-    batch = Batch(first=0, input_ids=torch.arange(24)[None], lengths=(24,))
+    ids = torch.arange(24 * len(lengths)).view(-1, 24)
+    batch = Batch(first=0, input_ids=ids, lengths=lengths)
     answers = []
     for has_kernels in (True, False):
         with gpu(has_kernels=has_kernels):

@@ -66,6 +66,8 @@ class EmulationHooks:
         self._kept: torch.Tensor | None = None
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
+        self._numbers: dict[torch.device, torch.Tensor] = {}
+        """Of a padded batch: those of `_find_counted`."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
@@ -105,6 +107,7 @@ class EmulationHooks:
         """Open a forward pass; `mask` is False at padding, bool [B, S]."""
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
         self._prompt = mask
+        self._numbers.clear()
         self._inputs.clear()
         self._sums.drop()
 
@@ -177,8 +180,10 @@ class EmulationHooks:
             return x
         quantizer = self._place(site, quantizer, x).for_heads(x.shape[1])
         flush_stride = FLUSH_STRIDE if site.role is Role.Q else 1
-        if self._has_kernel(quantizer, x):
-            values, summed = _quantize_in_kernel(x, quantizer, flush_stride)
+        if self._has_kernel(quantizer, x, x.shape[0] * x.shape[2]):
+            values, summed = _quantize_in_kernel(
+                x, quantizer, flush_stride, self._find_counted(x.device)
+            )
             self._sums.add(site, summed)
             return values
         fake = quantizer.fake(x)
@@ -210,8 +215,10 @@ class EmulationHooks:
         if (found := next(known, None)) is None:
             rows = x.reshape(-1, x.shape[-1])
             placed = self._place(sites[0], quantizer, x)
-            if self._has_kernel(placed, x):
-                values, summed = _quantize_in_kernel(rows[None, None], placed, FLUSH_STRIDE)
+            if self._has_kernel(placed, x, len(rows) if tokens is None else None):
+                values, summed = _quantize_in_kernel(
+                    rows[None, None], placed, FLUSH_STRIDE, self._find_counted(x.device, tokens)
+                )
                 found = values.reshape(x.shape), summed
             else:
                 before, after = rows, (fake := placed.fake(rows))
@@ -226,9 +233,32 @@ class EmulationHooks:
             self._sums.add(site, found[1])
         return found[0]
 
-    def _has_kernel(self, quantizer: Quantizer, x: torch.Tensor) -> bool:
-        """Whether the kernel of a GPU quantizes a tensor; it measures padding too."""
-        return self._kept is None and quantizer.fits_kernel and has_emulation_kernel(x.device)
+    def _has_kernel(self, quantizer: Quantizer, x: torch.Tensor, num_tokens: int | None) -> bool:
+        """Whether the kernel of a GPU quantizes a tensor, whose padding is known (None) or found.
+
+        It is found where the tensor has as many tokens as the batch.
+        """
+        mask = self._prompt
+        is_known = mask is None or num_tokens is None or num_tokens == mask.numel()
+        return is_known and quantizer.fits_kernel and has_emulation_kernel(x.device)
+
+    def _find_counted(
+        self, device: torch.device, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, int] | None:
+        """Give numbers to the tokens of the batch, or to given rows of them, that are no padding.
+
+        Returns:
+            Numbers, int32 [B * S] or [rows], -1 at padding, and how many count; None: all do.
+        """
+        if self._prompt is None or self._kept is None:
+            return None
+        if device not in self._numbers:
+            numbers = _number(self._prompt.flatten())
+            self._numbers[device] = numbers.to(device, non_blocking=True)
+        numbers, count = self._numbers[device], len(self._kept)
+        if tokens is None:
+            return numbers, count
+        return _number(numbers[tokens] >= 0), count * (len(tokens) // len(numbers))
 
     def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
         """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
@@ -254,13 +284,21 @@ class EmulationHooks:
         return rows
 
 
+def _number(chosen: torch.Tensor) -> torch.Tensor:
+    """Give numbers to the chosen ones of bool [N], -1 to the others: int32."""
+    return torch.where(chosen, chosen.cumsum(0, dtype=torch.int32) - 1, -1)
+
+
 def _quantize_in_kernel(
-    x: torch.Tensor, quantizer: Quantizer, flush_stride: int
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    flush_stride: int,
+    counted: tuple[torch.Tensor, int] | None = None,
 ) -> tuple[torch.Tensor, DamageRow]:
     """Quantize [B, H, S, D], and measure the damage."""
     from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
 
-    return kernels.fake_quantize(x, quantizer, flush_stride=flush_stride)
+    return kernels.fake_quantize(x, quantizer, flush_stride=flush_stride, counted=counted)
 
 
 @cache

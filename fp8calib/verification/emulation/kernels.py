@@ -28,7 +28,11 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def fake_quantize(
-    x: torch.Tensor, quantizer: Quantizer, *, flush_stride: int
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    *,
+    flush_stride: int,
+    counted: tuple[torch.Tensor, int] | None = None,
 ) -> tuple[torch.Tensor, SummedDamage]:
     """Quantize and dequantize [B, H, S, D], as `quantizer.fits_kernel` allows.
 
@@ -36,6 +40,8 @@ def fake_quantize(
         x: the tensor.
         quantizer: its static scales are on the device of `x`: one, or one for each head.
         flush_stride: the stride of the tokens in which zeros are counted.
+        counted: which tokens are measured, and how many: the number of each among them, -1 for
+            others, int32 [B * S] on the device of `x`. None: all, numbered in each sequence.
 
     Returns:
         A tensor like `x`, and what that does to its elements.
@@ -60,6 +66,7 @@ def fake_quantize(
         "power_of_two": quantizer.power_of_two,
         "has_one_zero": fmt.specials is Specials.NEGATIVE_ZERO,
         **_describe(fmt),
+        "is_masked": counted is not None,
         "flush_stride": flush_stride,
         "num_rows": num_rows,
         "num_columns": num_columns,
@@ -70,14 +77,20 @@ def fake_quantize(
         _fake_quantize,
         grid,
         x,
-        *(y, scale if is_static else x, sums, *x.stride()[:3], *y.stride()[:3], length, width),
+        *(y, scale if is_static else x, x if counted is None else counted[0], sums),
+        *(*x.stride()[:3], *y.stride()[:3], length, width),
         *(limit, bound, quantizer.smallest_scale, (1 / torch.tensor(fmt.max)).item()),
         **constants,
         enable_fp_fusion=False,
         num_warps=8,
     )
-    num_chosen = batch * heads * triton.cdiv(length, flush_stride) * width
-    return y, SummedDamage(sums=sums, num_elements=x.numel(), num_chosen=num_chosen)
+    num_tokens, num_chosen = batch * length, batch * triton.cdiv(length, flush_stride)
+    if counted is not None:
+        num_tokens, num_chosen = counted[1], triton.cdiv(counted[1], flush_stride)
+    per_token = heads * width
+    return y, SummedDamage(
+        sums=sums, num_elements=num_tokens * per_token, num_chosen=num_chosen * per_token
+    )
 
 
 def round_probabilities_(
@@ -202,10 +215,11 @@ def _find_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["limit", "bound", "smallest_scale", "inverse"])  # type: ignore[untyped-decorator]
-def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kernel
+def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915 -- one kernel
     x,
     y,
     scales,
+    places,
     sums,
     stride_batch,
     stride_head,
@@ -230,6 +244,7 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
     most: tl.constexpr,
     smallest_normal: tl.constexpr,
     carry: tl.constexpr,
+    is_masked: tl.constexpr,
     flush_stride: tl.constexpr,
     num_rows: tl.constexpr,
     num_columns: tl.constexpr,
@@ -241,6 +256,10 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
     place += wide * stride_row
     target = y + sequence.to(tl.int64) * stride_batch_y + head.to(tl.int64) * stride_head_y
     target += wide * stride_row_y
+    numbers = rows
+    if is_masked:
+        places += sequence.to(tl.int64) * length
+        numbers = tl.load(places + rows, mask=rows < length, other=-1)
 
     if per_token:
         tops = tl.zeros([num_rows, num_columns], tl.int32)
@@ -298,11 +317,17 @@ def _fake_quantize(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one kern
         values = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) * scale
         tl.store(target + columns[None, :], _round_like(values, stored), mask=is_inside)
 
-        wide_exact, error = exact.to(tl.float64), (values - exact).to(tl.float64)
+        error = (values - exact).to(tl.float64)
+        if is_masked:
+            is_inside = is_inside & (numbers >= 0)[:, None]
+            exact = tl.where(is_inside, exact, 0.0)
+            scaled = tl.where(is_inside, scaled, 0.0)
+            codes = tl.where(is_inside, codes, 0)
+        wide_exact = exact.to(tl.float64)
         signal += wide_exact * wide_exact
         noise += tl.where(is_inside, error * error, 0.0)
         clipped += (tl.abs(scaled) > limit).to(tl.int32)
-        is_chosen = is_inside & (rows % flush_stride == 0)[:, None]
+        is_chosen = is_inside & (numbers % flush_stride == 0)[:, None]
         before += (is_chosen & (exact != 0)).to(tl.int32)
         after += (is_chosen & (values != 0)).to(tl.int32)
         tops = tl.maximum(tops, codes)
