@@ -96,7 +96,9 @@ def check_folder(
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if folder.unread:
-            unread = report_unknown(geometry, f"{folder.unread}{engine.run_hint}")
+            unread = report_unknown(
+                geometry, f"{folder.unread}{engine.spell_run_hint(folder.config)}"
+            )
             return unread.model_copy(update={"asks_for_kv": asks_for_kv})
         seen = folder
         try:
@@ -169,7 +171,7 @@ def _tell_preferred(
     if not are_elsewhere(geometry, tensors):
         return report.add_problems(seen.preferred)
     why = f"{seen.preferred}, and it has other names than the model's class"
-    return report.doubt(f"{why}{engine.run_hint}")
+    return report.doubt(f"{why}{engine.spell_run_hint(seen.config)}")
 
 
 def check_file(

@@ -32,7 +32,8 @@ def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeomet
     for key, engine in ((key, find_replayed(key)) for key in report.engines):
         if engine.name not in _BY_CLASS:
             continue
-        hint = "" if find_drafter_class(model.config) else engine.run_hint
+        is_drafter = find_drafter_class(model.config)
+        hint = "" if is_drafter else engine.spell_run_hint(model.config)
         why = f"transformers refuses config.json: {refused}" if refused else ""
         if engine.name == "sglang" or not names_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)

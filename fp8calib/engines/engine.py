@@ -241,10 +241,10 @@ class Engine:
         """Its name on the command line without the version."""
         return self.key.partition("==")[0]
 
-    @property
-    def run_hint(self) -> str:
-        """The end of a sentence on what only its own loader can tell."""
-        hint = "; `fp8calib vllm check` asks its loader" if self.name == "vllm" else ""
+    def spell_run_hint(self, config: Mapping[str, object]) -> str:
+        """Spell the end of a sentence on what only its own loader can tell of a model."""
+        trust = " --trust-remote-code" * ("auto_map" in config)
+        hint = f"; `fp8calib vllm check{trust}` asks its loader" if self.name == "vllm" else ""
         return f": only the engine's own loader can tell{hint}"
 
     @property

@@ -97,11 +97,9 @@ def amend_weights(
         others = dict.fromkeys(each.text for each in certain[1:])
         report = report.add_problems(*(f"weights, too: {text}" for text in others))
     elif doubts:
+        hint = engine.spell_run_hint(stored.folder.config)
         report = report.doubt(
-            *(
-                f"weights: {each.text}{engine.run_hint}{each.fix and f'; fix: {each.fix}'}"
-                for each in doubts
-            )
+            *(f"weights: {each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
         )
         report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
     notes = [each.text for each in by_status[Status.USED]]

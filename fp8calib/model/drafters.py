@@ -19,10 +19,10 @@ _CLASS = re.compile(r"[Ee]agle(?!2_5_VL)|DFlash|Medusa|Speculator|Assistant|Draf
 """What the names of drafters' classes have (vLLM 0.32.0 `models/registry.py`)."""
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,6})\..+?")
 _BLOCK = re.compile(
-    r"model\.(?:mtp_block|mtp_layers|mtp\.layers)\.([0-9]{1,6})\.(transformer_layer\.)?(.+)"
+    r"model\.(?:mtp_block|mtp_layers|mtp\.layers)\.[0-9]+\.(?:transformer_layer\.)?"
 )
-"""Layers that vLLM 0.32.0 numbers after the decoder's (`ernie_mtp.py`, `mimo_mtp.py`,
-`longcat_flash_mtp.py`)."""
+"""Layers of Ernie, MiMo and LongCat, which vLLM 0.32.0 calls `model.layers.N`."""
+_NUMBER = re.compile(r"\.([0-9]{1,6})\.")
 DRAFTER_MODULES = ("model.decoder", "model.mtp_block", "eh_proj")
 """What engines call modules of drafters, whatever the checkpoint does: SGLang 0.5.23
 (`deepseek_nextn.py`, `ernie4_eagle.py`), vLLM 0.32.0 (`longcat_flash_mtp.py`)."""
@@ -46,19 +46,25 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
     return decoder in (None, path[: found.start(2)])
 
 
-def list_aliases(path: str, config: Mapping[str, object]) -> tuple[str, ...]:
-    """List the names by which vLLM's classes of drafters ask the config for a linear.
+def number_layer(path: str, config: Mapping[str, object]) -> int | None:
+    """Find the number of a drafter's layer in vLLM, after the decoder's; None if not known.
 
     Args:
         path: of a drafter's linear.
         config: of the model.
     """
-    found = _BLOCK.fullmatch(path)
-    number = count_layers(config)
-    if found is not None and found[2]:  # LongCat, whose layers have two attentions each
-        layers = config.get("num_layers")
-        number = 2 * layers if isinstance(layers, int) else number
-    return (f"model.layers.{number + int(found[1])}.{found[3]}",) if found and number else ()
+    found, count = _NUMBER.search(path), count_layers(config)
+    doubled = config.get("num_layers")
+    if ".transformer_layer." in path and isinstance(doubled, int):
+        count = 2 * doubled  # LongCat, whose layers have two attentions each
+    if found is None or not count:
+        return None
+    return int(found[1]) + (count if int(found[1]) < count else 0)
+
+
+def name_in_vllm(path: str, layer: int) -> str:
+    """Name a drafter's linear in a numbered layer as vLLM's class does."""
+    return _BLOCK.sub(f"model.layers.{layer}.", path)
 
 
 def find_drafter_class(config: Mapping[str, object]) -> str:

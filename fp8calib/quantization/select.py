@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
-from fp8calib.model.drafters import count_layers, is_drafted, list_aliases
+from fp8calib.model.drafters import count_layers, is_drafted, number_layer
 from fp8calib.model.expert_classes import ClassStacks, ask_class, cut_name
 from fp8calib.model.expert_layouts import list_configs
 from fp8calib.model.module_paths import split_expert
@@ -158,7 +158,7 @@ def find_selection(
                 tree=reason.tree,
                 experts=tuple(matrix.module for matrix in inside),
                 is_drafted=reason is _DRAFTER,
-                aliases=list_aliases(module, config) if reason is _DRAFTER else (),
+                layer=number_layer(module, config) if reason is _DRAFTER else None,
             )
             unquantized.append(item)
             unquantized_experts += inside

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import zoo
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.kit.checkpoints import change_config, change_tensors
@@ -210,6 +211,17 @@ def test_layers_that_are_not_understood_are_no_fault(family: str, tmp_path: Path
         assert len(engine["layers"]) == 2
         assert "its layers are not understood" in engine["unknown"][0]
     assert "fp8calib vllm check" in report["engines"]["vllm"]["unknown"][0]
+
+
+def test_the_command_that_asks_the_loader_trusts_code_that_the_checkpoint_has(
+    tmp_path: Path,
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    change_config(tmp_path / "model", model_type="own", auto_map={"AutoConfig": "own.Own"})
+
+    report = check(9, tmp_path / "model")
+
+    assert "fp8calib vllm check --trust-remote-code`" in report["engines"]["vllm"]["unknown"][0]
 
 
 # --- what is no checkpoint ------------------------------------------------------------------------

@@ -44,7 +44,11 @@ _SIZE = re.compile(r"(?<=--memory )[\d.]+")
 
 NOT_RUN = {
     "it runs a server": ["plugins/server/"],
-    "it runs vLLM": ["plugins/vllm/", "; `fp8calib vllm check` asks its loader"],
+    "it runs vLLM": [
+        "plugins/vllm/",
+        "; `fp8calib vllm check` asks its loader",
+        "; `fp8calib vllm check{}` asks its loader",
+    ],
     "it needs a GPU, or several processes": [
         "use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
         "use a smaller --batch-size or --seq-len, or --device cpu",

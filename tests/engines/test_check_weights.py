@@ -29,6 +29,7 @@ from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.select import select
 from fp8calib.quantization.settings import PlanSettings
 from tests import zoo
+from tests.cli.program import succeed
 from tests.doors import make_plan, run_calibration
 from tests.kit.checkpoints import (
     WEIGHTS,
@@ -393,3 +394,19 @@ def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: boo
     for engine in ("vllm", "sglang"):
         found = list(list_block_findings(engine, weights, EMPTY, 1))
         assert bool(found) is (is_refused and engine == "vllm")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_latent_projections_in_16_bits_are_named_as_each_engine_joins_them(
+    tmp_path: Path, engine: str
+) -> None:
+    """`fused_qkv_a_proj` in vLLM 0.32.0, `fused_qkv_a_proj_with_mqa` in SGLang 0.5.23."""
+    zoo.save("glm4_moe_lite", tmp_path / "model")
+    patterns = ("--ignore", "*.q_a_proj", "--ignore", "*.kv_a_proj_with_mqa")
+    scheme = ("--scheme", "fp8-dynamic", "--no-check")
+
+    succeed("quantize", tmp_path / "model", *scheme, *patterns, "--out", tmp_path / "out")
+
+    found = ask(tmp_path / "out", engine)
+    assert found.weights is None
+    assert not found.unknown

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.model.drafters import list_aliases
+from fp8calib.model.drafters import name_in_vllm, number_layer
 from tests import zoo
 from tests.cli.program import run as program
 from tests.engines.test_check_weights import ask
@@ -36,12 +36,15 @@ PARTS = {
 }
 ASKED = {
     # where the drafter is stored: what it copies, and what vLLM 0.32.0 and SGLang 0.5.23 ask for
-    # (`ernie_mtp.py`, `mimo_mtp.py`, `longcat_flash_mtp.py`, `deepseek_mtp.py`; `ernie4_eagle.py`,
-    # `mimo_mtp.py`, `longcat_flash_nextn.py`, `deepseek_nextn.py`), without `self_attn`
+    # (`ernie_mtp.py`, `qwen4_exp/`, `mimo_mtp.py`, `longcat_flash_mtp.py`, `deepseek_mtp.py`,
+    # `step3p5_mtp.py`; `ernie4_eagle.py`, `mimo_mtp.py`, `longcat_flash_nextn.py`,
+    # `deepseek_nextn.py`), without `self_attn`
     "model.mtp_block.0.": ("ernie4_5_moe", "model.layers.2.", "model.mtp_block."),
+    "mtp.layers.0.": ("qwen3", "mtp.layers.2.", ""),
     "model.mtp_layers.0.": ("qwen2", "model.layers.2.", ""),
     "model.mtp.layers.0.transformer_layer.": ("qwen3", "model.layers.2.", ""),
     "model.layers.2.": ("deepseek_v3", "model.layers.2.", "model.decoder."),
+    "model.layers.3.": ("qwen2", "model.layers.3.mtp_block.", "model.mtp_block."),
 }
 both = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 by_family = pytest.mark.parametrize("family", PLACES)
@@ -137,7 +140,9 @@ def test_lists_without_expressions_name_the_modules_of_drafters(
 
 def test_longcat_numbers_drafters_after_two_attentions_a_layer() -> None:
     path = "model.mtp.layers.0.transformer_layer.self_attn.o_proj"
-    assert list_aliases(path, {"num_layers": 28}) == ("model.layers.56.self_attn.o_proj",)
+    layer = number_layer(path, {"num_layers": 28})
+    assert layer == 56
+    assert name_in_vllm(path, layer) == "model.layers.56.self_attn.o_proj"
 
 
 def is_fine(report: EngineReport) -> bool:

@@ -215,6 +215,8 @@ def _list_excluded(job: ConfigJob) -> list[str]:
     """
     joined = {name_fused_path(module) for module in job.quantized}
     names = [HEAD, *([_DRAFTERS] if job.drafter_modules else [])]
+    layers = sorted({item.layer for item in job.unquantized if item.layer is not None})
+    names += (f"re:(model|mtp)[.]layers[.]{layer}[.]" for layer in layers)
     for item in job.unquantized:
         ends = (item.tree,) if item.tree else _add_joined(item.ends, joined)
         names += () if item.tree else _add_joined(item.linears, joined)

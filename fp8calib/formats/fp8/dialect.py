@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.formats.fp8.quantization_config import Fields, FindScheme
 from fp8calib.formats.kv.kv_scales import name_scales
-from fp8calib.model.drafters import DRAFTER_MODULES
+from fp8calib.model.drafters import DRAFTER_MODULES, name_in_vllm
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.schemes import SCHEMES, Granularity, Scheme, count_parts
 
@@ -43,8 +43,8 @@ class UnquantizedMatrix:
     """The names that engines give the linears of a stack of experts."""
     is_drafted: bool = False
     """Whether it stays unquantized because it is of a drafter."""
-    aliases: tuple[str, ...] = ()
-    """Other names of it in engines' classes of drafters."""
+    layer: int | None = None
+    """The number that vLLM gives the drafter's layer."""
     ends: tuple[str, ...] = ()
     """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
     They match under any prefix that an engine uses. No quantized linear's path has such an end."""
@@ -52,8 +52,7 @@ class UnquantizedMatrix:
     @property
     def linears(self) -> tuple[str, ...]:
         """List the paths of its linears."""
-        own = (self.module,) if self.is_linear else ()
-        return (*own, *self.experts, *self.aliases)
+        return (self.module, *self.experts) if self.is_linear else self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +80,8 @@ class ConfigJob:
         names = [HEAD, *self.drafter_modules]
         for item in self.unquantized:
             names += item.linears
+            if item.layer is not None:
+                names += (name_in_vllm(path, item.layer) for path in item.linears)
             if layer := _LAYER.match(item.module):  # for engines that rename modules of a layer
                 names += (f"{layer[1]}{end}" for end in item.ends)
         return list(dict.fromkeys(names))
