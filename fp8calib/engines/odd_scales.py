@@ -403,6 +403,33 @@ def suspect_weight_scales(
                 yield f"{shorten(names[index])} {text}", (names[index],)
 
 
+_MOST_SIZE_FACTOR, _FEWEST_ALIKE = 30.0, 4
+"""How far from the median the values of a matrix may be (3.9 times in SmolLM2-135M), and of how
+many matrices."""
+
+
+def suspect_sizes(sizes: Mapping[str, float]) -> Iterator[str]:
+    """Describe the matrices whose values are far larger or smaller than in the other layers.
+
+    Args:
+        sizes: the root mean square of each, by name.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in sizes:
+        kinds[_NUMBER.sub("#", name)].append(name)
+    ratios = {
+        name: sizes[name] / median(sizes[each] for each in names)
+        for names in kinds.values()
+        for name in names
+        if len(names) >= _FEWEST_ALIKE
+    }
+    for name, ratio in ratios.items():
+        factor = max(ratio, 1 / ratio)
+        if factor > _MOST_SIZE_FACTOR and not _is_balanced(name, ratios):
+            than = f"{'larger' if ratio > 1 else 'smaller'} than in the other layers"
+            yield f"the values of {shorten(name)} are {factor:,.0f} times {than}: a wrong scale"
+
+
 def _is_balanced(name: str, ratios: Mapping[str, float]) -> bool:
     """Whether the other projection is as much smaller as this one is larger than in most layers."""
     partner = _PROJECTION.sub(lambda found: f".{_PARTNERS[found[1]]}_proj.", name)

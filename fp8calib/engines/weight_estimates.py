@@ -16,11 +16,13 @@ from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.weights.linears import PLAIN_DTYPES
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
+from fp8calib.numerics.arrays import decode_floats
 
 _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
 _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
+_SAMPLED_ROWS = 64
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
     *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
@@ -57,6 +59,24 @@ def estimate_reaches(
             if estimated is not None:
                 reaches[layer.index, role] = estimated
     return reaches
+
+
+def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
+    """Measure the root mean square of some rows of FP8 matrices, by their names.
+
+    Left out are experts, which may be dead, and what is zero or not finite.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    with np.errstate(all="ignore"), _Weights(folder, ()) as weights:
+        sizes = {
+            name: weights.measure(name)
+            for held in folder.tensors.values()
+            for name, entry in held.items()
+            if entry.dtype in WEIGHT_FORMATS and ".experts." not in name and len(entry.shape) == 2
+        }
+    return {name: size for name, size in sizes.items() if 0 < size < float("inf")}
 
 
 def _estimate(
@@ -146,11 +166,36 @@ class _Weights:
             scale = scale[np.ix_(*chosen)]
         return values * scale
 
+    def measure(self, name: str) -> float:
+        """Give the root mean square of rows in the middle of an FP8 matrix; 0 without a scale."""
+        file = self._open(name)
+        entry = file.tensors[name]
+        scales = [each for each in name_companions(name).scales if each in self._located]
+        if len(scales) != 1 or not entry.size_bytes:
+            return 0.0
+        rows, columns = entry.shape
+        first = max(0, (rows - _SAMPLED_ROWS) // 2)
+        last = min(rows, first + _SAMPLED_ROWS)
+        data = file.read_array(name, first * columns, last * columns)
+        scale = self._read_floats(scales[0])
+        if not scale.size:
+            return 0.0
+        scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
+        chosen = np.ix_(
+            np.arange(first, last) * scale.shape[0] // rows,
+            np.arange(columns) * scale.shape[1] // columns,
+        )
+        values = decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
+        return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
     def _read_floats(self, name: str) -> NDArray[np.float32]:
+        return self._open(name).read_scale(name)
+
+    def _open(self, name: str) -> TensorFile:
         file = self._located[name]
         if file not in self._files:
             self._files[file] = TensorFile(self._folder.path / file)
-        return self._files[file].read_scale(name)
+        return self._files[file]
 
     def read_bias(self, name: str, length: int) -> NDArray[np.float32] | None:
         """Read a bias; zeros where the model has none, None for another shape or dtype."""

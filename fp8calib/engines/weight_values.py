@@ -15,9 +15,11 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.code_scales import list_scale_faults
+from fp8calib.engines.odd_scales import suspect_sizes
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
+from fp8calib.engines.weight_estimates import measure_sizes
 from fp8calib.engines.weights.stored import NOT_FINITE_FIX
 from fp8calib.errors import shorten
 from fp8calib.formats.fp8.weights import is_linear_scale
@@ -40,8 +42,8 @@ class WeightValues:
 
     faults: tuple[str, ...]
     """Tensors that hold NaN or infinity, and scales that lose what they are multiplied with."""
-    clipped: tuple[str, ...]
-    """FP8 matrices too many of whose codes are the largest."""
+    suspicious: tuple[str, ...]
+    """FP8 matrices too many of whose codes are the largest, or that are unlike other layers."""
     notes: tuple[str, ...]
     """Tensors of zeros, and those with rows of zeros, which suit tokens that nobody uses."""
 
@@ -53,8 +55,8 @@ class WeightValues:
     def _amend(self, engine: EngineReport) -> EngineReport:
         if self.notes:
             engine = engine.add_problems(_join(self.notes))
-        if self.clipped:
-            engine = engine.suspect(_join(self.clipped))
+        if self.suspicious:
+            engine = engine.suspect(_join(self.suspicious))
         if not self.faults:
             return engine
         if engine.weights is not None:  # a fault of its own stands there
@@ -75,7 +77,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
         ModelError: a file cannot be read.
     """
     faults: list[str] = []
-    clipped: list[str] = []
+    suspicious: list[str] = []
     empty: list[str] = []
     notes: list[str] = []
     total = sum(entry.size_bytes for held in folder.tensors.values() for entry in held.values())
@@ -90,7 +92,7 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                         faults.append(fault)
                     if share > _MOST_LARGEST:
                         why = "it was quantized with a scale that is too small"
-                        clipped.append(
+                        suspicious.append(
                             f"{share:.0%} of {shorten(name)} has the largest code: {why}"
                         )
                     if is_linear_scale(name):
@@ -102,7 +104,8 @@ def read_weight_values(folder: ScaleFolder, progress: Progress) -> WeightValues:
                 else:
                     progress.advance(entry.size_bytes)
     faults += list_scale_faults(folder)
-    return WeightValues(faults=tuple(faults), clipped=tuple(clipped), notes=(*empty, *notes))
+    suspicious += suspect_sizes(measure_sizes(folder))
+    return WeightValues(faults=tuple(faults), suspicious=tuple(suspicious), notes=(*empty, *notes))
 
 
 def _read(

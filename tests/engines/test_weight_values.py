@@ -79,7 +79,7 @@ def test_every_code_is_judged_as_ml_dtypes_reads_it(
 
 def test_a_nan_fails_and_rows_of_zeros_are_told(llama: Path) -> None:
     path = llama / "model.safetensors"
-    assert read(llama) == WeightValues(faults=(), clipped=(), notes=())
+    assert read(llama) == WeightValues(faults=(), suspicious=(), notes=())
     out = succeed("check", llama, "--read-weights").out
     assert "--read-weights" not in out
     assert "--read-weights" in succeed("check", llama).out
@@ -112,7 +112,9 @@ def test_a_norm_that_is_not_finite_is_bad_without_reading_weights(tmp_path: Path
 def test_a_fault_beside_another_one_is_told() -> None:
     other = LoadVerdict(status=Status.MISREAD, why="another fault")
     report = CheckReport(engines={"x": EngineReport(layers=(), weights=other)}, versions={"x": "1"})
-    amended = WeightValues(faults=("a holds NaN",), clipped=(), notes=()).amend(report).engines["x"]
+    amended = (
+        WeightValues(faults=("a holds NaN",), suspicious=(), notes=()).amend(report).engines["x"]
+    )
     assert amended.weights == other
     assert amended.problems == ("a holds NaN",)
 
@@ -130,7 +132,7 @@ def test_codes_that_a_small_scale_clipped_are_told(
     scale = weight.abs().amax(1, keepdim=True) / 448 / factor
     codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     found = read(store(llama, tmp_path / "model", codes))
-    assert bool(found.clipped) == is_told
+    assert bool(found.suspicious) == is_told
     report = CheckReport(engines={"x": EngineReport(layers=())}, versions={"x": "1"})
     suspicious = found.amend(report).engines["x"].suspicious
     assert [f"of {NAME} has the largest code" in each for each in suspicious] == [True] * is_told
@@ -203,3 +205,36 @@ def test_a_row_of_negative_zeros_is_one_of_zeros(
     tensor[2, 0] = -1
     found = read(store(llama, tmp_path / "model", tensor))
     assert found.notes == (f"{NAME}: 1 of its rows are zeros",)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("factors", "is_told"),
+    [
+        ({}, False),
+        ({"v": 20}, False),
+        ({"v": 50}, True),
+        ({"v": 1 / 50}, True),
+        ({"v": 50, "o": 1 / 50}, False),
+    ],
+)
+def test_a_matrix_far_from_those_of_the_other_layers_is_told(
+    llama: Path,
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    factors: dict[str, float],
+    is_told: bool,
+) -> None:
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in range(5):
+        for role in ("v", "o"):
+            name = f"model.layers.{layer}.self_attn.{role}_proj.weight"
+            factor = factors.get(role, 1) if layer == 2 else 1
+            tensors[name] = (torch.randn(70, 100) * 90).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = torch.full(shape, 0.01 * factor)
+    found = read(store_all(llama, tmp_path / "model", tensors)).suspicious
+    text = "the values of model.layers.2.self_attn.v_proj.weight are "
+    assert [each.startswith(text) for each in found] == [True] * is_told
+    first = {name: each for name, each in tensors.items() if int(name.split(".")[2]) < 3}
+    assert read(store_all(llama, tmp_path / "three layers", first)).suspicious == ()
