@@ -32,6 +32,12 @@ def return_memory_of(device: torch.device) -> None:
         return_freed_memory()
 
 
+def free_bytes(device: torch.device) -> int:
+    """Count the bytes of a GPU that are free, or held by torch and unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory until `return_freed_memory`; without glibc do nothing.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from fp8calib.calibration.allocator import keep_freed_memory, return_freed_memory
+from fp8calib.calibration.allocator import free_bytes, keep_freed_memory, return_freed_memory
 from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.streamed_model import StreamedModel
 from fp8calib.data.sequences import Batch
@@ -37,7 +39,7 @@ AT_ONCE = 8
 """Candidates of a round: their hidden states wait for the head together, and every round runs the
 unquantized model again."""
 _HIDDEN_SHARE = 6
-"""Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
+"""On a CPU hidden states that wait for the head may take this part of the weights' memory: 1/6."""
 _LOOK_S = 5.0
 """Scores on a GPU are looked at this often."""
 _REFERENCE = "the unquantized model"
@@ -208,13 +210,16 @@ def _run_whole(
 ) -> None:
     """Run batches through the unquantized model and its candidates.
 
-    Weights change once for a group of batches, whose hidden states wait; the group's size keeps
-    these a small part of the memory that the weights take.
+    Weights change once for a group of batches, whose hidden states wait in the memory that
+    `_find_room` finds.
     """
     keep_freed_memory()
     decoder = Decoder(model.model)
     changes_weights = any(candidate.weights for candidate, _ in models)
-    limit = count_tokens_at_once(model.model, len(models)) if changes_weights else 0
+    limit, keeps = 0, False
+    if changes_weights:
+        room, keeps = _find_room(model.model, [candidate for candidate, _ in models])
+        limit = count_tokens_at_once(model.model, len(models), room)
     sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
     shared = [index for index, shares in enumerate(sharing) if shares]
     together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
@@ -230,6 +235,7 @@ def _run_whole(
                     *(model.model, model.geometry, candidate, hooks),
                     originals=model.weights,
                     decoder=decoder,
+                    keeps_originals=keeps,
                 ) as run,
             ):
                 for batch in group:
@@ -255,9 +261,27 @@ def _group(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
     return groups
 
 
-def count_tokens_at_once(model: LoadedModel, num_models: int) -> int:
+def _find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int, bool]:
+    """Find the bytes for hidden states, and whether GPUs keep the weights that candidates change.
+
+    On a CPU hidden states take a small part of the memory that the weights take; on a GPU half of
+    what is free. Kept weights take no more than half of it before.
+    """
+    values = dict(model.named_parameters())
+    if not (gpus := gpus_of(model)):
+        return sum(p.nbytes for p in values.values()) // _HIDDEN_SHARE, False
+    free, most = {gpu: free_bytes(gpu) for gpu in gpus}, Counter[torch.device]()
+    for candidate in candidates:
+        changed = Counter[torch.device]()
+        for parameter in (each for change in candidate.weights for each in change.parameters):
+            changed[values[parameter.name].device] += values[parameter.name].nbytes
+        most |= changed
+    keeps = all(2 * taken <= free.get(device, 0) for device, taken in most.items())
+    return min(free[gpu] - keeps * most[gpu] for gpu in gpus) // 2, keeps
+
+
+def count_tokens_at_once(model: LoadedModel, num_models: int, room: int) -> int:
     """Count the tokens whose hidden states, of so many models, may wait for the head."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     config = model.config.get_text_config(decoder=True)
     per_token = config.hidden_size * model.dtype.itemsize * num_models
-    return int(weights // _HIDDEN_SHARE // per_token)
+    return int(room // per_token)

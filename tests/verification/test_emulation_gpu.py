@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from fp8calib.calibration.streamed_model import open_streamed
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import batches, find_distinct_tokens
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
 from fp8calib.model.shapes import Role
 from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import Granularity
+from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification import score as score_module
 from fp8calib.verification.emulation import emulate
 from fp8calib.verification.emulation.candidate import Candidate
@@ -28,14 +31,17 @@ from fp8calib.verification.emulation.damage import (
 )
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.weights import Requantized
 from fp8calib.verification.score import score
 from scripts.benchmarks.launches import WorkCounter, make_emulations
 from tests import zoo
 from tests.calibration.running import opened, rows_of
 from tests.simulated_gpus import simulated_gpus
+from tests.verification.by_hand import emulate_scheme, make_subject
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
 STATIC = torch.tensor(0.0371)
+REFERENCE = find_emulated("reference")[1]
 DYNAMIC: Any = {"fmt": E4M3FN, "scale": Granularity.TOKEN}
 
 
@@ -173,6 +179,54 @@ def test_kernels_are_tried_before_the_batches(
             candidate = Candidate(name=name, quantizers=made[name])
             score(subject.prepared, [candidate], text, progress=silent)
             assert seen[: 2 + len(tried)] == ["batch", *tried, "batch"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_gpu_with_room_keeps_the_weights_that_a_candidate_changes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change once and are never read again; without room they do for each batch."""
+    zoo.save(family, tmp_path / "model")
+    silent: Any = SimpleNamespace(advance=lambda _tokens: None)
+    text = list(batches(rows_of([9] * 6), 2))
+    calls: list[str] = []
+
+    def spy(kind: type, name: str) -> None:
+        plain = getattr(kind, name)
+
+        def call(own: Any, given: Any) -> Any:
+            calls.append(name)
+            return plain(own, given)
+
+        monkeypatch.setattr(kind, name, call)
+
+    spy(Requantized, "apply")
+    spy(WeightSource, "read")
+    spy(WeightSource, "read_experts")
+    klds = []
+    for has_room in (True, False):
+        if not has_room:
+            monkeypatch.setattr(score_module, "free_bytes", lambda _device: 0)
+        with (
+            gpu(),
+            opened(tmp_path / "model", device="cuda") as subject,
+            Checkpoint.open(tmp_path / "model") as checkpoint,
+        ):
+            model = subject.prepared.model
+            candidate = emulate_scheme(
+                make_subject(model, checkpoint), SCHEMES["fp8-dynamic"], REFERENCE
+            )
+            before = {name: x.cpu() for name, x in model.named_parameters()}
+            calls.clear()
+            scores = score(subject.prepared, [candidate], text, progress=silent)
+            times = 1 if has_room else len(text)
+            assert calls.count("apply") == times * len(candidate.weights)
+            assert ({*calls} == {"apply"}) is has_room
+            for name, x in model.named_parameters():
+                assert torch.equal(x.cpu(), before[name]), name
+            klds.append(scores.candidates[candidate.name].klds)
+    assert torch.equal(*klds)
+    assert klds[0].mean() > 0
 
 
 def test_nan_of_a_batch_that_waits_on_a_gpu_names_the_sample(tmp_path: Path) -> None:

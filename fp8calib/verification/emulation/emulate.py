@@ -329,13 +329,15 @@ def emulated(
     *,
     originals: WeightSource,
     decoder: Decoder | None = None,
+    keeps_originals: bool = False,
 ) -> Iterator[Callable[[Batch], torch.Tensor]]:
     """Emulate while the context is open; give the function from a batch to its last hidden state.
 
     `decoder` is that of the model, for callers that emulate again and again.
 
     The hooks, made for the same emulation, keep their measurements across contexts. When the
-    context closes, changed weights are read again from `originals`.
+    context closes, changed weights are read again from `originals`, or copied back where
+    `keeps_originals` kept them on their device.
     """
     used, attentions = decoder or Decoder(model), geometry.owners()
 
@@ -346,7 +348,10 @@ def emulated(
         return hidden
 
     with (
-        changed_weights(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
+        changed_weights(
+            *(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
+            keeps=keeps_originals,
+        ),
         open_emulation_hooks(model, geometry, hooks),
     ):
         yield run

@@ -196,8 +196,8 @@ class ScaleRange:
     @classmethod
     def of(cls, scale: torch.Tensor, *, per: Per) -> Self:
         """Take the extremes of scales in any shape."""
-        smallest, largest = torch.aminmax(scale)
-        return cls(per=per, smallest=float(smallest), largest=float(largest))
+        smallest, largest = torch.stack(torch.aminmax(scale)).tolist()  # a GPU is waited for once
+        return cls(per=per, smallest=smallest, largest=largest)
 
     @classmethod
     def of_quantizer(cls, quantizer: Quantizer) -> Self:

@@ -174,17 +174,20 @@ def changed_weights(
     originals: WeightSource,
     damage: dict[Site, torch.Tensor],
     scales: dict[Site, ScaleRange],
+    *,
+    keeps: bool = False,
 ) -> Iterator[None]:
     """Apply `changes` to the model while the context is open.
 
-    At the end, the unquantized weights are read again from `originals`. `damage` and `scales`
-    receive those of each weight (`Changed`).
+    At the end, the unquantized weights are read again from `originals`; with `keeps` they are
+    copied on their device before. `damage` and `scales` receive those of each weight (`Changed`).
 
     Raises:
         VerificationError: a weight is offloaded, so it cannot be replaced.
     """
     values = {name: parameter.data for name, parameter in model.named_parameters()}
     touched: list[WeightParameter] = []
+    kept: dict[str, torch.Tensor] = {}
     try:
         for change in changes:
             for parameter in change.parameters:
@@ -194,12 +197,17 @@ def changed_weights(
                         hint="leave out --device-map: the model is then streamed layer by layer",
                     )
             touched += change.parameters
+            if keeps:
+                kept |= {each.name: values[each.name].clone() for each in change.parameters}
             for parameter, sums, extremes in change.apply(values):
                 damage.update(dict.fromkeys(parameter.sites, sums))
                 scales.update(dict.fromkeys(parameter.sites, extremes))
         yield
     finally:
         for parameter in touched:
+            if parameter.name in kept:
+                values[parameter.name].copy_(kept.pop(parameter.name))
+                continue
             pieces = parameter.pieces(values[parameter.name])
             for piece, original in zip(pieces, parameter.read_pieces(originals), strict=True):
                 piece.copy_(original)
