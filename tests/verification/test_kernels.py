@@ -201,7 +201,7 @@ def test_a_model_is_emulated_as_without_the_kernel(family: str, lengths: tuple[i
 
 
 def compare_trial() -> bool:
-    trial = probabilities.make_trial(torch.device(DEVICE))
+    trial = probabilities.make_p_trial(torch.device(DEVICE))
     return agree(*trial, tolerance=probabilities.TOLERANCE)
 
 

@@ -305,10 +305,10 @@ def _round_in_kernel(
 @cache
 def has_probability_kernel(device: torch.device) -> bool:
     """Whether the probabilities of a device are rounded by the kernel."""
-    return is_trusted(device, *make_trial(device), tolerance=TOLERANCE)
+    return is_trusted(device, *make_p_trial(device), tolerance=TOLERANCE)
 
 
-def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
+def make_p_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
     """Round probabilities in tiles by the kernel on a device, and by torch on the CPU.
 
     None is near the middle of two values of the format: exp may differ in its last places.
