@@ -262,7 +262,10 @@ def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | sl
 def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     """Take the measured rows; on a CPU as a copy, because P is rounded in place there."""
     taken: torch.Tensor
-    taken = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows.to(x.device))
+    if isinstance(rows, slice):
+        taken = x[:, rows]
+    else:
+        taken = x.index_select(1, rows.to(x.device, non_blocking=True))
     return taken.clone() if x.device.type == "cpu" else taken
 
 
