@@ -104,7 +104,8 @@ def distribution(name):
         raise m.PackageNotFoundError(name)
     return real(name)
 m.distribution = distribution
-m.entry_points = lambda **_: ()
+points = m.entry_points
+m.entry_points = lambda **by: () if by.get("group") == "fp8calib.plugins" else points(**by)
 """
 
 

@@ -113,7 +113,9 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
     """
     rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
     block = rows * vocab_size * itemsize
-    reduced = min(_rows_at_once(device, vocab_size), rows) * vocab_size
+    reduced = _REDUCED_AT_ONCE
+    if device.type != "cpu":
+        reduced = min(_rows_at_once(device, vocab_size), rows) * vocab_size
     return (1 + _CANDIDATES_AT_ONCE + _PRODUCT_BLOCKS) * block + _REDUCTIONS * reduced * 4
 
 

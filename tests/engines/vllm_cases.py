@@ -114,7 +114,9 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "quark": LISTED,
 }
 USED, REFUSED, DROPPED = (("used",) * 2, ("refused",) * 2, ("dropped",) * 2)
-DEFAULTED, MISREAD, UNKNOWN = (("defaulted",) * 2, ("misread",) * 2, ("unknown",) * 2)
+DEFAULTED, MISREAD, BAD, UNKNOWN = (
+    (each,) * 2 for each in ("defaulted", "misread", "bad", "unknown")
+)
 TEXT_TARGETS = {"g": {"targets": "Linear", "weights": PER_TENSOR["kv_cache_scheme"]}}
 SCHEME = {"type": "float", "num_bits": 8}
 LAYERS = {"lm_head": {"quant_algo": "FP8"}}
@@ -141,8 +143,8 @@ TRUTH_TABLE: Mapping[tuple[float, float], tuple[str, str]] = {
     (0.0, 0.5): REFUSED,
     (-0.5, 0.5): REFUSED,
     (NAN, NAN): REFUSED,
-    (INF, 0.25): ("misread", "used"),
-    (2.0**-127, 2.0**-126): ("misread", "used"),
+    (INF, 0.25): ("bad", "used"),
+    (2.0**-127, 2.0**-126): ("bad", "used"),
 }
 """Of methods other than compressed-tensors (`quantization/kv_cache.py`)."""
 
@@ -206,7 +208,7 @@ def _list_numbers() -> Iterator[tuple[str, Case]]:
         yield f"{method} shape [1, 1, 1]", Case(**of, scales=_pair([[[0.25]]]))
     ct, fp8 = {"quantization": PER_TENSOR}, {"quantization": FP8}
     for number in (NAN, 0.0, -0.5, INF):
-        yield f"ct {number:g}", Case(**ct, scales=_pair(number, 0.5), status=("misread", "used"))
+        yield f"ct {number:g}", Case(**ct, scales=_pair(number, 0.5), status=("bad", "used"))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         yield f"fp8 scales in {dtype}", Case(**fp8, scales=PAIR, dtype=dtype)
     yield "ct by layer", Case(**ct, scales=PAIR, later=_pair(2.0, 4.0))
@@ -217,7 +219,7 @@ def _list_numbers() -> Iterator[tuple[str, Case]]:
         ("per head", PER_HEAD, PER_HEAD_PAIR, USED, ""),
         ("per head, one number", PER_HEAD, PAIR, USED, ""),
         ("per head, three heads", PER_HEAD, _pair([0.25, 0.5, 0.75]), MISREAD, ""),
-        ("per head, NaN", PER_HEAD, _pair([[[0.25]], [[NAN]]]), MISREAD, ""),
+        ("per head, NaN", PER_HEAD, _pair([[[0.25]], [[NAN]]]), BAD, ""),
         ("per head without groups", NO_GROUPS, PER_HEAD_PAIR, REFUSED, "config_groups"),
         *(
             (
@@ -236,7 +238,7 @@ def _list_numbers() -> Iterator[tuple[str, Case]]:
         yield name, Case(quantization=quantization, scales=scales, status=status, why=why)
     for value, served, status in (
         (2e-8, "float16", REFUSED),
-        (7e4, "float16", MISREAD),
+        (7e4, "float16", BAD),
         (0.1, "float32", USED),
     ):
         name, config = f"fp8 {value:g} in {served}", {"dtype": served}
