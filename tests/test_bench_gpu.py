@@ -59,6 +59,7 @@ def test_a_model_that_cannot_be_made_leaves_its_rows_open(tmp_path: Path) -> Non
     assert all(" | open | " in row for row in rows)
 
 
+@takes_minutes
 @pytest.mark.parametrize("room", [2e-4, 1.0])
 def test_accelerate_runs_the_model_with_weights_beyond_the_limit(
     room: float, tmp_path: Path

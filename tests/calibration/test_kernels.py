@@ -79,7 +79,7 @@ def both(observe: Any, *arguments: Any) -> tuple[reductions.Reductions, reductio
     return answers[0], answers[1]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(drawn(), st.sampled_from([1, 3, 64, 80, 130]), st.booleans())
 def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: bool) -> None:
     x = case.tensor(*case.batch.shape, channels)
@@ -87,7 +87,7 @@ def test_an_input_is_reduced_as_torch_does(case: Drawn, channels: int, is_flat: 
     require_same(*both(reductions.observe_input, case.batch, SITE, x))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     drawn(),
     st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 4)]),

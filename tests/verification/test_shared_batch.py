@@ -25,6 +25,7 @@ from fp8calib.verification.score import Scores, score
 from tests import zoo
 from tests.calibration.running import LENGTHS, opened, rows_of
 from tests.doors import run_calibration
+from tests.kit.minutes import in_minutes
 from tests.simulated_gpus import gpu
 from tests.verification.test_streamed_compare import VLLM, make_emulations
 
@@ -37,7 +38,7 @@ def without_p(quantizers: Any) -> dict[Any, Quantizer]:
     return {site: each for site, each in quantizers.items() if site.role is not Role.P}
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gemma3n_text"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", *in_minutes("deepseek_v3", "gemma3n_text")])
 def test_figures_are_those_of_candidates_one_by_one(family: str, tmp_path: Path) -> None:
     """Padded batches; two candidates share, one has other weights and one P in tiles."""
     zoo.save(family, tmp_path / "model")
