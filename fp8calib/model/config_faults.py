@@ -19,7 +19,6 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import type_validator
 from transformers import (
-    CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -29,11 +28,15 @@ from transformers import (
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import (
     find_quantization_configs,
-    let_layers_differ,
     without_quantization,
 )
 from fp8calib.errors import ModelError, shorten
-from fp8calib.model.geometry_from_config import complete_heads, is_known, restore_floats
+from fp8calib.model.geometry_from_config import (
+    complete_heads,
+    is_known,
+    parse_config,
+    restore_floats,
+)
 from fp8calib.model.plain_sections import GENERATION_NAME
 
 _SAMPLING = {
@@ -71,7 +74,7 @@ def find_config_fault(config: Mapping[str, object]) -> str:
     if not is_known(config):
         return ""
     plain = restore_floats(without_quantization(config))
-    if why := _try(partial(_parse, plain)):
+    if why := _try(partial(parse_config, plain)):
         return why
     return _try(partial(_build, plain)) if complete_heads(plain) != plain else ""
 
@@ -93,7 +96,7 @@ def list_other_faults(
     """The configs that the class reads, each with what the file has for it."""
     if is_known(config) and not is_refused:
         plain = restore_floats(without_quantization(config))
-        parsed = _parse(plain)
+        parsed = parse_config(plain)
         parts.append((parsed, plain))
         inner, text = plain.get("text_config"), parsed.get_text_config()
         if isinstance(inner, dict) and text is not parsed:
@@ -114,13 +117,9 @@ def list_other_faults(
         yield from _list_odd_values(parsed, own)
 
 
-def _parse(config: Mapping[str, Any]) -> Any:
-    return let_layers_differ(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-
-
 def _build(config: Mapping[str, Any]) -> None:
     with torch.device("meta"):
-        AutoModel.from_config(_parse(config))
+        AutoModel.from_config(parse_config(config))
 
 
 def _run(parsed: Any) -> None:

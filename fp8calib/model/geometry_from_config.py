@@ -91,6 +91,11 @@ def is_known(config: Mapping[str, object]) -> bool:
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """Read a config of a known type as transformers' class does, which may refuse it."""
+    return let_layers_differ(CONFIG_MAPPING[str(config["model_type"])].from_dict(config))
+
+
 def complete_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `head_dim: null` by the hidden size by heads, as vLLM 0.32.0 does (run)."""
     found = {
@@ -152,7 +157,7 @@ def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
             if "float8" in str(section.get(key)):
                 section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
     try:
-        parsed = let_layers_differ(CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain))
+        parsed = parse_config(plain)
     except Exception as error:
         raise _unusable(folder, error) from error
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.architectures.vision import VISION
 from tests.cli.program import run
 
 TEXT: dict[str, Any] = {
@@ -23,14 +24,6 @@ TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
 }
 KINDS: dict[str, dict[str, Any]] = {
     # its output layer is called `decoder`
