@@ -16,7 +16,7 @@ from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Result
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Reports
 from fp8calib.engines.status import Status
 from fp8calib.errors import (
     CANNOT_TELL,
@@ -96,64 +96,12 @@ class CheckRequest:
     revision: str | None = option(shared.REVISION, default=None)
 
 
-class EngineResult(EngineReport):
-    """What one engine does with the scales of every layer and with FP8 weights."""
-
-    engine: str
-    version: str
-    """The release whose rules were replayed."""
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def ok(self) -> bool:
-        """Whether scales and weights are used as the file means, and no scale is suspicious."""
-        return super().ok
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def status(self) -> Status | None:
-        """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
-        return super().status
-
-    @property
-    def verdict(self) -> str:
-        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
-        return "ok" if self.ok else self.status or "not ok"
-
-    @property
-    def summary(self) -> str:
-        """The verdict, with the number of layers whose KV scales are used."""
-        if self.loads_without_kv:
-            loads = "ok, loads" if self.ok else self.verdict
-            return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
-        used = sum(layer.ok for layer in self.layers)
-        served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
-        if self.status is Status.UNKNOWN:
-            return f"{served} if the engine loads it" if used else self.verdict
-        if used == len(self.layers) and not self.ok:  # something else is wrong
-            return f"{self.verdict}; KV scales are used in {used} of {used} layers"
-        return served
-
-
 class CheckResult(Result):
     """One report for each engine that was asked for."""
 
-    engines: Mapping[str, EngineResult]
+    engines: Reports
     has_read_weights: bool = Field(default=False, exclude=True)
     """Whether all tensors were read."""
-
-    @classmethod
-    def of(cls, report: CheckReport, *, has_read_weights: bool = False) -> CheckResult:
-        """Name the engine and the release in each report."""
-        return cls(
-            engines={
-                key: EngineResult(
-                    engine=key.partition("==")[0], version=report.versions[key], **dict(found)
-                )
-                for key, found in report.engines.items()
-            },
-            has_read_weights=has_read_weights,
-        )
 
     @computed_field  # type: ignore[prop-decorator]
     @property

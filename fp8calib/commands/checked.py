@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +27,9 @@ from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.config_doubts import doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.engines.replay.fingerprint import add_fingerprints
+from fp8calib.engines.replay.fingerprint import add_fingerprint
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry import imagine_geometry, read_replayed_geometry
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -41,21 +40,8 @@ from fp8calib.model.shapes import ModelGeometry
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
-def check_path(
-    request: CheckRequest,
-    *,
-    progress: Progress | None = None,
-    amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None = None,
-    compare: Callable[[EngineReport], EngineReport] | None = None,
-) -> CheckResult:
-    """Check a path.
-
-    Args:
-        request: the path, and what is asked.
-        progress: shows how much was read where all values are.
-        amend: changes the report of the replay; of checkpoint folders alone.
-        compare: compares the finished report of each engine with what runs; of folders alone.
-    """
+def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
+    """Check a path; `progress` shows how much was read where all values are."""
     engines = _choose_engines(request)
     path = fetch_hub_id(Path(request.path))
     require_path(path, hint="name a checkpoint folder or a JSON file")
@@ -73,7 +59,7 @@ def check_path(
         for file in list_opened_files(opened, prefers_single=True):  # in all engines
             if (fault := opened.faults.get(file)) is not None:
                 raise ModelError(fault, hint="download or copy the file again")
-        report = check_folder(
+        reports = check_folder(
             *(opened, geometry, engines, request.tp),
             requires_kv=request.require_kv,
             model=model,
@@ -81,12 +67,10 @@ def check_path(
             reads_weights=request.read_weights,
         )
     else:
-        if amend is not None or compare is not None:
-            raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, model)
-        report = check_file(
+        reports = check_file(
             *(path, geometry, engines, request.tp),
             model=model,
             stats=stats,
@@ -95,31 +79,26 @@ def check_path(
     if request.read_weights:
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 
-        report = read_weight_values(opened, progress or PythonReporter(None)).amend(report)
+        values = read_weight_values(opened, progress or PythonReporter(None))
+        reports = {key: values.amend(each) for key, each in reports.items()}
         if stats is not None and is_folder and not lacks_weights(path):
-            report = _compare_weights(report, stats, path)
-    report = doubt_configs(report, model, geometry)
-    if amend is not None:
-        report = amend(report, path, geometry)
-    report = add_fingerprints(report, request.tp)
-    if compare is not None:
-        compared = {key: compare(each) for key, each in report.engines.items()}
-        report = report.model_copy(update={"engines": compared})
-    report = report.allow_suspicious() if request.allow_suspicious else report
-    return CheckResult.of(report, has_read_weights=request.read_weights)
+            differences = list(_compare_weights(stats, path))
+            reports = {key: each.suspect(*differences) for key, each in reports.items()}
+    reports = doubt_configs(reports, model, geometry)
+    if request.allow_suspicious:
+        reports = {key: each.allow_suspicious() for key, each in reports.items()}
+    finished = {key: add_fingerprint(each, request.tp) for key, each in reports.items()}
+    return CheckResult(engines=finished, has_read_weights=request.read_weights)
 
 
-def _compare_weights(report: CheckReport, stats: CalibrationStats, path: Path) -> CheckReport:
-    """Suspect weights that differ from those of the calibrated model by more than quantization."""
+def _compare_weights(stats: CalibrationStats, path: Path) -> Iterator[str]:
+    """Say which weight differs from the calibrated model's by more than quantization, if any."""
     from fp8calib.quantization.related import compare_weights  # imports torch
 
     with Checkpoint.open(path) as checkpoint:
         found = compare_weights(stats.origin.unquantized, checkpoint)
-    if not found.difference:
-        return report
-    text = f"weights: not those that were calibrated, or with other scales: {found.difference}"
-    engines = {key: each.suspect(text) for key, each in report.engines.items()}
-    return report.model_copy(update={"engines": engines})
+    if found.difference:
+        yield f"weights: not those that were calibrated, or with other scales: {found.difference}"
 
 
 def _choose_engines(request: CheckRequest) -> tuple[str, ...]:

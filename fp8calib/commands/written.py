@@ -133,7 +133,7 @@ def replay_plan(
             return {}, _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
-        reports = check_folder(opened, geometry, engines, 1).engines
+        reports = check_folder(opened, geometry, engines, 1)
     if not all(report.load_fault for report in reports.values()):
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
     return reports, ""

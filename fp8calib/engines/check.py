@@ -22,10 +22,10 @@ from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.dtypes import find_cache_flag
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import (
-    CheckReport,
     EngineReport,
     LoadVerdict,
     Refusal,
+    Reports,
     UnrunRefusal,
     report_alike,
     report_refusal,
@@ -61,7 +61,7 @@ def check_folder(
     model: ScaleFolder | None = None,
     stats: CalibrationStats | None = None,
     reads_weights: bool = False,
-) -> CheckReport:
+) -> Reports:
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
 
     Args:
@@ -124,18 +124,19 @@ def _ask_all(
     tp: int,
     config: Mapping[str, object],
     ask: Callable[[Engine], EngineReport],
-) -> CheckReport:
+) -> Reports:
     """Ask each engine that may start with this config on so many ranks."""
     misfit = _find_misfit(geometry, tp)
-    asked = [find_replayed(name) for name in engines]
     reports = {}
-    for engine in asked:
+    for engine in map(find_replayed, engines):
         if refusal := _find_refusal(engine, config, geometry.architecture, misfit):
-            reports[engine.key] = report_refusal(geometry, refusal)
+            report = report_refusal(geometry, refusal)
         else:
             report = ask(engine)
-            reports[engine.key] = report.add_problems(engine.note) if engine.note else report
-    return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+            report = report.add_problems(engine.note) if engine.note else report
+        named = {"engine": engine.key.partition("==")[0], "version": engine.version}
+        reports[engine.key] = report.model_copy(update=named)
+    return reports
 
 
 def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
@@ -183,7 +184,7 @@ def check_file(
     model: ScaleFolder,
     stats: CalibrationStats | None = None,
     reads_weights: bool = False,
-) -> CheckReport:
+) -> Reports:
     """Report what each engine does with a file of scales beside a model.
 
     Args:

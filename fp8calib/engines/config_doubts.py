@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
+from fp8calib.engines.replay.verdicts import Reports, report_unknown
 from fp8calib.engines.vllm.replay import names_base
 from fp8calib.errors import shorten
 from fp8calib.model.drafters import find_drafter_class
@@ -19,17 +19,17 @@ _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 """Engines that choose the class of a model by its name in config.json."""
 
 
-def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
+def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry) -> Reports:
     """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
 
     vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
     if "auto_map" in model.config:
-        return report
-    engines = dict(report.engines)
+        return reports
+    engines = dict(reports)
     refused, faults = _find_faults(model)
-    for key, engine in ((key, find_replayed(key)) for key in report.engines):
+    for key, engine in ((key, find_replayed(key)) for key in reports):
         if engine.name not in _BY_CLASS:
             continue
         is_drafter = find_drafter_class(model.config)
@@ -38,11 +38,9 @@ def doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeomet
         if engine.name == "sglang" or not names_base(model.config, geometry):
             why = why or _find_other_class(model.config, geometry)
         if why:
-            asks_for_kv = engines[key].asks_for_kv
-            unknown = report_unknown(geometry, f"{why}{hint}")
-            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
+            engines[key] = engines[key].give_names(report_unknown(geometry, f"{why}{hint}"))
         engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
-    return report.model_copy(update={"engines": engines})
+    return engines
 
 
 def _find_faults(model: ScaleFolder) -> tuple[str, list[str]]:

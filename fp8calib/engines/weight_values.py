@@ -17,7 +17,7 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.engines.code_scales import list_scale_faults
 from fp8calib.engines.odd_scales import suspect_sizes
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import measure_sizes
 from fp8calib.engines.weights.stored import NOT_FINITE_FIX
@@ -47,12 +47,8 @@ class WeightValues:
     notes: tuple[str, ...]
     """Tensors of zeros, and those with rows of zeros, which suit tokens that nobody uses."""
 
-    def amend(self, report: CheckReport) -> CheckReport:
-        """Add it to the report of every engine: all of them compute with these values."""
-        engines = {key: self._amend(engine) for key, engine in report.engines.items()}
-        return report.model_copy(update={"engines": engines})
-
-    def _amend(self, engine: EngineReport) -> EngineReport:
+    def amend(self, engine: EngineReport) -> EngineReport:
+        """Add it to the report of an engine; all of them compute with these values."""
         if self.notes:
             engine = engine.add_problems(_join(self.notes))
         if self.suspicious:

@@ -98,8 +98,8 @@ def _find_unused(
     if path.suffix == ".json":
         unused |= {Status.MISREAD, Status.BAD, Status.REFUSED}
         folder = open_folder(model.source.folder)
-        checked = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
-        report = checked.engines[engine.key]
+        reports = check_file(path, table.geometry, [engine.key], table.tp, model=folder)
+        report = reports[engine.key]
     emulated = list_defaulted(table)
     layers = (
         [] if report is None else [each for each in report.layers if each.layer not in emulated]
@@ -117,7 +117,7 @@ def _replay(folder: Path, engine: Engine) -> EngineReport | None:
         geometry = read_replayed_geometry(found)
     except ModelError:
         return None
-    return check_folder(found, geometry, [engine.key], 1).engines[engine.key]
+    return check_folder(found, geometry, [engine.key], 1)[engine.key]
 
 
 def _replay_scheme(model: RunModel, scheme: Scheme, engine: Engine) -> EngineReport | None:

@@ -110,8 +110,7 @@ def ask(
     engine: str, folder: Path, geometry: ModelGeometry | None = None, *, tp: int = 1
 ) -> EngineReport:
     """Check a folder for one engine."""
-    report = check_folder(open_folder(folder), geometry or plain_geometry(), [engine], tp)
-    return report.engines[engine]
+    return check_folder(open_folder(folder), geometry or plain_geometry(), [engine], tp)[engine]
 
 
 def ask_sglang_json(
@@ -120,7 +119,7 @@ def ask_sglang_json(
     """Check a JSON file for SGLang, with a model that has this `quantization_config`."""
     config = {} if quantization is None else {"quantization_config": quantization}
     model = ScaleFolder(path=path.parent, config=config, tensors={}, scales={})
-    return check_file(path, geometry, ["sglang"], tp, model=model).engines["sglang"]
+    return check_file(path, geometry, ["sglang"], tp, model=model)["sglang"]
 
 
 def statuses(report: EngineReport) -> list[tuple[str, str]]:

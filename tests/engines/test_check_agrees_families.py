@@ -48,7 +48,7 @@ def test_what_is_said_of_a_family_is_what_transformers_does(family: str, tmp_pat
     folder = _export(family, tmp_path)
     opened = open_folder(folder)
     geometry = read_geometry(folder, opened.config)
-    report = check_folder(opened, geometry, ["transformers"], 1).engines["transformers"]
+    report = check_folder(opened, geometry, ["transformers"], 1)["transformers"]
 
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True

@@ -159,8 +159,7 @@ def _compare(folder: Path, *, runs: bool = False) -> EngineReport:
     Where `runs`, the model also runs, which is the first to fail at some scales.
     """
     opened = open_folder(folder)
-    checked = check_folder(opened, find_geometry("llama"), ["transformers"], 1)
-    report = checked.engines["transformers"]
+    report = check_folder(opened, find_geometry("llama"), ["transformers"], 1)["transformers"]
     if report.layers[0].k.status is Status.UNKNOWN:
         with pytest.raises(ImportError):
             _load(folder, runs=runs)

@@ -71,7 +71,7 @@ def make(
 def ask(folder: Path, engine: str, tp: int = 1) -> EngineReport:
     opened = open_folder(folder)
     geometry = read_geometry(folder, opened.config)
-    return check_folder(opened, geometry, [engine], tp).engines[engine]
+    return check_folder(opened, geometry, [engine], tp)[engine]
 
 
 def explain_refusal(report: EngineReport) -> str:

@@ -89,7 +89,7 @@ def damage(source: Path, target: Path, part: str = "-", **config: Any) -> Path:
 def ask(folder: Path, *engines: str) -> dict[str, EngineReport]:
     opened = open_folder(folder)
     geometry = read_geometry(folder, opened.config)
-    return dict(check_folder(opened, geometry, engines or ENGINES, 1).engines)
+    return dict(check_folder(opened, geometry, engines or ENGINES, 1))
 
 
 def judge(folder: Path, *engines: str) -> dict[str, str]:

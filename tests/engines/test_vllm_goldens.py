@@ -44,4 +44,4 @@ def test_check_says_what_vllm_does(
 def _ask(folder: Path) -> EngineReport:
     opened = open_folder(folder)
     geometry = read_geometry(folder, opened.config)
-    return check_folder(opened, geometry, [VLLM], 1).engines[VLLM]
+    return check_folder(opened, geometry, [VLLM], 1)[VLLM]

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines import weight_values
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_values import WeightValues, read_weight_values
 from tests import zoo
@@ -111,10 +111,8 @@ def test_a_norm_that_is_not_finite_is_bad_without_reading_weights(tmp_path: Path
 
 def test_a_fault_beside_another_one_is_told() -> None:
     other = LoadVerdict(status=Status.MISREAD, why="another fault")
-    report = CheckReport(engines={"x": EngineReport(layers=(), weights=other)}, versions={"x": "1"})
-    amended = (
-        WeightValues(faults=("a holds NaN",), suspicious=(), notes=()).amend(report).engines["x"]
-    )
+    values = WeightValues(faults=("a holds NaN",), suspicious=(), notes=())
+    amended = values.amend(EngineReport(layers=(), weights=other))
     assert amended.weights == other
     assert amended.problems == ("a holds NaN",)
 
@@ -133,8 +131,7 @@ def test_codes_that_a_small_scale_clipped_are_told(
     codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     found = read(store(llama, tmp_path / "model", codes))
     assert bool(found.suspicious) == is_told
-    report = CheckReport(engines={"x": EngineReport(layers=())}, versions={"x": "1"})
-    suspicious = found.amend(report).engines["x"].suspicious
+    suspicious = found.amend(EngineReport(layers=())).suspicious
     assert [f"of {NAME} has the largest code" in each for each in suspicious] == [True] * is_told
 
 

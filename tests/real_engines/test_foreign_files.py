@@ -43,7 +43,7 @@ def test_vllm_holds_what_check_says_of_a_tools_file(
     folder = _save(tmp_path / "case" / "model", name)
     config = json.loads((folder / "config.json").read_text())
     geometry = read_geometry(folder, config)
-    report = check_folder(open_folder(folder), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"]
+    report = check_folder(open_folder(folder), geometry, ["vllm==0.32"], 1)["vllm==0.32"]
     assert {layer.k.status for layer in report.layers} == {CASES[name]}
 
     answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")

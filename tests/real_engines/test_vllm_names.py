@@ -108,7 +108,7 @@ def _list_names(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
 def _ask(path: Path, geometry: ModelGeometry, name: str) -> bool:
     """Say whether `check` says that vLLM refuses the folder with this tensor in a second file."""
     save_file({name: torch.tensor([0.25])}, path / "scale.safetensors")
-    report = check_folder(open_folder(path), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"]
+    report = check_folder(open_folder(path), geometry, ["vllm==0.32"], 1)["vllm==0.32"]
     return report.layers[0].k.status is Status.REFUSED
 
 

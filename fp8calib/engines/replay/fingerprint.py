@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.shapes import KV_ROLES, Role
 
 _DIGITS = 16
@@ -29,13 +29,8 @@ def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def add_fingerprints(report: CheckReport, tp: int) -> CheckReport:
-    """Add the fingerprints of what every engine holds on `tp` ranks, where all of it is known."""
-    engines = {key: _add(each, tp) for key, each in report.engines.items()}
-    return report.model_copy(update={"engines": engines})
-
-
-def _add(report: EngineReport, tp: int) -> EngineReport:
+def add_fingerprint(report: EngineReport, tp: int) -> EngineReport:
+    """Add the fingerprint of what an engine holds on `tp` ranks, where all of it is known."""
     found: dict[Place, Sequence[float]] = {}
     for layer in report.layers:
         for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pydantic import Field
+from pydantic import Field, computed_field
 
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
@@ -77,6 +77,10 @@ class LinearCount(Frozen):
 class EngineReport(Frozen):
     """What one engine does with every layer that has a KV cache, and with FP8 weights."""
 
+    engine: str = ""
+    """Its name in `check --engine`; empty until the report is finished, as `version`."""
+    version: str = ""
+    """The release whose rules were replayed."""
     layers: tuple[LayerVerdict, ...]
     problems: tuple[str, ...] = ()
     """What the engine ignores without an error, and conditions; they do not affect `ok`."""
@@ -101,6 +105,7 @@ class EngineReport(Frozen):
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
         """Whether scales and weights are used as the file means, and no scale is suspicious."""
@@ -108,6 +113,7 @@ class EngineReport(Frozen):
         is_loaded = (is_served or self.loads_without_kv) and self.weights is None
         return is_loaded and not self.suspicious and not self.unknown
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def status(self) -> Status | None:
         """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
@@ -115,6 +121,25 @@ class EngineReport(Frozen):
             return Status.UNKNOWN
         judged = self.model_copy(update={"unknown": ()})
         return Status.UNKNOWN if self.unknown and judged.ok else None
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
+        return "ok" if self.ok else self.status or "not ok"
+
+    @property
+    def summary(self) -> str:
+        """The verdict, with the number of layers whose KV scales are used."""
+        if self.loads_without_kv:
+            loads = "ok, loads" if self.ok else self.verdict
+            return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
+        used = sum(layer.ok for layer in self.layers)
+        served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
+        if self.status is Status.UNKNOWN:
+            return f"{served} if the engine loads it" if used else self.verdict
+        if used == len(self.layers) and not self.ok:  # something else is wrong
+            return f"{self.verdict}; KV scales are used in {used} of {used} layers"
+        return served
 
     @property
     def loads_without_kv(self) -> bool:
@@ -144,6 +169,11 @@ class EngineReport(Frozen):
         """The verdicts on k and v of every layer."""
         return [verdict for layer in self.layers for verdict in (layer.k, layer.v)]
 
+    def give_names(self, other: EngineReport) -> EngineReport:
+        """Return another report with what does not depend on what the engine does."""
+        kept = {name: getattr(self, name) for name in ("engine", "version", "asks_for_kv")}
+        return other.model_copy(update=kept)
+
     def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> EngineReport:
         """Return the same report with other verdicts on k and v."""
         layers = tuple(layer.change(change) for layer in self.layers)
@@ -166,17 +196,8 @@ class EngineReport(Frozen):
         return self.add_problems(*self.suspicious).model_copy(update={"suspicious": ()})
 
 
-class CheckReport(Frozen):
-    """One report for each engine that was asked for."""
-
-    engines: Mapping[str, EngineReport]
-    versions: Mapping[str, str]
-    """The release of each engine whose rules were replayed."""
-
-    def allow_suspicious(self) -> CheckReport:
-        """Return the same report with suspicious scales as problems."""
-        engines = {key: each.allow_suspicious() for key, each in self.engines.items()}
-        return self.model_copy(update={"engines": engines})
+Reports = Mapping[str, EngineReport]
+"""By engine, as it was asked for: `vllm`, `vllm==0.32`."""
 
 
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fp8calib.checkpoint.hub import fetch_hub_id
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.checked import check_path
@@ -14,7 +15,6 @@ from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.geometry import read_replayed_geometry
-from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
@@ -86,12 +86,16 @@ def audit(llm: Any, path: str | Path, *, allow_suspicious: bool = False) -> Chec
         ModelError: the checkpoint cannot be read.
         ServerError: the server cannot be reached, sleeps, or lacks the extension.
     """
+    folder = fetch_hub_id(Path(path))
+    if folder.is_file():
+        raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
     with within_config(llm):
         ranks = ask_ranks(llm)
-        asked = CheckRequest(
-            path, engine=name_engine(ranks), tp=ranks[0].tp, allow_suspicious=allow_suspicious
-        )
-        return check_path(asked, compare=lambda report: compare_ranks(ranks, report))
+        replayed = check_path(CheckRequest(folder, engine=name_engine(ranks), tp=ranks[0].tp))
+        reports = {key: compare_ranks(ranks, each) for key, each in replayed.engines.items()}
+    if allow_suspicious:
+        reports = {key: each.allow_suspicious() for key, each in reports.items()}
+    return CheckResult(engines=reports)
 
 
 def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
@@ -119,7 +123,8 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     _call_ranks(llm, "fp8calib_write_scales", spell_refit(ranks, numbers))
     ranks, key = ask_ranks(llm), name_engine(ranks)
     report = compare_ranks(ranks, expect_refit(numbers))
-    result = CheckResult.of(CheckReport(engines={key: report}, versions={key: ranks[0].version}))
+    named = {"engine": key.partition("==")[0], "version": ranks[0].version}
+    result = CheckResult(engines={key: report.model_copy(update=named)})
     if not result.ok:
         whys = (each.why for each in report.verdicts if each.status is not Status.USED)
         raise VerificationError(next(iter((*whys, *report.suspicious, *report.unknown))))

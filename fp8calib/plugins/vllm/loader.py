@@ -19,14 +19,12 @@ from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     LoadVerdict,
-    Refusal,
     is_scale,
     judge_number,
-    report_refusal,
 )
 from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.model.shapes import Frozen, ModelGeometry
+from fp8calib.model.shapes import Frozen
 
 _SCRIPT = Path(__file__).with_name("loader_script.py")
 _OWN_FRAME = ":__torch_function__"
@@ -174,9 +172,7 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
     return LoaderAnswer(**answer, tp=tp)
 
 
-def amend_by_loader(
-    report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
-) -> EngineReport:
+def amend_by_loader(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
     """Replace what the replay says by what the loader did."""
     if answer.stage == _LOST:
         return report.doubt(f"vLLM's loader {answer.error}. The report is that of the replay")
@@ -187,7 +183,7 @@ def amend_by_loader(
         why = answer.describe_stop(" for CPU")
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
     if answer.error:
-        return _report_error(report, answer, geometry)
+        return _report_error(report, answer)
     amended = report.model_copy(update={"unknown": (), "if_loaded": None})
     silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
     if report.weights is not None and report.weights.status is Status.REFUSED:
@@ -228,18 +224,13 @@ def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdi
     return LoadVerdict(status=Status.MISREAD, why=why, fix=fix)
 
 
-def _report_error(
-    report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
-) -> EngineReport:
-    why = answer.describe_stop()
-    refused = report_refusal(geometry, Refusal(why, fix=_FIX))
-    verdict = LoadVerdict(status=Status.REFUSED, why=why, fix=_FIX)
+def _report_error(report: EngineReport, answer: LoaderAnswer) -> EngineReport:
+    verdict = LoadVerdict(status=Status.REFUSED, why=answer.describe_stop(), fix=_FIX)
     was_refused = any(layer.k.status is Status.REFUSED for layer in report.layers)
     defect = "the replay expected vLLM to load it: a defect of the replay"
     notes = () if was_refused or report.unknown else (defect,)
-    return refused.model_copy(
-        update={"weights": verdict, "asks_for_kv": report.asks_for_kv}
-    ).add_problems(*notes)
+    refused = report.give_names(EngineReport(layers=report.layers, weights=verdict))
+    return refused.change(lambda _: verdict).add_problems(*notes)
 
 
 def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:

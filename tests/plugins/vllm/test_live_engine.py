@@ -97,7 +97,7 @@ def test_what_is_no_engine_and_no_checkpoint_is_refused(model: Path, tmp_path: P
     with pytest.raises(fp8calib.UsageError, match="no fp8calib_read_scales") as raised:
         vllm.audit(Broken(), model)
     assert "worker_extension_cls='fp8calib.plugins.vllm.worker.FP8CalibWorker'" in raised.value.hint
-    with pytest.raises(fp8calib.UsageError, match="--model is needed to check a file"):
+    with pytest.raises(fp8calib.UsageError, match="is no checkpoint folder"):
         vllm.audit(Recorded(CLEAN), scales)
 
 

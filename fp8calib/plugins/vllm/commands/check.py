@@ -11,8 +11,7 @@ from fp8calib.commands import options as shared
 from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.engines.replay.verdicts import CheckReport
-from fp8calib.model.shapes import ModelGeometry
+from fp8calib.errors import UsageError
 
 describe = core.describe
 
@@ -51,30 +50,27 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
         ModelError: the checkpoint cannot be read.
     """
     with slow_imports():
+        from fp8calib.checkpoint.hub import fetch_hub_id
         from fp8calib.commands.checked import check_path
+        from fp8calib.engines.replay.fingerprint import add_fingerprint
         from fp8calib.engines.replay.folder import open_folder
         from fp8calib.model.drafters import find_drafter_class
         from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader, find_release
-    python = Path(request.python or sys.executable)
-
-    def amend(report: CheckReport, path: Path, geometry: ModelGeometry) -> CheckReport:
-        if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
-            return report
-        (replayed,) = report.engines.values()
-        answer = ask_loader(
-            *(path, python),
-            has_kv=replayed.asks_for_kv,
-            tp=request.tp,
-            trusts_code=request.trust_remote_code,
-        )
-        amended = amend_by_loader(replayed, answer, geometry)
-        (version,) = report.versions.values()
-        return report.model_copy(
-            update={"engines": {"vllm": amended}, "versions": {"vllm": version}}
-        )
-
-    asked = CheckRequest(request.path, engine=find_release(python), tp=request.tp)
-    return check_path(asked, amend=amend)
+    python, path = Path(request.python or sys.executable), fetch_hub_id(Path(request.path))
+    if path.is_file():
+        raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
+    replayed = check_path(CheckRequest(path, engine=find_release(python), tp=request.tp))
+    if find_drafter_class(open_folder(path).config):  # which vLLM does not load alone
+        return replayed
+    (report,) = replayed.engines.values()
+    answer = ask_loader(
+        *(path, python),
+        has_kv=report.asks_for_kv,
+        tp=request.tp,
+        trusts_code=request.trust_remote_code,
+    )
+    amended = add_fingerprint(amend_by_loader(report, answer), request.tp)
+    return CheckResult(engines={"vllm": amended})
 
 
 check = as_function("check", VllmCheckRequest, run)
