@@ -19,6 +19,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.statistic import SiteStats, name_tensors
 from fp8calib.calibration.streamed_model import Streaming
@@ -106,15 +107,18 @@ def run_calibration(
         header = make_header(
             *(prepared, plan, source, checkpoint), observe=observe, recipe_name="test"
         )
-        stats = collect_stats(
-            *(prepared, plan, checkpoint, header),
+        run = CalibrationRun(
+            prepared=prepared,
+            plan=plan,
+            checkpoint=checkpoint,
+            header=header,
             observe=observe,
             batch_size=batch_size,
             progress=Silent(),
             streaming=streaming,
             shard=part,
         )
-    return prepared, stats
+        return prepared, collect_stats(run)
 
 
 def join_shards(shards: Sequence[CalibrationStats]) -> CalibrationStats:

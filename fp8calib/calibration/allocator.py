@@ -24,14 +24,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def return_memory_of(device: torch.device) -> None:
-    """Return the memory of a batch that did not fit; its exception must be out of scope."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        return_freed_memory()
-
-
 def free_bytes(device: torch.device) -> int:
     """Count the bytes of a GPU that are free, or held by torch and unused."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

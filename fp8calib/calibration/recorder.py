@@ -7,8 +7,6 @@ device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
@@ -26,36 +24,11 @@ from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 
 _REMEMBERED_INPUTS = 4
 
-_Update = tuple[bool, torch.Tensor, torch.Tensor]
-"""Whether it is a count, the running tensor, and the tensor that is added or joined to it."""
-
-
-class LayerWork(Protocol):
-    """Work on each layer with the inputs of its linears, beside the statistics.
-
-    It must not change the inputs.
-    """
-
-    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
-        """Receive the input of a linear: [..., C]."""
-
-    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
-        """Receive the input of gate and up: [N, C]."""
-
-    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:
-        """Receive the input of down, its rows sorted by expert: [N * K, C]."""
-
-    def finish_layer(self, layer: Layer) -> None:
-        """Finish a layer that all batches have run through."""
-
-    def forget(self) -> None:
-        """Drop all inputs that were received: the run starts again."""
-
 
 class Recorder:
     """Receives the hooked tensors and changes none (`TensorHooks`).
 
-    Batches that end are counted fully, others not at all.
+    Batches that end are counted fully, others not at all. A subclass may do more with the tensors.
 
     Attributes:
         batch: the batch being observed.
@@ -65,26 +38,26 @@ class Recorder:
     batch: BatchView
     sequences: tuple[tuple[int, int], ...]
 
-    def __init__(self, num_sequences: int, work: LayerWork | None = None) -> None:
-        """Record a run of so many sequences, which may show only some of them.
-
-        `work` also gets the inputs of linears.
-        """
-        self.num_sequences = num_sequences
-        self._work = work
-        self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
+    def __init__(self, num_sequences: int) -> None:
+        """Record a run of so many sequences, which may show only some of them."""
+        self._num_sequences = num_sequences
+        self._last_inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
         self._pending: list[tuple[Site, Reductions]] = []
         self.forget()
 
     def forget(self) -> None:
-        """Drop all statistics."""
-        self._drop_batch()
+        """Drop all statistics: the run starts again."""
+        self._pending.clear()
+        self._last_inputs.clear()
         self.sequences = ()
         self._unchecked: list[tuple[int, int]] = []
+        self._unchecked_sites: dict[Site, None] = {}  # in execution order
         self._counts = Counter[Site]()
         self._tensors = defaultdict[Site, dict[str, torch.Tensor]](dict)
-        self._unchecked_sites: dict[Site, None] = {}  # in execution order
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Finish a layer of a streamed model that all batches have run through."""
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -94,28 +67,26 @@ class Recorder:
         """Record K and V per head."""
         for role, x in ((Role.K, key), (Role.V, value)):
             seen = observe_heads(self.batch, role, x, attention.num_kv_heads)
-            self.record(attention.site(role), seen)
+            self._pending.append((attention.site(role), seen))
         return key, value
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Record q per head."""
         seen = observe_heads(self.batch, Role.Q, query, query.shape[1])
-        self.record(attention.site(Role.Q), seen)
+        self._pending.append((attention.site(Role.Q), seen))
         return query
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Record the input of a linear per channel, reduced once for all that read the tensor."""
         site = Site(linear.module, Role.INPUT)
-        for tensor, version, seen in self._inputs:
-            if tensor is x and version == x._version:
-                self._pending.append((site, seen))
-                break
-        else:
+        seen = next((s for t, v, s in self._last_inputs if t is x and v == x._version), None)
+        if seen is None:
             seen = observe_input(self.batch, site, x)
-            self.record(site, seen)
-            self._inputs = [*self._inputs[1 - _REMEMBERED_INPUTS :], (x, x._version, seen)]
-        if self._work is not None:
-            self._work.on_input(self.batch, linear, x)
+            self._last_inputs = [
+                *self._last_inputs[1 - _REMEMBERED_INPUTS :],
+                (x, x._version, seen),
+            ]
+        self._pending.append((site, seen))
         return x
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
@@ -123,55 +94,56 @@ class Recorder:
         names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
         sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
         seen = observe_expert_input(self.batch, sites[0], hidden, call.index, call.num_experts)
-        self.record(sites[0], seen)
-        self._pending.extend((site, seen) for site in sites[1:])
-        if self._work is not None:
-            self._work.on_expert_input(self.batch, call, hidden)
+        self._pending.extend((site, seen) for site in sites)
         return hidden
 
     def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Record the input of down per channel and per expert."""
         seen = observe_expert_down(self.batch, call, rows)
-        self.record(Site(f"{call.path}.down_proj", Role.INPUT), seen)
-        if self._work is not None:
-            self._work.on_expert_down(self.batch, call, rows)
+        self._pending.append((Site(f"{call.path}.down_proj", Role.INPUT), seen))
         return rows
 
     def record(self, site: Site, seen: Reductions) -> None:
-        """Add what was observed at a site to the open batch."""
+        """Add what was reduced without a hook."""
         self._pending.append((site, seen))
 
     # --- batches ----------------------------------------------------------------------------------
 
     def begin_batch(self, batch: BatchView) -> None:
         """Open a batch; one that has not ended is discarded."""
-        self._drop_batch()
+        self._pending.clear()
+        self._last_inputs.clear()
         self.batch = batch
 
     def end_batch(self) -> None:
-        """Close the batch and add its observations to the running statistics."""
+        """Add the observations of the batch to the running statistics, many in one kernel."""
+        groups = defaultdict[tuple[int, bool, torch.device], tuple[list[torch.Tensor], ...]](
+            lambda: ([], [])
+        )
+        earlier = Counter[int]()  # no kernel adds two tensors to the same running one
+        for site, seen in self._pending:
+            self._counts[site] += seen.num_tokens
+            tensors = self._tensors[site]
+            for name, new in seen.tensors.items():
+                of_run = name == "sequences"
+                if name not in tensors:
+                    length = self._num_sequences if of_run else LENGTHS.get(name)
+                    tensors[name] = new.new_zeros(new.shape if length is None else (length,))
+                start = self.batch.first if of_run else 0
+                running = tensors[name][start : start + len(new)]
+                place = running.data_ptr()
+                totals, news = groups[earlier[place], name in COUNTS, running.device]
+                totals.append(running)
+                news.append(new.to(running.device))
+                earlier[place] += 1
+            self._unchecked_sites[site] = None
+        for (_, is_count, _), (totals, news) in groups.items():
+            (torch._foreach_add_ if is_count else torch._foreach_maximum_)(totals, news)
         sequences = self.batch.first, self.batch.first + self.batch.shape[0]
-        _apply(update for site, seen in self._pending for update in self._update(site, seen))
-        self._unchecked_sites |= dict.fromkeys(site for site, _ in self._pending)
         self._unchecked.append(sequences)
         self.sequences += (sequences,)
-        self._drop_batch()
-
-    def _drop_batch(self) -> None:
         self._pending.clear()
-        self._inputs.clear()
-
-    def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
-        """Give the updates that add a tensor of the batch to the running statistics."""
-        self._counts[site] += seen.num_tokens
-        running = self._tensors[site]
-        for name, new in seen.tensors.items():
-            of_run = name == "sequences"
-            if name not in running:
-                length = self.num_sequences if of_run else LENGTHS.get(name)
-                running[name] = new.new_zeros(new.shape if length is None else (length,))
-            start = self.batch.first if of_run else 0
-            yield name in COUNTS, running[name][start : start + len(new)], new
+        self._last_inputs.clear()
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -192,12 +164,11 @@ class Recorder:
         for site in sites:
             tensors = self._tensors[site]
             found[site] = tensors["sequences"][seen] if "sequences" in tensors else tensors["amax"]
-        for device in {x.device for x in found.values()}:  # one wait for each
-            values = torch.cat([x for x in found.values() if x.device == device])
-            if not bool(values.isfinite().all()):
-                break
-        else:
-            return None
+        on_devices = defaultdict[torch.device, list[torch.Tensor]](list)
+        for x in found.values():
+            on_devices[x.device].append(x)
+        if all(bool(torch.cat(all_x).isfinite().all()) for all_x in on_devices.values()):
+            return None  # after one wait for each device
         site = next(site for site in sites if not bool(found[site].isfinite().all()))
         place = int((~found[site].isfinite()).nonzero()[0])
         return site, first + (place if "sequences" in self._tensors[site] else 0)
@@ -210,19 +181,3 @@ class Recorder:
             )
             for site, running in self._tensors.items()
         }
-
-
-def _apply(updates: Iterable[_Update]) -> None:
-    """Add or join tensors to running ones, many in one kernel; no two of a kernel to the same."""
-    groups = defaultdict[tuple[int, bool, torch.device], tuple[list[torch.Tensor], ...]](
-        lambda: ([], [])
-    )
-    earlier = Counter[int]()
-    for is_count, running, new in updates:
-        place = running.data_ptr()
-        runnings, news = groups[earlier[place], is_count, running.device]
-        runnings.append(running)
-        news.append(new.to(running.device))
-        earlier[place] += 1
-    for (_, is_count, _), (runnings, news) in groups.items():
-        (torch._foreach_add_ if is_count else torch._foreach_maximum_)(runnings, news)

@@ -13,24 +13,20 @@ from typing import Any, Protocol
 
 import torch
 
-from fp8calib.calibration.calibrate import (
-    TextEngine,
-    collect_stats,
-    make_header,
-)
+from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationStats,
     load_stats_file,
 )
-from fp8calib.calibration.header import BackOff, StatsHeader
+from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.merge import explain_other_run
-from fp8calib.calibration.passes import choose_batch_size
+from fp8calib.calibration.passes import CalibrationRun, TextEngine, choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
-from fp8calib.calibration.recorder import LayerWork
+from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.output import PROGRESS_NAME, output_folder
 from fp8calib.commands.calibrate import CalibrateResult
@@ -60,8 +56,8 @@ class LayerJob(Protocol):
     def estimate_bytes(self, job: CalibrationJob) -> int:
         """Estimate the memory that it needs beside the calibration's own."""
 
-    def open(self, job: CalibrationJob, folder: Path) -> LayerWork:
-        """Make what works on each layer, and writes into the working folder of the run."""
+    def open(self, job: CalibrationJob, folder: Path) -> Recorder:
+        """Make a recorder that works on each layer, and writes into the folder of the run."""
 
     def check_same(self, folder: Path) -> None:
         """Refuse what an interrupted run with other options has left in a working folder."""
@@ -234,16 +230,15 @@ class CalibrationJob:
             threads = torch.get_num_threads()
             progress.say(f"{group.size} processes share the data, with {threads} threads each")
         started = time.monotonic()
-        own_back_offs: list[BackOff] = []
-        layer_work = None
+        recorder = None
         if journal is not None and self.layer_job is not None:
-            layer_work = self.layer_job.open(self, journal.folder)
+            recorder = self.layer_job.open(self, journal.folder)
         with PeakMemory() as memory, group.peer_failures():
-            stats = collect_stats(
-                model.load(mode, progress) if self.engine is None else model.prepared,
-                self.plan,
-                model.checkpoint,
-                header,
+            run = CalibrationRun(
+                prepared=model.load(mode, progress) if self.engine is None else model.prepared,
+                plan=self.plan,
+                checkpoint=model.checkpoint,
+                header=header,
                 observe=self.recipe.observe,
                 batch_size=self.batch_size,
                 progress=progress,
@@ -251,11 +246,11 @@ class CalibrationJob:
                 shard=self.shard,
                 journal=journal,
                 group=group,
-                back_offs=own_back_offs,
-                work=layer_work,
+                recorder=recorder,
                 engine=self.engine,
             )
-            back_offs = group.gather(own_back_offs)
+            stats = collect_stats(run)
+            back_offs = group.gather(run.back_offs)
         duration_s = time.monotonic() - started
         resumed = () if journal is None else journal.sequences
         sequences = () if self.plan is None else self.plan.sequences

@@ -21,13 +21,12 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import ExpertsCall, HookedCache, open_hooks
-from fp8calib.calibration.passes import BatchObserver
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.registry import find_emulated
-from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import Linear, ModelGeometry, Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
@@ -170,28 +169,27 @@ def count_observation(
 
     The decoder alone runs with a cache that stores nothing, as the observed one does.
     """
-    activations = _Activations()
-    recorder = Recorder(HISTOGRAM_SEQUENCES + 1, activations)
+    recorder = _ActivationRecorder(HISTOGRAM_SEQUENCES + 1)
+    decoder, attentions = Decoder(model), geometry.owners()
 
     def count(first: int) -> Work:
-        batch, counter = _make_batch(model, first, seq_len), WorkCounter(observer.decoder.device)
-        with counter, observer.observed(batch) as cache:
-            observer.decoder.run(batch, cache)
+        batch, counter = _make_batch(model, first, seq_len), WorkCounter(decoder.device)
+        with counter:
+            view = BatchView(shape=(1, seq_len), lengths=batch.lengths, first=first)
+            recorder.begin_batch(view)
+            decoder.run(batch, HookedCache(decoder.config, attentions, (), recorder))
+            recorder.end_batch()
         return counter.work
 
-    config, attentions = model.config.get_text_config(), geometry.owners()
     with open_hooks(model, geometry, recorder, query=query, inputs=True):
-        observer = BatchObserver(
-            model, recorder, lambda: HookedCache(config, attentions, (), recorder)
-        )
         _, *counted = [count(first) for first in (0, 1, HISTOGRAM_SEQUENCES)]
     plain = _count_decoder(model, geometry, _make_batch(model, 0, seq_len))
     return ObservationWork(
         decoder=plain,
         observation=counted[0] - plain,
         with_histograms=counted[1] - plain,
-        activation_bytes=activations.num_bytes // 3
-        + _cached_values(geometry, query=query) * seq_len * observer.decoder.dtype.itemsize,
+        activation_bytes=recorder.num_bytes // 3
+        + _cached_values(geometry, query=query) * seq_len * decoder.dtype.itemsize,
     )
 
 
@@ -274,30 +272,28 @@ def _cached_values(geometry: ModelGeometry, *, query: bool) -> int:
     return values
 
 
-class _Activations:
-    """Sums the sizes of the inputs of linears, those that several read counted once."""
+class _ActivationRecorder(Recorder):
+    """Also sums the sizes of the inputs of linears, those that several read counted once."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_sequences: int) -> None:
+        super().__init__(num_sequences)
         self.num_bytes = 0
         self._last: list[torch.Tensor] = []
 
-    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:  # noqa: ARG002
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Add the input of a linear."""
         self._add(x)
+        return super().on_input(linear, x)
 
-    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:  # noqa: ARG002
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Add the input of gate and up."""
         self._add(hidden)
+        return super().on_expert_input(call, hidden)
 
-    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:  # noqa: ARG002
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Add the input of down."""
         self._add(rows)
-
-    def finish_layer(self, layer: Layer) -> None:
-        """Do nothing: nothing is streamed."""
-
-    def forget(self) -> None:
-        """Do nothing: no run starts again."""
+        return super().on_expert_down(call, rows)
 
     def _add(self, x: torch.Tensor) -> None:
         if not any(x is seen for seen in self._last):

@@ -14,6 +14,7 @@ from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
 from fp8calib.calibration.header import BackOff, StatsHeader
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
@@ -65,14 +66,18 @@ class Subject:
     ) -> CalibrationStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
         plan = plan or rows_of(LENGTHS)
-        return collect_stats(
-            *(self.prepared, plan, self.checkpoint, self.header(plan, observe)),
+        run = CalibrationRun(
+            prepared=self.prepared,
+            plan=plan,
+            checkpoint=self.checkpoint,
+            header=self.header(plan, observe),
             observe=observe,
             batch_size=batch_size,
             progress=progress or Silent(),
             streaming=self.streaming,
             **vars(share or WorkShare()),
         )
+        return collect_stats(run)
 
 
 def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8calib.calibration.hooks import ExpertsCall
+from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import BatchView
 from fp8calib.model.shapes import Linear
 
@@ -89,63 +90,63 @@ class LayerHessians:
     """Linears that read the input of another linear in some batches and not in others."""
 
 
-class HessianCollector:
-    """Receives the inputs of linears, and sums up a Hessian for each distinct input."""
+class HessianRecorder(Recorder):
+    """Also sums up a Hessian for each distinct input of linears."""
 
-    def __init__(self, wanted: Collection[str]) -> None:
-        """Collect for linears and modules of experts with these paths."""
+    def __init__(self, wanted: Collection[str], num_sequences: int) -> None:
+        """Sum up for linears and modules of experts with these paths."""
         self.wanted = set(wanted)
         self._layer = LayerHessians()
-        self._batch: BatchView | None = None
         self._statuses = torch.zeros(0)
         self._recent: list[tuple[torch.Tensor, int, str]] = []
+        super().__init__(num_sequences)
 
     def take(self) -> LayerHessians:
         """Return the collected Hessians, and start a new collection."""
         taken, self._layer = self._layer, LayerHessians()
-        self._batch = None
         self._recent.clear()
         for sums in taken.sums.values():
             sums.mirror()
         return taken
 
-    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
+    def begin_batch(self, batch: BatchView) -> None:
+        """Open a batch."""
+        super().begin_batch(batch)
+        self._statuses = _find_statuses(batch)
+        self._recent.clear()
+
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Receive the input of a linear: [..., C]."""
-        if linear.module not in self.wanted:
-            return
-        self._open(batch)
-        if not self._is_shared(linear.module, x):
+        super().on_input(linear, x)
+        if linear.module in self.wanted and not self._is_shared(linear.module, x):
             rows = x.reshape(-1, x.shape[-1])
             self._add(linear.module, rows, self._status_of(rows, len(rows)))
+        return x
 
-    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Receive the input of gate and up: [N, C]."""
+        super().on_expert_input(call, hidden)
         if call.path not in self.wanted:
-            return
-        self._open(batch)
+            return hidden
         experts, order = torch.sort(call.index.flatten(), stable=True)
         tokens = order // call.index.shape[1]
         for expert, first, stop in _list_runs(experts, call.num_experts):
             chosen = tokens[first:stop]
             key = expert_key(call.path, expert, is_down=False)
             self._add(key, hidden[chosen], self._status_of(hidden, len(hidden))[chosen])
+        return hidden
 
-    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Receive the input of down, its rows sorted by expert: [N * K, C]."""
+        super().on_expert_down(call, rows)
         if call.path not in self.wanted:
-            return
-        self._open(batch)
+            return rows
         experts, order = torch.sort(call.index.flatten())  # as `observe_expert_down`
         status = self._status_of(rows, len(call.index))[order // call.index.shape[1]]
         for expert, first, stop in _list_runs(experts, call.num_experts):
             key = expert_key(call.path, expert, is_down=True)
             self._add(key, rows[first:stop], status[first:stop])
-
-    def _open(self, batch: BatchView) -> None:
-        if batch is not self._batch:
-            self._batch = batch
-            self._statuses = _find_statuses(batch)
-            self._recent.clear()
+        return rows
 
     def _is_shared(self, module: str, x: torch.Tensor) -> bool:
         """Tell whether another linear has added the same tensor already."""

@@ -32,7 +32,7 @@ from fp8calib.plugins.gptq.core import (
 )
 from fp8calib.plugins.gptq.hessians import (
     LENGTH_POWER,
-    HessianCollector,
+    HessianRecorder,
     HessianSums,
     LayerHessians,
 )
@@ -90,7 +90,10 @@ class GptqJob:
         require_free_space(folder, count_code_bytes(matrices))
         codes = RoundedCodes(folder / _CODES)
         codes.begin(self._list_options())
-        return LayerRounding(job.model.checkpoint, self._settings, matrices, inputs, codes)
+        num_sequences = 0 if job.plan is None else len(job.plan.sequences)
+        return LayerRounding(
+            *(job.model.checkpoint, self._settings, matrices, inputs, codes), num_sequences
+        )
 
     def check_same(self, folder: Path) -> None:
         """Refuse the codes of an interrupted run with other options.
@@ -140,8 +143,8 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
         codes.close()
 
 
-class LayerRounding(HessianCollector):
-    """Collects the Hessians of each layer and rounds its weights (a `LayerWork`)."""
+class LayerRounding(HessianRecorder):
+    """Collects the Hessians of each layer and rounds its weights."""
 
     def __init__(
         self,
@@ -150,13 +153,15 @@ class LayerRounding(HessianCollector):
         matrices: Sequence[Matrix],
         inputs: Mapping[str, MappedInput],
         codes: RoundedCodes,
+        num_sequences: int,
     ) -> None:
         self._todo: dict[int, list[Matrix]] = defaultdict(list)
         for matrix in matrices:
             mapped = inputs.get(matrix.module)
             if mapped is not None and not codes.has_layer(mapped.layer):
                 self._todo[mapped.layer].append(matrix)
-        super().__init__({inputs[m.module].runner for found in self._todo.values() for m in found})
+        wanted = {inputs[m.module].runner for found in self._todo.values() for m in found}
+        super().__init__(wanted, num_sequences)
         self._checkpoint, self._settings, self._matrices = checkpoint, settings, matrices
         self._inputs, self._codes = inputs, codes
 
@@ -184,6 +189,7 @@ class LayerRounding(HessianCollector):
 
     def forget(self) -> None:
         """Drop the Hessians of the open layer; finished layers stay."""
+        super().forget()
         self.take()
 
     def _group_by_input(

@@ -25,6 +25,7 @@ from safetensors.torch import load
 from fp8calib.calibration.calibration_stats import join_ranges
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.processes import RankLostError
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.statistic import SiteStats
@@ -88,15 +89,7 @@ class EngineSettings:
         return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}{drafter}"
 
     def observe(
-        self,
-        prepared: PreparedModel,
-        checkpoint: Checkpoint,
-        todo: Sequence[Batch],
-        observe: Observe,
-        *,
-        num_sequences: int,
-        progress: Progress,
-        journal: Journal | None,
+        self, run: CalibrationRun, todo: Sequence[Batch]
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
         """Run batches through vLLM and observe them; each sequence is run alone.
 
@@ -115,15 +108,16 @@ class EngineSettings:
                 hint="use `fp8calib calibrate`, which runs transformers",
             )
         longest = max(max(batch.lengths) for batch in todo)
-        progress.stage("vLLM loads the model", None)
-        with _engine(checkpoint.folder, self, longest) as llm:
-            run = _Run(llm, prepared, observe, num_sequences)
-            with _open_drafter(self, checkpoint) as drafter:
-                run.start(checkpoint.stored, drafter)
-            _refuse_unseen(run.matched, self)
-            progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
-            _run_all(run, todo, progress, journal)
-            return run.stats(), run.matched.unseen
+        run.progress.stage("vLLM loads the model", None)
+        with _engine(run.checkpoint.folder, self, longest) as llm:
+            engine = _Run(llm, run.prepared, run.observe, run.header.num_sequences)
+            with _open_drafter(self, run.checkpoint) as drafter:
+                engine.start(run.checkpoint.stored, drafter)
+            _refuse_unseen(engine.matched, self)
+            num_tokens = sum(batch.num_tokens for batch in todo)
+            run.progress.stage("calibrating in vLLM", num_tokens, unit="tokens")
+            _run_all(engine, todo, run.progress, run.journal)
+            return engine.stats(), engine.matched.unseen
 
     @property
     def drafter(self) -> Mapping[str, Any]:

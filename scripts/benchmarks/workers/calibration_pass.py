@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration.calibrate import collect_stats, make_header
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.passes import choose_batch_size
+from fp8calib.calibration.passes import CalibrationRun, choose_batch_size
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import PythonReporter
@@ -75,12 +74,20 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
         header = make_header(
             *(ready, plan, source, checkpoint), observe=recipe.observe, recipe_name=recipe.name
         )
-        run = partial(
-            collect_stats,
-            *(ready, plan, checkpoint, header),
-            observe=recipe.observe,
-            batch_size=size,
-        )
+
+        def calibrate() -> CalibrationStats:
+            return collect_stats(
+                CalibrationRun(
+                    prepared=ready,
+                    plan=plan,
+                    checkpoint=checkpoint,
+                    header=header,
+                    observe=recipe.observe,
+                    batch_size=size,
+                    progress=PythonReporter(None),
+                )
+            )
+
         yield Setup(
             model=model,
             checkpoint=checkpoint,
@@ -88,7 +95,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             batches=load_batches(tokens, device, size),
             sequences=sequences,
             plan=plan,
-            calibrate=partial(run, progress=PythonReporter(None)),
+            calibrate=calibrate,
         )
 
 
