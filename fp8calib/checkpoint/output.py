@@ -347,3 +347,9 @@ def write_file_atomic(path: Path, data: bytes) -> None:
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         raise explain_os_error(error, path, needed_bytes=len(data)) from error
+
+
+def list_files(folder: Path) -> tuple[str, ...]:
+    """List the files in a folder and below, sorted."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in files))

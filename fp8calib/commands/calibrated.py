@@ -30,6 +30,7 @@ from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     check_output,
     explained,
+    list_files,
     refuse_unknown_entries,
     remove_progress_file,
 )
@@ -47,7 +48,6 @@ from fp8calib.commands.job import (
 )
 from fp8calib.commands.model import open_run_model, plan_text
 from fp8calib.commands.quantize import QuantizeResult
-from fp8calib.commands.quantized import finish_quantized
 from fp8calib.commands.recipe import (
     Recipe,
     apply_request,
@@ -78,10 +78,6 @@ from fp8calib.model.device import choose_rank_device
 from fp8calib.model.kv_bytes import kv_bytes_per_token
 from fp8calib.model.load import load_tokenizer
 from fp8calib.numerics.formats import FP8_FORMATS
-from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
-from fp8calib.quantization.plan import make_plan
-from fp8calib.quantization.select import select
-from fp8calib.quantization.write import list_files, write_checkpoint
 
 
 def run(
@@ -313,6 +309,16 @@ def _quantize(
     asked, settings, checkpoint = job.recipe.quantize, job.quantization, job.model.checkpoint
     if asked is None or settings is None:
         return None
+    from fp8calib.commands.quantized import finish_quantized
+    from fp8calib.quantization.calibrated_scales import (
+        find_scales,
+        list_unmeasured,
+        split_static,
+    )
+    from fp8calib.quantization.plan import make_plan
+    from fp8calib.quantization.select import select
+    from fp8calib.quantization.write import write_checkpoint
+
     started = time.monotonic()
     selection = job.select_matrices(settings)
     unmeasured = list_unmeasured(stats, *split_static(settings, selection))

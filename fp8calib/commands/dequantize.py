@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.checkpoint.output import PROGRESS_NAME, check_output, output_folder
+from fp8calib.checkpoint.output import PROGRESS_NAME, check_output, list_files, output_folder
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
@@ -107,12 +107,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.formats.kv.parse_names import find_spelling
         from fp8calib.quantization.dequantize import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
-        from fp8calib.quantization.write import (
-            Written,
-            find_finished,
-            list_files,
-            write_checkpoint,
-        )
+        from fp8calib.quantization.write import Written, find_finished, write_checkpoint
     started, out = time.monotonic(), Path(request.out)
     folder = find_folder(str(request.model), request.revision)
     dtype = "" if request.dtype == "auto" else request.dtype

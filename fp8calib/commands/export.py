@@ -157,14 +157,13 @@ def _write(
     shards: tuple[str, ...],
 ) -> ExportResult:
     from fp8calib.calibration.calibration_stats import STATS_NAME, save_stats
-    from fp8calib.checkpoint.output import output_folder
+    from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.recipe import decide_query
     from fp8calib.commands.written import finish_formats, require_server
     from fp8calib.formats.kv.json import name_rank_files
     from fp8calib.formats.write import check_replaced, list_outputs, write_formats
     from fp8calib.numerics.formats import FP8_FORMATS
     from fp8calib.quantization.related import describe_attachment
-    from fp8calib.quantization.write import list_files
 
     query, notes = decide_query(recipe, given)
     name = str(inputs[0]) if inputs and not shards else STATS_NAME

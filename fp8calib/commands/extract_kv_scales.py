@@ -192,12 +192,11 @@ def _write(
     tps: Sequence[int],
     fingerprint: str,
 ) -> ExtractResult:
-    from fp8calib.checkpoint.output import output_folder
+    from fp8calib.checkpoint.output import list_files, output_folder
     from fp8calib.commands.written import finish_checkpoint, require_server
     from fp8calib.formats.write import list_owned, write_found
     from fp8calib.model.kv_bytes import kv_bytes_per_token
     from fp8calib.quantization.related import describe_attachment
-    from fp8calib.quantization.write import list_files
 
     out, geometry = Path(request.save_path), found.table.geometry
     taken_from = tuple(map(_name_file, found.files))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -42,10 +42,10 @@ from fp8calib.formats.write import list_outputs
 from fp8calib.machine import PeakMemory
 from fp8calib.model.dtype import DTYPES
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.quantization.plan import select_linears
-from fp8calib.quantization.select import Selection
-from fp8calib.quantization.settings import PlanSettings, make_settings
-from fp8calib.quantization.sources.decoded import check_unquantized
+
+if TYPE_CHECKING:  # most recipes quantize nothing
+    from fp8calib.quantization.select import Selection
+    from fp8calib.quantization.settings import PlanSettings
 
 
 class LayerJob(Protocol):
@@ -134,6 +134,8 @@ class CalibrationJob:
         asked = self.recipe.quantize
         if asked is None:
             return None
+        from fp8calib.quantization.settings import make_settings
+
         return make_settings(asked.scheme, asked.layer_schemes, asked.ignore)
 
     def select_matrices(self, settings: PlanSettings) -> Selection:
@@ -144,6 +146,9 @@ class CalibrationJob:
             ExportError: the recipe asks for another FP8 format than checkpoints hold.
             UsageError: a pattern names no linear, or divides what engines load as one weight.
         """
+        from fp8calib.quantization.plan import select_linears
+        from fp8calib.quantization.sources.decoded import check_unquantized
+
         fp8_dtype = self.recipe.scales.fp8_dtype
         if fp8_dtype != E4M3FN.name:
             raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {fp8_dtype}")

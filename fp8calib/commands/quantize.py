@@ -188,10 +188,10 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
         from fp8calib.checkpoint.checkpoint import Checkpoint
         from fp8calib.checkpoint.hub import find_folder
+        from fp8calib.commands.planned import require_servable
         from fp8calib.commands.quantized import apply_recipe, finish_quantized, warn_of_quantized
         from fp8calib.commands.saved import saved_model
         from fp8calib.commands.stats import read_stats
-        from fp8calib.commands.written import require_servable
         from fp8calib.model.device import choose_device
         from fp8calib.quantization.calibrated_scales import plan_checkpoint
         from fp8calib.quantization.settings import make_settings

@@ -12,6 +12,7 @@ from typing import TypeVar
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
+from fp8calib.checkpoint.output import list_files
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.recipe import Recipe, load_recipe
@@ -22,7 +23,7 @@ from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError
 from fp8calib.model.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.write import Written, list_files
+from fp8calib.quantization.write import Written
 
 RequestT = TypeVar("RequestT", bound=QuantizeRequest)
 

@@ -1,43 +1,29 @@
-"""What engines do with a checkpoint that a command will write, or has written."""
+"""What engines do with a checkpoint that a command has written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.card import write_card
 from fp8calib.commands.check import CheckRequest
 from fp8calib.commands.checked import check_path
 from fp8calib.commands.options import Model
 from fp8calib.commands.result import WrittenCheck
-from fp8calib.engines.check import check_folder
-from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry import read_replayed_geometry
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal
+from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import (
     ExportError,
     Fp8CalibError,
-    ModelError,
-    UnusableConfigError,
     format_ranges,
-    shorten,
 )
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
-from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.quantization.calibrated_scales import plan_checkpoint
-from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.settings import PlanSettings
-from fp8calib.quantization.write import write_outline
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""
@@ -51,98 +37,6 @@ _OTHER_METHODS = (
     "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
     "model"
 )
-
-
-# --- before it is written -------------------------------------------------------------------------
-
-
-def require_servable(plan: QuantizePlan, source: Path) -> str:
-    """Refuse a checkpoint that no engine of the default list can load.
-
-    Of a model whose shape `check` does not know, a note says that this was not checked.
-
-    Args:
-        plan: the checkpoint.
-        source: the model's folder.
-
-    Returns:
-        The note, also where only one engine can load it; empty where there is nothing to note.
-
-    Raises:
-        ModelError: no model can be built from the config, or tensors of it are missing or have
-            other shapes.
-        ExportError: naming why each engine cannot load it.
-    """
-    reports, unchecked = replay_plan(plan, source, list_defaults())
-    if unchecked:
-        return unchecked
-    able = [engine for engine, report in reports.items() if not report.load_fault]
-    names = ", ".join(reports)
-    what = f"{plan.settings.name} of this model in this format"
-    if not able:
-        listed = "; ".join(f"{engine}: {report.load_fault}" for engine, report in reports.items())
-        raise ExportError(
-            f"none of {names} can load {what}: {listed}",
-            hint=f"use another --scheme or --format; {_FORCE_HINT}",
-        )
-    is_last = len(able) == 1 < len(reports)
-    return f"of {names}, only {able[0]} can load {what}" if is_last else ""
-
-
-def replay_settings(
-    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
-) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
-    """Plan the checkpoint of a folder, and replay it for engines (`replay_plan`).
-
-    Raises:
-        ModelError: the model cannot be quantized.
-        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
-    """
-    with Checkpoint.open(folder) as checkpoint:
-        plan, _ = plan_checkpoint(checkpoint, asked, stats)
-        return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
-
-
-def replay_plan(
-    plan: QuantizePlan, source: Path, engines: Sequence[str]
-) -> tuple[Mapping[str, EngineReport], str]:
-    """Report what each engine would do with a checkpoint, or say why that is not known.
-
-    What `check` reads is written to a temporary folder: configs, headers and scales. Scales of
-    weights are 1.0, and other data are holes in the files.
-
-    Returns:
-        The report of each engine; and why nothing was checked, else empty.
-
-    Raises:
-        ModelError: no model can be built from the config, or tensors of it are missing or have
-            other shapes.
-    """
-    with TemporaryDirectory(prefix="fp8calib-") as name:
-        folder = Path(name)
-        write_outline(plan, folder)
-        opened = open_folder(folder)
-        try:
-            geometry = read_replayed_geometry(opened)
-        except UnusableConfigError as error:
-            message = error.message.replace(str(folder), str(source))
-            raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
-        except ModelError as error:
-            return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
-        if drafter := find_drafter_class(opened.config):
-            return {}, _NOT_CHECKED.format(f"it is a drafter (class {shorten(drafter)})")
-        tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
-        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
-        reports = check_folder(opened, geometry, engines, 1)
-    if not all(report.load_fault for report in reports.values()):
-        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
-    return reports, ""
-
-
-def _refuse_fault(source: Path, fault: str) -> None:
-    if fault:
-        hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
-        raise ModelError(f"{source}: {fault}", hint=hint)
 
 
 def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
@@ -175,9 +69,6 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
         f"{quantized.method} in this model: {reasons}",
         hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
     )
-
-
-# --- after it is written --------------------------------------------------------------------------
 
 
 def finish_formats(

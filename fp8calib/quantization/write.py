@@ -21,6 +21,7 @@ from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
+    list_files,
     output_folder,
     remove_progress_file,
     write_file_atomic,
@@ -117,12 +118,6 @@ def write_checkpoint(
         all_zero=tuple(AllZeroWeight(**each) for found in all_zero.values() for each in found),
         resumed=tuple(finished),
     )
-
-
-def list_files(folder: Path) -> tuple[str, ...]:
-    """List the files in a folder and below, sorted."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in files))
 
 
 def find_finished(
