@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import (
@@ -42,46 +43,41 @@ _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
     """Check a path; `progress` shows how much was read where all values are."""
-    engines = _choose_engines(request)
+    named = [request.engine] if isinstance(request.engine, str) else request.engine
+    names = (part.strip() for each in named or list_defaults() for part in each.split(","))
+    engines = {find_replayed(name).key: name for name in names}  # each release once
     path = fetch_hub_id(Path(request.path))
     require_path(path, hint="name a checkpoint folder or a JSON file")
-    is_folder = path.is_dir()
-    if is_folder:
-        _refuse_outer_folder(path)
-    else:
-        _refuse_other_file(path)
-    model = _open_model(request, path)
-    model, geometry = _read_geometry(request, model, is_folder=is_folder)
+    _refuse_other(path)
+    folder = open_folder(path) if path.is_dir() else None
+    model = _open_model(request, path, folder)
+    try:
+        geometry = read_replayed_geometry(model)
+    except NotUnderstoodError as error:
+        if folder is None or request.model is not None or request.stats is not None:
+            raise
+        # nothing of it will be judged
+        model = replace(model, unread=f"its layers are not understood: {error.message}")
+        folder, geometry = model, imagine_geometry(model)
     stats = _read_stats(request, model, geometry)
-    opened = model
-    if is_folder:
-        opened = model if request.model is None else open_folder(path)
-        for file in list_opened_files(opened, prefers_single=True):  # in all engines
-            if (fault := opened.faults.get(file)) is not None:
+    more: dict[str, Any] = {"model": model, "stats": stats, "reads_weights": request.read_weights}
+    asked = (geometry, tuple(engines.values()), request.tp)
+    if folder is not None:
+        for file in list_opened_files(folder, prefers_single=True):  # in all engines
+            if (fault := folder.faults.get(file)) is not None:
                 raise ModelError(fault, hint="download or copy the file again")
-        reports = check_folder(
-            *(opened, geometry, engines, request.tp),
-            requires_kv=request.require_kv,
-            model=model,
-            stats=stats,
-            reads_weights=request.read_weights,
-        )
+        reports = check_folder(folder, *asked, requires_kv=request.require_kv, **more)
     else:
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, model)
-        reports = check_file(
-            *(path, geometry, engines, request.tp),
-            model=model,
-            stats=stats,
-            reads_weights=request.read_weights,
-        )
+        reports = check_file(path, *asked, **more)
     if request.read_weights:
         from fp8calib.engines.weight_values import read_weight_values  # imports torch
 
-        values = read_weight_values(opened, progress or PythonReporter(None))
+        values = read_weight_values(folder or model, progress or PythonReporter(None))
         reports = {key: values.amend(each) for key, each in reports.items()}
-        if stats is not None and is_folder and not lacks_weights(path):
+        if stats is not None and folder is not None and not lacks_weights(path):
             differences = list(_compare_weights(stats, path))
             reports = {key: each.suspect(*differences) for key, each in reports.items()}
     reports = doubt_configs(reports, model, geometry)
@@ -101,67 +97,46 @@ def _compare_weights(stats: CalibrationStats, path: Path) -> Iterator[str]:
         yield f"weights: not those that were calibrated, or with other scales: {found.difference}"
 
 
-def _choose_engines(request: CheckRequest) -> tuple[str, ...]:
-    """List each engine and release once; without any names, the default engines."""
-    named = [request.engine] if isinstance(request.engine, str) else request.engine
-    chosen: dict[str, str] = {}
-    for name in (part.strip() for names in named or list_defaults() for part in names.split(",")):
-        chosen.setdefault(find_replayed(name).key, name)
-    return tuple(chosen.values())
+def _refuse_other(path: Path) -> None:
+    """Refuse what no engine loads, and say what to name in its place.
 
-
-def _refuse_outer_folder(path: Path) -> None:
-    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
-    inner = list_inner_checkpoints(path)
-    if inner:
-        raise UsageError(
-            f"{path}: a folder with checkpoints in it, not a checkpoint",
-            hint=f"name what an engine loads, such as {inner[0]}",
-        )
-    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
-    if is_written and not (path / CONFIG_NAME).exists():
-        raise UsageError(
-            f"{path}: the output folder of calibrate, not a checkpoint",
-            hint=f"name what {spell_export(path / STATS_NAME)} writes",
-        )
-
-
-def _refuse_other_file(path: Path) -> None:
-    if is_result(path):
+    Raises:
+        UsageError: a folder with checkpoints in it, as calibrate and export write.
+        ModelError: a file of something else than scales.
+    """
+    if path.is_dir():
+        fault, hint = "", ""
+        if inner := list_inner_checkpoints(path):
+            fault = "a folder with checkpoints in it"
+            hint = f"name what an engine loads, such as {inner[0]}"
+        elif (path / STATS_NAME).exists() and (path / REPORT_NAME).exists():
+            fault = "the output folder of calibrate"
+            hint = f"name what {spell_export(path / STATS_NAME)} writes"
+        if fault and (inner or not (path / CONFIG_NAME).exists()):
+            raise UsageError(f"{path}: {fault}, not a checkpoint", hint=hint)
+    elif is_result(path):
         raise refuse_result(path)
-    if is_stats_file(path):
+    elif is_stats_file(path):
         hint = f"name what {spell_export(path)} writes"
         raise ModelError(f"{path}: statistics, not scales", hint=hint)
-    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
+    elif path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "name a checkpoint folder, or a file of scales"
         if path.suffix == ".gguf":
             hint = GGUF_HINT
         raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
 
 
-def _open_model(request: CheckRequest, path: Path) -> ScaleFolder:
+def _open_model(request: CheckRequest, path: Path, folder: ScaleFolder | None) -> ScaleFolder:
+    """Open the folder of the model that the scales are for."""
     if request.model is not None:
-        folder = find_folder(str(request.model), files=("*.json",))
-        if not folder.is_dir():
+        place = find_folder(str(request.model), files=("*.json",))
+        if not place.is_dir():
             raise UsageError(f"--model {request.model}: this is a file, not a model folder")
-        return open_folder(folder)
-    if not path.is_dir():
+        return open_folder(place)
+    if folder is None:
         hint = "add --model MODEL: the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
-    return open_folder(path)
-
-
-def _read_geometry(
-    request: CheckRequest, model: ScaleFolder, *, is_folder: bool
-) -> tuple[ScaleFolder, ModelGeometry]:
-    """Find the shape of a model; of one that is not understood, nothing will be judged."""
-    try:
-        return model, read_replayed_geometry(model)
-    except NotUnderstoodError as error:
-        if not is_folder or request.model is not None or request.stats is not None:
-            raise
-        unread = f"its layers are not understood: {error.message}"
-        return replace(model, unread=unread), imagine_geometry(model)
+    return folder
 
 
 def _read_stats(

@@ -24,7 +24,6 @@ from fp8calib.plugins.vllm.commands.calibrate import (
 )
 from fp8calib.plugins.vllm.engine import EngineSettings
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed
-from tests.doors import Silent
 from tests.plugins.vllm.recorded import read_golden
 from tests.plugins.vllm.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
 
@@ -244,14 +243,9 @@ def test_a_signal_ends_the_start_of_vllm(
 def test_rows_with_media_are_refused() -> None:
     media: Any = object()
     batch = Batch(first=0, input_ids=torch.zeros(1, 4).long(), lengths=(4,), media=media)
-    prepared: Any = None
+    run: Any = None
     with pytest.raises(UsageError, match="the data has images or audio"):
-        EngineSettings(dtype="float32").observe(
-            *(prepared, prepared, [batch], Observe(kv=True, query=True)),
-            num_sequences=1,
-            progress=Silent(),
-            journal=None,
-        )
+        EngineSettings(dtype="float32").observe(run, [batch])
 
 
 def test_q_is_what_the_model_multiplied_before_attention() -> None:
