@@ -17,7 +17,7 @@ from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.kv_method import KvMethod
-from fp8calib.engines.vllm.names import WeightLoader, is_placeless, make_loader
+from fp8calib.engines.vllm.names import WeightLoader, is_placeless
 from tests.formats.handmade import make_attention, make_geometry
 
 PATH = "model.layers.0.self_attn"
@@ -146,7 +146,7 @@ def _make(family: str, method: KvMethod | None) -> tuple[WeightLoader, str]:
     folder = ScaleFolder(path=Path(), config={}, tensors={"m": tensors}, scales={"m": {}})
     has_places = kind == "heads" and method and not is_placeless(geometry, VLLM_RUN)
     places = {f"{path}.attn": 0} if has_places else {}
-    return make_loader(LoadContext(folder, geometry, ["m"]), method, places, VLLM_RUN), path
+    return WeightLoader(LoadContext(folder, geometry, ["m"]), method, places, VLLM_RUN), path
 
 
 def _list_names(path: str) -> Iterable[str]:

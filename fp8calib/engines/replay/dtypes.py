@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -12,18 +12,19 @@ from fp8calib.engines.status import Status
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import NVFP4_CACHE
 
-_OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
-_OTHER_CACHE = "this engine has no such KV cache"
+_OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
+_OTHER_FIX = "calibrate for e4m3fn, or serve with the cache format the scales were made for"
+_READS = "drafter reads the KV cache of this model type"
 
 
 def _find_recorded_dtype(folder: ScaleFolder) -> str:
     """Find the format that a config or a header names for the scales; empty for e4m3fn."""
-    named = [folder.config.get(key) for key in _KEYS]
-    algorithm = _find_algorithm(folder)
+    algorithm = next(_list_algorithms(folder), "")
     if algorithm not in ("", "FP8"):
         return algorithm
-    found = [value for value in (*named, *folder.recorded.values()) if isinstance(value, str)]
+    named = (*(folder.config.get(key) for key in _KEYS), *folder.recorded.values())
+    found = [value for value in named if isinstance(value, str)]
     return next((x for x in found if "fnuz" in x or "e5m2" in x or x == NVFP4_CACHE), "")
 
 
@@ -33,18 +34,16 @@ def find_cache_flag(folder: ScaleFolder) -> str:
     return dtype if dtype == NVFP4_CACHE else ""
 
 
-def _find_algorithm(folder: ScaleFolder) -> str:
-    """Find ModelOpt's name for the format of the cache, in upper case; empty without one."""
+def _list_algorithms(folder: ScaleFolder) -> Iterator[str]:
+    """List ModelOpt's names for the format of the cache, in upper case."""
     for outer in (folder.config.get("quantization_config"), folder.modelopt):
         nested = find_modelopt_section(outer) if isinstance(outer, dict) else {}
         algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
         if isinstance(algorithm, str):
-            return algorithm.upper()
-        is_modelopt = str(nested.get("quant_method", "")).startswith("modelopt")
-        if is_modelopt and isinstance(scheme, dict):
+            yield algorithm.upper()
+        elif isinstance(scheme, dict) and str(nested.get("quant_method")).startswith("modelopt"):
             kind = (scheme.get("type"), scheme.get("num_bits"))
-            return "FP8" if kind == ("float", 8) else f"{kind[1]!a:.20} bits of {kind[0]!a:.20}"
-    return ""
+            yield "FP8" if kind == ("float", 8) else f"{kind[1]!a:.20} bits of {kind[0]!a:.20}"
 
 
 def amend_for_dtype(
@@ -67,6 +66,9 @@ def amend_for_dtype(
         nvfp4: what it does with the global scales of an NVFP4 cache; empty where it has none.
     """
     dtype = _find_recorded_dtype(folder)
+    if not dtype:
+        return report
+    why, fix = _OTHER_FORMAT, _OTHER_FIX
     if "fnuz" in dtype:
         why, fix = fnuz, "convert the scales to e4m3fn: halve each, and record that dtype"
     elif "e5m2" in dtype:
@@ -74,21 +76,12 @@ def amend_for_dtype(
     elif dtype.lower() == NVFP4_CACHE:
         if nvfp4:
             return report.add_problems(nvfp4)
-        why, fix = _OTHER_CACHE, "export them for an FP8 cache, which takes the same numbers"
-    elif dtype:
-        why, fix = (
-            _OTHER_FORMAT,
-            "calibrate for e4m3fn, or serve with the cache format the scales were made for",
-        )
-    else:
-        return report
+        why = "this engine has no such KV cache"
+        fix = "export them for an FP8 cache, which takes the same numbers"
     text = f"the scales are for {dtype[:40]!a}: {why}"
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
     amended = report.change(lambda one: one.misread(text, fix))
     return amended.model_copy(update={"only_on": only_on})
-
-
-_READS = "drafter reads the KV cache of this model type"
 
 
 def note_drafter(
@@ -96,11 +89,7 @@ def note_drafter(
 ) -> EngineReport:
     """Note that a drafter of such a model reads scaled K and V with 1.0.
 
-    Args:
-        report: what the engine does with the model's own layers.
-        geometry: of the model.
-        release: of the engine.
-        given_by: the parts of the engine that give the drafter the model's scales.
+    `given_by` are the parts of the engine that give the drafter the model's scales.
     """
     is_scaled = any(one.status is Status.USED and one.value != 1.0 for one in report.verdicts)
     if geometry.model_type not in release.list_values(_READS) or not is_scaled:
@@ -126,5 +115,4 @@ def find_served_dtype(
         half_instead_of: the dtypes of checkpoints that are served in float16.
     """
     is_half = geometry.checkpoint_dtype in half_instead_of
-    is_half = is_half and geometry.model_type not in bfloat16_types
-    return "float16" if is_half else "bfloat16"
+    return "float16" if is_half and geometry.model_type not in bfloat16_types else "bfloat16"

@@ -17,7 +17,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
 from fp8calib.errors import ModelError, cut_list, shorten
-from fp8calib.formats.kv.parse_names import is_probability_scale, parse_name
+from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
 
 _MAX_SCALE_BYTES = 1 << 20
@@ -52,9 +52,9 @@ class FoundScale:
     """In fp32; empty where the tensor is too large for a scale, or has elements under 8 bits."""
 
     @property
-    def numel(self) -> int:
-        """The number of elements; 0 where they were not read."""
-        return len(self.values)
+    def parsed(self) -> ScaleName | None:
+        """What its name says; None for a scale of attention probabilities."""
+        return parse_name(self.name)
 
     def __str__(self) -> str:
         """Name the tensor and its file, escaped and shortened."""
@@ -134,7 +134,15 @@ def open_folder(path: Path) -> ScaleFolder:
         ModelError: the folder or its config cannot be read, or the config is a link out of it.
     """
     files, unread = _list_files(path)
-    config = _load_config(path / CONFIG_NAME)
+    config: object = {}
+    if (path / CONFIG_NAME).is_file():
+        try:
+            config = load_json(path / CONFIG_NAME)
+        except (OSError, ValueError) as error:
+            hint = "no engine starts with a config.json that is not UTF-8 JSON"
+            raise ModelError(f"{path / CONFIG_NAME}: not valid JSON: {error}", hint=hint) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path / CONFIG_NAME}: not a JSON object")
     tensors: dict[str, Mapping[str, TensorEntry]] = {}
     scales: dict[str, dict[str, FoundScale]] = {}
     faults: dict[str, str] = {}
@@ -150,7 +158,6 @@ def open_folder(path: Path) -> ScaleFolder:
                 recorded[file] = opened.header.metadata.get(DTYPE_KEY, "")
         except ModelError as error:
             faults[file] = error.message
-    has_index = (path / INDEX_NAME).is_file()
     return ScaleFolder(
         path=path,
         config=config,
@@ -158,32 +165,17 @@ def open_folder(path: Path) -> ScaleFolder:
         tensors=tensors,
         scales=scales,
         faults=faults,
-        has_index=has_index,
-        index=_load_or_none(path / INDEX_NAME) if has_index else None,
+        has_index=(path / INDEX_NAME).is_file(),
+        index=_load_or_none(path / INDEX_NAME),
         unread=unread,
         recorded=recorded,
     )
 
 
-def _load_config(path: Path) -> Mapping[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        config = load_json(path)
-    except (OSError, ValueError) as error:
-        hint = "no engine starts with a config.json that is not UTF-8 JSON"
-        raise ModelError(f"{path}: not valid JSON: {error}", hint=hint) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return config
-
-
 def _load_or_none(path: Path) -> object:
     """Load a JSON file; None where it does not exist, a message where it cannot be read."""
-    if not path.is_file():
-        return None
     try:
-        return load_json(path)
+        return load_json(path) if path.is_file() else None
     except (OSError, ValueError) as error:
         return f"not valid JSON: {error}"
 
@@ -213,16 +205,18 @@ def _list_files(path: Path) -> tuple[list[str], str]:
 
 
 def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
-    named = [
-        name for name in file.tensors if parse_name(name) is not None or is_probability_scale(name)
-    ]
-    file.fetch(name for name in named if file.tensors[name].size_bytes <= _MAX_SCALE_BYTES)
-    return {name: _read_scale(file, name) for name in named}
-
-
-def _read_scale(file: TensorFile, name: str) -> FoundScale:
-    entry = file.tensors[name]
-    values: list[float] = []
-    if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
-        values = file.read_floats(name).flatten().tolist()
-    return FoundScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
+    named = {
+        name: entry
+        for name, entry in file.tensors.items()
+        if parse_name(name) is not None or is_probability_scale(name)
+    }
+    file.fetch(name for name, entry in named.items() if entry.size_bytes <= _MAX_SCALE_BYTES)
+    found = {}
+    for name, entry in named.items():
+        values: list[float] = []
+        if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
+            values = file.read_floats(name).flatten().tolist()
+        found[name] = FoundScale(
+            name=name, file=file.path.name, shape=entry.shape, values=tuple(values)
+        )
+    return found

@@ -1,8 +1,9 @@
-"""The scales of a model in the files that an engine opens, and verdicts on those it lacks."""
+"""The KV scales of a model in the files that an engine opens, and the verdict on each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME
@@ -13,59 +14,20 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
+    judge_number,
 )
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.formats.dialect import Spelling
-from fp8calib.formats.kv.parse_names import (
-    ScaleName,
-    is_of_draft_layer,
-    is_probability_scale,
-    parse_name,
-)
+from fp8calib.formats.kv.parse_names import is_of_draft_layer
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
+from fp8calib.numerics.arrays import round_number
 
 Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""
 
 _NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate MODEL --out DIR` measures them"
-
-
-def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
-    """List the files that the index names, as vLLM, SGLang and transformers do.
-
-    Raises:
-        Refusal: the index is malformed, or names a file that is missing.
-    """
-    index = folder.index
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise Refusal(
-            f"{INDEX_NAME} has no weight_map of names to files", fix="write the index again"
-        )
-    listed = set((folder.indexed or {}).values())
-    missing = sorted(listed.difference(folder.files))
-    if missing:
-        shown = ", ".join(map(shorten, missing[:3]))
-        why = f"the index names files that are missing ({shown}): {error}"
-        raise Refusal(why, fix="complete the download, or remove them from the index")
-    return [file for file in folder.files if file in listed]
-
-
-def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
-    """Refuse a folder without weight files, or with a damaged one among those the engine opens.
-
-    Raises:
-        Refusal: naming the file.
-    """
-    if not files:
-        why = f"there are no safetensors weights to load ({len(folder.files)} files)"
-        raise Refusal(why, fix="download the weights, or convert them to safetensors")
-    for file in files:
-        if file in folder.faults:
-            raise Refusal(folder.faults[file], fix="download or write the file again")
+_UNOPENED_FIX = "list the file in the index, or store the scales in a file that is opened"
 
 
 class LoadContext:
@@ -75,18 +37,34 @@ class LoadContext:
         self.folder = folder
         self.geometry = geometry
         self.files = tuple(files)
+        self.problems: list[str] = []
+        self.scales: dict[str, FoundScale] = {}
+        self.loaded: dict[Slot, FoundScale] = {}
+        self.zero_points: list[FoundScale] = []
+        queries: list[FoundScale] = []
+        probabilities: list[FoundScale] = []
+        self.optional = {"q_scale": queries, "prob_scale": probabilities}
+        """Scales of q and of attention probabilities, which are noted but not judged."""
+        drafted: dict[str, FoundScale] = {}
         stored = {
             name: each for file in files for name, each in folder.scales.get(file, {}).items()
         }
-        drafted = [each for name, each in stored.items() if _is_of_draft_layer(geometry, name)]
-        for each in drafted:
-            del stored[each.name]
-        self.scales = stored
-        self.problems: list[str] = []
+        for name, each in stored.items():
+            parsed = each.parsed
+            if geometry.num_draft_layers and parsed and is_of_draft_layer(geometry, parsed.path):
+                drafted[name] = each
+                continue
+            self.scales[name] = each
+            if parsed is None:
+                probabilities.append(each)
+            elif parsed.spelling is Spelling.ZERO_POINT:
+                self.zero_points.append(each)
+            elif parsed.roles == (Role.Q,):
+                queries.append(each)
         if drafted:
             self.problems.append(
-                f"scales of draft layers ({len(drafted)}, such as {drafted[0]}) belong to the "
-                "draft model of speculative decoding"
+                f"scales of draft layers ({len(drafted)}, such as {next(iter(drafted.values()))}) "
+                "belong to the draft model of speculative decoding"
             )
         self._meant = match_to_layers(geometry, self.scales.values())
         self._elsewhere = match_to_layers(
@@ -103,9 +81,9 @@ class LoadContext:
         """Report the verdicts, and each problem once."""
         return EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(self.problems)))
 
-    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, FoundScale]:
+    def load(self, find_slot: Callable[[str], Slot | None]) -> None:
         """Assign each scale to a layer by the engine's rules for names; the last one wins."""
-        loaded: dict[Slot, FoundScale] = {}
+        loaded = self.loaded
         for name, stored in sorted(self.scales.items()):
             slot = find_slot(name)
             if slot is None:
@@ -115,34 +93,10 @@ class LoadContext:
                     f"{loaded[slot]} and {stored} have the same target; one is lost"
                 )
             loaded[slot] = stored
-        return loaded
-
-    def list_queries(self) -> list[FoundScale]:
-        """List the scales of q, which are noted but not judged."""
-        return [
-            stored
-            for stored, parsed in self._list_parsed()
-            if parsed.roles == (Role.Q,) and parsed.spelling is not Spelling.ZERO_POINT
-        ]
-
-    def list_zero_points(self) -> list[FoundScale]:
-        """List the zero points of q, k and v."""
-        found = self._list_parsed()
-        return [stored for stored, parsed in found if parsed.spelling is Spelling.ZERO_POINT]
-
-    def _list_parsed(self) -> Iterator[tuple[FoundScale, ScaleName]]:
-        for name, stored in self.scales.items():
-            if (parsed := parse_name(name)) is not None:
-                yield stored, parsed
-
-    def list_optional_scales(self) -> tuple[tuple[str, list[FoundScale]], ...]:
-        """List the scales of q and of attention probabilities, each kind with its name."""
-        probabilities = [each for name, each in self.scales.items() if is_probability_scale(name)]
-        return ("q_scale", self.list_queries()), ("prob_scale", probabilities)
 
     def note_unread(self, why: str) -> None:
-        """Note that the engine ignores these scales, where there are any."""
-        for what, found in self.list_optional_scales():
+        """Note that the engine ignores the optional scales, where there are any."""
+        for what, found in self.optional.items():
             if found:
                 self.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
 
@@ -162,18 +116,88 @@ class LoadContext:
             why: why the engine ignores a scale that it opened.
             fix: what to do about that.
         """
-        if slot in self._meant:
-            text = f"{self._meant[slot]}: {why}"
-            return LoadVerdict(status=Status.DROPPED, value=value, why=text, fix=fix)
-        if slot in self._elsewhere:
-            status = Status.DEFAULTED if value == 1.0 else Status.DROPPED
-            text = f"{self._elsewhere[slot]} is not opened, so the engine finds no scale"
-            fix = "list the file in the index, or store the scales in a file that is opened"
-            return LoadVerdict(status=status, value=value, why=text, fix=fix)
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
-        text = f"the checkpoint has no {slot[1]}_scale for this layer"
-        fix = MEASURE_AGAIN if self._meant or self._elsewhere else _NO_SCALES
-        return LoadVerdict(status=status, value=value, why=text, fix=fix)
+        if slot in self._meant:
+            status, why = Status.DROPPED, f"{self._meant[slot]}: {why}"
+        elif slot in self._elsewhere:
+            status = Status.DEFAULTED if value == 1.0 else Status.DROPPED
+            why = f"{self._elsewhere[slot]} is not opened, so the engine finds no scale"
+            fix = _UNOPENED_FIX
+        else:
+            why = f"the checkpoint has no {slot[1]}_scale for this layer"
+            fix = MEASURE_AGAIN if self._meant or self._elsewhere else _NO_SCALES
+        return LoadVerdict(status=status, value=value, why=why, fix=fix)
+
+    def judge_pair(
+        self,
+        index: int,
+        engine: str,
+        absent: tuple[str, str],
+        *,
+        dtype: str = "float32",
+        zero_is_unset: bool = False,
+    ) -> LayerVerdict:
+        """Judge the loaded k and v of a layer by what `BaseKVCacheMethod` makes of them.
+
+        A scale that was not loaded is -1.0 (vLLM 0.32.0 `quantization/kv_cache.py`, run; SGLang
+        0.5.23 `srt/layers/quantization/kv_cache.py`, read: there two zeros count as not loaded).
+
+        Args:
+            index: the layer's.
+            engine: its title.
+            absent: why scales are ignored that it opened, and what to do about that.
+            dtype: that of the parameters, to which stored numbers are rounded.
+            zero_is_unset: whether k and v that are both zero count as not loaded.
+        """
+        slots = [(index, role) for role in KV_ROLES]
+        stored = [self.loaded.get(slot) for slot in slots]
+        k, v = numbers = [
+            -1.0 if each is None else self._round(require_scalar(each, engine), dtype)
+            for each in stored
+        ]
+        if k > 0 and v > 0:
+            own_v = judge_number(v, str(stored[1]))
+            return LayerVerdict(layer=index, k=judge_number(k, str(stored[0])), v=own_v)
+        if all(each < 0 or (each == 0 and zero_is_unset) for each in numbers):
+            unset = []
+            for slot, held, number in zip(slots, stored, numbers, strict=True):
+                if held is None:
+                    unset.append(self.judge_absent(slot, why=absent[0], fix=absent[1]))
+                    continue
+                why = f"{held} is {number:g}, which {engine} treats as not loaded, so it uses 1.0"
+                unset.append(_make(Status.DEFAULTED, 1.0, why))
+            return LayerVerdict(layer=index, k=unset[0], v=unset[1])
+        said_k, said_v = (
+            f"{role} has no scale" if held is None else f"{role} is {number:g}"
+            for role, held, number in zip(KV_ROLES, stored, numbers, strict=True)
+        )
+        if not k > 0:
+            why = f"layer {index}: {engine} asserts k_scale > 0 and fails: {said_k}, {said_v}"
+            raise Refusal(why, fix=MEASURE_AGAIN)
+        # a v that is not above zero beside a k that is: the engine copies k's number
+        own_k = judge_number(k, str(stored[0]))
+        if stored[1] is None and stored[0] is not None and stored[0].name.endswith(".kv_scale"):
+            return LayerVerdict(layer=index, k=own_k, v=own_k)
+        why = f"{said_v}, so {engine} uses k_scale's number"
+        return LayerVerdict(layer=index, k=own_k, v=_make(Status.MISREAD, own_k.value, why))
+
+    def _round(self, value: float, dtype: str) -> float:
+        rounded = round_number(value, dtype)
+        if rounded != value and not math.isnan(value):
+            self.problems.append(f"scales are rounded to the model's {dtype}")
+        return rounded
+
+
+def _make(status: Status, value: float | None, why: str) -> LoadVerdict:
+    return LoadVerdict(status=status, value=value, why=why, fix=MEASURE_AGAIN)
+
+
+def require_scalar(stored: FoundScale, engine: str) -> float:
+    """Return the number of a per-tensor scale; refuse one with more elements, or none."""
+    if len(stored.values) != 1:
+        why = f"{stored} has shape {list(stored.shape)}, and {engine} loads one number"
+        raise Refusal(why, fix="store one number for the layer (kv-overlay, not kv-overlay-head)")
+    return stored.values[0]
 
 
 def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) -> LoadContext:
@@ -182,14 +206,28 @@ def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) ->
     Raises:
         Refusal: a file is missing or damaged; `error` is what the engine raises at a missing one.
     """
-    files = find_indexed(folder, error=error) if folder.has_index else folder.files
-    require_readable(folder, files)
+    files = folder.files
+    if folder.has_index:
+        index = folder.index
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            why = f"{INDEX_NAME} has no weight_map of names to files"
+            raise Refusal(why, fix="write the index again")
+        listed = set((folder.indexed or {}).values())
+        if missing := sorted(listed.difference(files)):
+            shown = ", ".join(map(shorten, missing[:3]))
+            why = f"the index names files that are missing ({shown}): {error}"
+            raise Refusal(why, fix="complete the download, or remove them from the index")
+        files = [file for file in files if file in listed]
+    if not files:
+        why = f"there are no safetensors weights to load ({len(folder.files)} files)"
+        raise Refusal(why, fix="download the weights, or convert them to safetensors")
+    for file in files:
+        if file in folder.faults:
+            raise Refusal(folder.faults[file], fix="download or write the file again")
     return LoadContext(folder, geometry, files)
-
-
-def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:
-    parsed = parse_name(name) if geometry.num_draft_layers else None
-    return parsed is not None and is_of_draft_layer(geometry, parsed.path)
 
 
 def match_to_layers(
@@ -204,7 +242,7 @@ def match_to_layers(
     }
     meant: dict[Slot, FoundScale] = {}
     for stored in scales:
-        parsed = parse_name(stored.name)
+        parsed = stored.parsed
         if parsed is None or parsed.path not in owners or parsed.spelling is Spelling.ZERO_POINT:
             continue
         for role in parsed.roles:

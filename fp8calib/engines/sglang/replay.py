@@ -13,14 +13,13 @@ from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.dtypes import amend_for_dtype, note_drafter
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import (
     METHODS_FIX,
     find_modelopt_section,
     find_quantization,
 )
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry
@@ -67,31 +66,46 @@ _FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and 
 
 
 def replay_sglang(
-    folder: ScaleFolder, geometry: ModelGeometry, tp: int, release: Release
+    folder: ScaleFolder, geometry: ModelGeometry, _tp: int, release: Release
 ) -> EngineReport:
     """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`.
+
+    Every rank uses the same number.
 
     Raises:
         Refusal: SGLang does not start.
     """
-    del tp  # every rank uses the same number
     context = open_indexed(folder, geometry, error="RuntimeError")
     fault = _find_fault(folder, geometry, release)
-    places: dict[str, Slot] = {}
-    if fault is None:
-        places = {
-            f"{_inner_path(attention)}.{role}_scale": (layer.index, role)
-            for layer, attention in geometry.attentions()
-            for role in KV_ROLES
-        }
+    paths = {
+        layer.index: _inner_path(attention)
+        for layer, attention in (geometry.attentions() if fault is None else ())
+    }
+    places = {
+        f"{path}.{role}_scale": (index, role) for index, path in paths.items() for role in KV_ROLES
+    }
     model_type = find_sglang_type(geometry, release)
     if has_class(geometry.architecture, release):
         _refuse_strays(context, places, model_type, release)
-    loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
-    layers = [
-        _judge(context, loaded, layer.index, attention, fault, release)
-        for layer, attention in geometry.attentions()
-    ]
+    context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
+    zero_is_unset = release.has(_ZERO_UNSET)
+    layers = []
+    for layer, attention in geometry.attentions():
+        if fault is not None:
+            layers.append(context.judge_absent_layer(layer.index, why=fault[0], fix=fault[1]))
+            continue
+        path = paths[layer.index]
+        why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
+        absent = (why, _FIX.format(path=path))
+        verdict = context.judge_pair(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset)
+        if attention.kind == "latent":
+            # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`,
+            # MLATokenToKVPool), and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply
+            # logits by k_scale.
+            verdict = verdict.change(
+                lambda one: one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
+            )
+        layers.append(verdict)
     context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = note_drafter(context.report(layers), geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
@@ -304,36 +318,8 @@ def _is_passed(stored: FoundScale, model_type: str, *, asserts: bool) -> bool:
     if model_type == "qwen3_next" and "mtp" in stored.name:
         return True
     if asserts:
-        return stored.numel == 1 and abs(stored.values[0] - 1.0) < _NEARLY
+        return len(stored.values) == 1 and abs(stored.values[0] - 1.0) < _NEARLY
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
-
-
-def _judge(
-    context: LoadContext,
-    loaded: dict[Slot, FoundScale],
-    index: int,
-    attention: Attention,
-    fault: _Fault | None,
-    release: Release,
-) -> LayerVerdict:
-    path = _inner_path(attention)
-    why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
-    if fault is not None:
-        return context.judge_absent_layer(index, why=fault[0], fix=fault[1])
-    rules = PairRules(
-        engine="SGLang",
-        zero_is_unset=release.has(_ZERO_UNSET),
-        absent_why=why,
-        absent_fix=_FIX.format(path=path),
-    )
-    verdict = judge_pair(context, index, loaded, rules)
-    if attention.kind != "latent":
-        return verdict
-    # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
-    # `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
-    return verdict.change(
-        lambda one: one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
-    )
 
 
 _LATENTS = (

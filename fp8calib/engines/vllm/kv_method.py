@@ -31,6 +31,9 @@ _OWN_FILE_ALGORITHM = "own-file-algorithm"
 """ModelOpt's algorithms that are accepted where `hf_quant_config.json`, which is nested, is the
 only config."""
 _ALGORITHM = "config.json-algorithm"
+_NVFP4_FIELDS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
+"""What vLLM reads of NVFP4 in ModelOpt's own file (modelopt.py `_from_config`)."""
+_EXPORT_AGAIN = "export the checkpoint again, with hf_quant_config.json"
 
 
 def find_kv_method(
@@ -38,10 +41,7 @@ def find_kv_method(
 ) -> KvMethod | None:
     """Find the method that loads KV scales, after the checks that vLLM makes.
 
-    Args:
-        quantization: the config that vLLM uses.
-        release: whose rules hold.
-        beside: the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
+    `beside` is the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
 
     Returns:
         The method; None where none is named, so that the model is loaded unquantized.
@@ -52,33 +52,35 @@ def find_kv_method(
     method = name_method(quantization, release)
     if not method:
         return None
-    if method in _DEPRECATED:
-        why = f"quant_method {method} is refused without --allow-deprecated-quantization"
-        raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
         return _check_modelopt(quantization, release, beside)
     if method == "compressed-tensors":
-        return _check_compressed(quantization)
-    checks = {"quark": _check_quark, **dict.fromkeys(_FP8_METHODS, _check_fp8)}
-    if method in checks:
-        return checks[method](quantization)
-    if method == "mxfp8":
-        return KvMethod.MODELOPT
-    if method in _WITHOUT_KV:
-        return KvMethod.NONE
-    raise Refusal(
-        f"quant_method {method!a:.60} is unknown to {release.title}",
-        fix="correct the name of the method",
-    )
+        _check_compressed(quantization)
+        return KvMethod.COMPRESSED_TENSORS
+    if method == "quark":
+        _check_quark(quantization)
+        return KvMethod.QUARK
+    if method in _FP8_METHODS:
+        scheme = quantization.get("activation_scheme")
+        has_blocks = quantization.get("weight_block_size") is not None
+        if scheme not in ("static", "dynamic") or (has_blocks and scheme == "static"):
+            blocks = " for weights in blocks" if has_blocks else ""
+            raise Unjudged(f"activation_scheme is {scheme!a:.40}{blocks}, which no tool writes")
+        return KvMethod.FP8
+    if method == "mxfp8" or method in _WITHOUT_KV:
+        return KvMethod.MODELOPT if method == "mxfp8" else KvMethod.NONE
+    why = f"quant_method {method!a:.60} is unknown to {release.title}"
+    fix = "correct the name of the method"
+    if method in _DEPRECATED:
+        why = f"quant_method {method} is refused without --allow-deprecated-quantization"
+        fix = "quantize with compressed-tensors instead"
+    raise Refusal(why, fix=fix)
 
 
 def name_method(quantization: Mapping[str, object], release: Release) -> str:
     """Name the method in lower case; empty where none is named, and the model is not quantized.
 
     ModelOpt's own file names an algorithm instead, and has to say that ModelOpt wrote it.
-
-    Raises:
-        Refusal: vLLM does not start with this config.
     """
     section = quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
@@ -100,40 +102,45 @@ def _check_modelopt(
     quantization: Mapping[str, object], release: Release, beside: object
 ) -> KvMethod:
     section = find_modelopt_section(quantization)
-    algorithm = section.get("quant_algo")
-    if not algorithm:
+    if not section.get("quant_algo"):
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
         fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
+    algorithm = str(section["quant_algo"]).upper()
     algorithms = release.list_values(_ALGORITHM)
-    if str(algorithm).upper() not in algorithms:
-        why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
+    if algorithm not in algorithms:
+        why = f"quant_algo {section['quant_algo']!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(algorithms)}")
     _require_names(section, find_exclusions(quantization, section, release))
-    is_own_file = section is not quantization
-    if is_own_file and str(algorithm).upper() == "NVFP4":
-        _require_fields(section)
-    if str(algorithm).upper() != "MIXED_PRECISION":
+    missing = [key for key in _NVFP4_FIELDS if key not in section]
+    if section is not quantization and algorithm == "NVFP4" and missing:
+        why = f"NVFP4 needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
+        raise Refusal(why, fix=_EXPORT_AGAIN)
+    if algorithm != "MIXED_PRECISION":
         return KvMethod.MODELOPT
-    if "quantized_layers" in quantization:
-        return _check_mixed(quantization)
-    if isinstance(beside, dict) and not _is_of_modelopt(beside):
-        why = "hf_quant_config.json does not name modelopt as its producer (ValueError)"
-        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
-    return _check_mixed(beside)
+    outer = quantization
+    if "quantized_layers" not in quantization:
+        outer = beside if isinstance(beside, dict) else {}
+        if outer and not _is_of_modelopt(outer):
+            why = "hf_quant_config.json does not name modelopt as its producer (ValueError)"
+            raise Refusal(why, fix=_EXPORT_AGAIN)
+    nested = outer.get("quantization")
+    section = nested if isinstance(nested, dict) else outer
+    if not section.get("quantized_layers"):
+        why = "MIXED_PRECISION needs quantized_layers, here or in hf_quant_config.json"
+        raise Refusal(why, fix=_EXPORT_AGAIN)
+    # a mixed precision has a KV method only where its config asks for one
+    has_method = section.get("kv_cache_quant_algo")
+    if nested is not section:
+        scheme = outer.get("kv_cache_scheme")
+        kind = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else ()
+        has_method = kind == ("float", 8)
+    return KvMethod.MODELOPT if has_method else KvMethod.NONE
 
 
 def _is_of_modelopt(own_file: Mapping[str, object]) -> bool:
     producer = own_file.get("producer")
     return isinstance(producer, dict) and producer.get("name") == "modelopt"
-
-
-def _require_fields(section: Mapping[str, object]) -> None:
-    """Require what vLLM reads of NVFP4 in ModelOpt's own file (modelopt.py `_from_config`)."""
-    fields = ("group_size", "kv_cache_quant_algo", "exclude_modules")
-    if missing := [field for field in fields if field not in section]:
-        why = f"NVFP4 needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
-        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
 
 
 def find_exclusions(
@@ -152,30 +159,8 @@ def find_exclusions(
     return next((key for key in keys if key in section), keys[-1])
 
 
-def _check_mixed(quantization: object) -> KvMethod:
-    """Check a mixed precision, which has a KV method only where its config asks for one."""
-    outer = quantization if isinstance(quantization, dict) else {}
-    nested = outer.get("quantization")
-    section = nested if isinstance(nested, dict) else outer
-    if not section.get("quantized_layers"):
-        why = "MIXED_PRECISION needs quantized_layers, here or in hf_quant_config.json"
-        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
-    scheme = outer.get("kv_cache_scheme")
-    is_fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == (
-        "float",
-        8,
-    )
-    has_method = section.get("kv_cache_quant_algo") if nested is section else is_fp8
-    return KvMethod.MODELOPT if has_method else KvMethod.NONE
-
-
-def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
-    """Check the config of compressed-tensors, whose own models judge its groups.
-
-    Raises:
-        Refusal: the scheme of the cache is not FP8's, or weights are sparse.
-        Unjudged: compressed-tensors refuses the config.
-    """
+def _check_compressed(quantization: Mapping[str, object]) -> None:
+    """Check the config of compressed-tensors, whose own models judge its groups."""
     scheme = quantization.get("kv_cache_scheme")
     strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
     fault = find_scheme_fault(scheme)
@@ -192,7 +177,6 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
     if isinstance(sparsity, dict) and sparsity.get("targets"):
         why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
         raise Refusal(why, fix="use a model without sparsity")
-    return KvMethod.COMPRESSED_TENSORS
 
 
 def _is_group(group: object) -> bool:
@@ -214,28 +198,16 @@ def _require_names(section: Mapping[str, object], key: str) -> None:
         raise Unjudged(f"{key} is {found!a:.40}, not a list of names")
 
 
-def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:
-    scheme = quantization.get("activation_scheme")
-    has_blocks = quantization.get("weight_block_size") is not None
-    if scheme not in ("static", "dynamic") or (has_blocks and scheme == "static"):
-        blocks = " for weights in blocks" if has_blocks else ""
-        raise Unjudged(f"activation_scheme is {scheme!a:.40}{blocks}, which no tool writes")
-    return KvMethod.FP8
-
-
-def _check_quark(quantization: Mapping[str, object]) -> KvMethod:
+def _check_quark(quantization: Mapping[str, object]) -> None:
     export = quantization.get("export")
     if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
         raise Unjudged("the Quark config has no export.kv_cache_group")
     if not isinstance(quantization.get("exclude"), list):
         raise Unjudged("the Quark config has no list exclude")
     group = [pattern for pattern in export["kv_cache_group"] if isinstance(pattern, str)]
-    if group:
-        _check_quark_outputs(quantization.get("layer_quant_config"), group)
-    return KvMethod.QUARK
-
-
-def _check_quark_outputs(layers: object, group: list[str]) -> None:
+    if not group:
+        return
+    layers = quantization.get("layer_quant_config")
     found = [
         config.get("output_tensors")
         for name, config in (layers if isinstance(layers, dict) else {}).items()

@@ -9,11 +9,9 @@ Sources (vLLM 0.32.0, run; the same in 0.33.0): `models/utils.py` (`WeightsMappe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
@@ -117,57 +115,79 @@ def find_loader(model_type: str, release: Release) -> LoaderKind:
     return LoaderKind.BACKEND
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLoader:
-    """The loader of one model."""
+    """The loader of one model, made from the names in its checkpoint.
 
-    kind: LoaderKind
-    model_type: str
-    release: Release
-    method: KvMethod | None
-    """None where the model is loaded unquantized: names are not mapped, and few are ignored."""
-    places: Mapping[str, int]
-    """The layer of each `Attention` with parameters for scales, by its path."""
-    attends: Collection[str]
-    """Paths that end in `.attn` and exist in the model's attention."""
-    stored: Collection[str]
-    """Paths of the modules that have weights in the checkpoint."""
-    skips: str = ""
-    """The beginning of names that are skipped; empty for none."""
+    Args:
+        context: the checkpoint.
+        method: what creates the parameters for scales; None where the model is loaded unquantized:
+            names are not mapped, and few are ignored.
+        places: the layers of the `Attention` modules that have such parameters, by path.
+        release: whose rules hold.
+    """
+
+    def __init__(
+        self,
+        context: LoadContext,
+        method: KvMethod | None,
+        places: Mapping[str, int],
+        release: Release,
+    ) -> None:
+        geometry = context.geometry
+        self._context = context
+        self._method = method
+        self._places = places
+        self._release = release
+        self._kind = find_loader(geometry.model_type, release)
+        self._skipped_root = release.find_value(_SKIPPED_ROOTS, geometry.model_type)
+        if geometry.is_wrapped:
+            self._skipped_root = ""
+            if geometry.architecture not in release.list_values(WRAPPERS):
+                self._kind = LoaderKind.BACKEND
+            elif self._kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST):
+                self._kind = LoaderKind.NAMES_FIRST
+        modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
+        self._attends = {f"{path}.attn" for path in modules}
+        self._attends |= {path for path in modules if path.endswith(".attn")}
+        """Paths that end in `.attn` and exist in the model's attention."""
+        self._roots = {path.partition(".")[0] for path in self._attends}
+        names = (name for name in context.tensors if not _is_scale_name(name))
+        self._stored = {name.rpartition(".")[0] for name in names}
+        """Paths of the modules that have weights in the checkpoint."""
 
     def find_slot(self, name: str) -> Slot | None:
         """Find the k, v or q that a tensor of this name is loaded into."""
-        parent, _, leaf = self.map_name(name).rpartition(".")
+        parent, _, leaf = self._map_name(name).rpartition(".")
         role = next((role for role in (*KV_ROLES, Role.Q) if leaf == f"{role}_scale"), None)
-        index = self.places.get(parent)
+        index = self._places.get(parent)
         return None if role is None or index is None else (index, role)
 
-    def map_name(self, name: str) -> str:
+    def _map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
-        root = self.release.find_value(ADDED_ROOTS, self.model_type)
-        if self.kind is LoaderKind.BACKEND:  # what the checkpoint calls its `model.`
-            root = next((f"{path.partition('.')[0]}." for path in self.attends), "model.")
-        if root and not self._has_root(name):
+        root = self._release.find_value(ADDED_ROOTS, self._context.geometry.model_type)
+        if self._kind is LoaderKind.BACKEND:  # what the checkpoint calls its `model.`
+            root = next((f"{path.partition('.')[0]}." for path in self._attends), "model.")
+        if root and name.partition(".")[0] not in self._roots:
             name = f"{root}{name}"
-        if self.method is None:
+        if self._method is None:
             return name
         for pattern, new in _REGEXES:
             name = pattern.sub(new, name)
         suffix = next((each for each in _OUTPUTS if name.endswith(each)), "")
-        if suffix and self.method in (KvMethod.FP8, KvMethod.QUARK) and not self._fuses(name):
+        if suffix and self._method in (KvMethod.FP8, KvMethod.QUARK) and not self._fuses(name):
             return name.removesuffix(suffix) + _OUTPUTS[suffix]
         return name
 
     def find_fault(self, name: str) -> str:
         """Say why the loader raises an error for a tensor of this name; empty where it does not."""
-        mapped = self.map_name(name)
+        mapped = self._map_name(name)
         parent, _, leaf = mapped.rpartition(".")
-        is_parameter = parent in self.places and leaf in _PARAMETERS.get(self.method, ())
+        is_parameter = parent in self._places and leaf in _PARAMETERS.get(self._method, ())
         if is_parameter or self._skips(mapped):
             return ""
-        if self.kind in (LoaderKind.STRICT, LoaderKind.LENIENT):
+        if self._kind in (LoaderKind.STRICT, LoaderKind.LENIENT):
             return "the model has no such parameter (KeyError)"
-        if self.method is None:
+        if self._method is None:
             return "without a quantization_config no module has a place for it (ValueError)"
         if self._fuses(mapped):
             return "k_proj becomes qkv_proj before this quant_method maps names (AttributeError)"
@@ -176,85 +196,61 @@ class WeightLoader:
     def _skips(self, mapped: str) -> bool:
         """Check whether the loader skips a name that it finds no parameter for."""
         parent, _, leaf = mapped.rpartition(".")
-        if self.skips and mapped.startswith(self.skips):
+        if self._skipped_root and mapped.startswith(self._skipped_root):
             return True
         is_renamed = bool(_RENAMED.search(mapped))
         is_of_weight = mapped.endswith((".weight_scale", ".input_scale"))
         if is_of_weight and not is_renamed and self._is_among(_IGNORES_COMPANIONS):
-            return parent in self.stored
-        if self.kind is LoaderKind.LENIENT:
-            is_mapped = leaf in _IGNORED or (self.method is None and mapped.endswith(_UNMAPPED))
+            return parent in self._stored
+        if self._kind is LoaderKind.LENIENT:
+            is_mapped = leaf in _IGNORED or (self._method is None and mapped.endswith(_UNMAPPED))
             fuses = not _PROJECTION.search(mapped) or self._is_among(_FUSES_LENIENTLY)
-            return is_mapped and self._has_root(mapped) and not (is_renamed and fuses)
-        if self.kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self.method is None:
+            has_root = mapped.partition(".")[0] in self._roots
+            return is_mapped and has_root and not (is_renamed and fuses)
+        if self._kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self._method is None:
             return False
-        return parent in self.attends and leaf in _IGNORED
+        return parent in self._attends and leaf in _IGNORED
 
     def _is_among(self, fact: str) -> bool:
-        return self.model_type in self.release.list_values(fact)
-
-    def _has_root(self, name: str) -> bool:
-        root = name.partition(".")[0]
-        return any(path.partition(".")[0] == root for path in self.attends)
+        return self._context.geometry.model_type in self._release.list_values(fact)
 
     def _fuses(self, name: str) -> bool:
         """Check whether the projection is renamed to qkv_proj before its scale is mapped."""
-        is_first = self.kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST)
-        return (
-            is_first and bool(_PROJECTION.search(name)) and name.rpartition(".")[0] in self.stored
-        )
+        is_first = self._kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST)
+        parent = name.rpartition(".")[0]
+        return is_first and bool(_PROJECTION.search(name)) and parent in self._stored
 
+    def refuse_faults(self) -> None:
+        """Refuse a folder where the name of a scale stops the loader.
 
-def make_loader(
-    context: LoadContext, method: KvMethod | None, places: Mapping[str, int], release: Release
-) -> WeightLoader:
-    """Make the loader of a model from the names in its checkpoint.
+        Scales of quantized weights are judged elsewhere (`weight_replay.py`).
 
-    Args:
-        context: the checkpoint.
-        method: what creates the parameters for scales.
-        places: the layers of the `Attention` modules that have them, by path.
-        release: whose rules hold.
-    """
-    geometry = context.geometry
-    kind = find_loader(geometry.model_type, release)
-    if geometry.is_wrapped:
-        if geometry.architecture not in release.list_values(WRAPPERS):
-            kind = LoaderKind.BACKEND
-        elif kind in (LoaderKind.BACKEND, LoaderKind.FUSES_FIRST):
-            kind = LoaderKind.NAMES_FIRST
-    modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
-    skipped = release.find_value(_SKIPPED_ROOTS, geometry.model_type)
-    return WeightLoader(
-        kind=kind,
-        model_type=geometry.model_type,
-        release=release,
-        method=method,
-        places=places,
-        attends={f"{path}.attn" for path in modules}
-        | {path for path in modules if path.endswith(".attn")},
-        skips="" if geometry.is_wrapped else skipped,
-        stored={name.rpartition(".")[0] for name in context.tensors if not _is_scale_name(name)},
-    )
+        Raises:
+            Refusal: naming the scale.
+        """
+        is_quantized = _make_test(self._context)
+        for name in sorted(filter(_is_scale_name, self._context.tensors)):
+            module = name.rpartition(".")[0]
+            if is_of_draft_layer(self._context.geometry, module):
+                continue
+            why = self.find_fault(name)
+            is_of_weight = _is_companion(name) and parse_name(name) is None
+            if why and not (is_of_weight and is_quantized(module)):
+                raise self._refuse(name, why)
 
-
-def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
-    """Refuse a folder where the name of a scale stops the loader.
-
-    Scales of quantized weights are judged elsewhere (`weight_replay.py`).
-
-    Raises:
-        Refusal: naming the scale.
-    """
-    is_quantized = _make_test(context)
-    for name in sorted(filter(_is_scale_name, context.tensors)):
-        module = name.rpartition(".")[0]
-        if is_of_draft_layer(context.geometry, module):
-            continue
-        why = loader.find_fault(name)
-        is_of_weight = _is_companion(name) and parse_name(name) is None
-        if why and not (is_of_weight and is_quantized(module)):
-            raise _refuse(context, loader, name, why)
+    def _refuse(self, name: str, why: str) -> Refusal:
+        geometry, stored = self._context.geometry, self._context.scales.get(name)
+        what = shorten(name) if stored is None else str(stored)
+        is_inner = self._kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in self._attends
+        fix = _INNER_FIX if is_inner else NAMES_FIX
+        if is_placeless(geometry, self._release) and not _is_companion(name):
+            owner = f"vLLM's attention of {geometry.model_type}"
+            why, fix = f"{owner} has no parameters for scales (ValueError)", _PLACELESS_FIX
+        elif self._method is None:
+            fix = _CONFIG_FIX
+        elif stored is None:
+            fix = _STRAY_FIX
+        return Refusal(f"{what}: {why}", fix=fix)
 
 
 def _is_scale_name(name: str) -> bool:
@@ -272,7 +268,7 @@ def _is_companion(name: str) -> bool:
 
 def _make_test(context: LoadContext) -> Callable[[str], bool]:
     """Make a test of whether vLLM may have parameters for the scales of a module's weight."""
-    tensors: Mapping[str, TensorEntry] = context.tensors
+    tensors = context.tensors
     has_codes = any(
         (name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES)
         or (entry.dtype in WEIGHT_FORMATS and not _is_scale_name(name))
@@ -298,21 +294,6 @@ def _make_test(context: LoadContext) -> Callable[[str], bool]:
         return True
 
     return is_quantized
-
-
-def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> Refusal:
-    geometry, stored = context.geometry, context.scales.get(name)
-    what = shorten(name) if stored is None else str(stored)
-    if is_placeless(geometry, loader.release) and not _is_companion(name):
-        why = f"vLLM's attention of {geometry.model_type} has no parameters for scales (ValueError)"
-        return Refusal(f"{what}: {why}", fix=_PLACELESS_FIX)
-    is_inner = loader.kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in loader.attends
-    fix = _INNER_FIX if is_inner else NAMES_FIX
-    if loader.method is None:
-        fix = _CONFIG_FIX
-    elif stored is None:
-        fix = _STRAY_FIX
-    return Refusal(f"{what}: {why}", fix=fix)
 
 
 def is_placeless(geometry: ModelGeometry, release: Release) -> bool:

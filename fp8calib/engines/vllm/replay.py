@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
 from fp8calib.engines.replay.dtypes import amend_for_dtype, find_served_dtype, note_drafter
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
-from fp8calib.engines.replay.load_context import Slot, match_to_layers, open_indexed
+from fp8calib.engines.replay.load_context import (
+    Slot,
+    match_to_layers,
+    open_indexed,
+    require_scalar,
+)
 from fp8calib.engines.replay.quantization_config import (
     CONFIG_KEYS,
     METHODS_FIX,
@@ -33,10 +37,9 @@ from fp8calib.engines.vllm.names import (
     NAMES_FIX,
     WRAPPERS,
     LoaderKind,
+    WeightLoader,
     find_loader,
     is_placeless,
-    make_loader,
-    refuse_faults,
 )
 from fp8calib.errors import shorten
 from fp8calib.model.shapes import KV_ROLES, Attention, ModelGeometry, Role
@@ -53,9 +56,11 @@ _BASES_WITH_HEAD = ("Gemma2Model", "LlamaModel", "Qwen2Model")
 """Base classes that the registry has as the class with an output layer."""
 _BASES_OF_OTHERS = ("MistralModel",)
 """Those that it has as another model's class."""
-_NO_PARAMETER = (
-    "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0"
+_IGNORED = (
+    "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0",
+    NAMES_FIX,
 )
+"""Why a scale is not used that is in a file, and what to do."""
 _PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
 _NEEDS_FLASH_ATTENTION = (
@@ -155,17 +160,24 @@ def replay_vllm(
         Refusal: vLLM does not start.
     """
     _refuse_unsupported(geometry, release)
-    return _Replay(folder, geometry, release, on_gpus=on_gpus).report(tp)
+    return _Replay(folder, geometry, tp, release, on_gpus=on_gpus).report()
 
 
 class _Replay:
-    """The loading of a folder by a release."""
+    """The loading of a folder by a release, on `tp` ranks."""
 
     def __init__(
-        self, folder: ScaleFolder, geometry: ModelGeometry, release: Release, *, on_gpus: bool
+        self,
+        folder: ScaleFolder,
+        geometry: ModelGeometry,
+        tp: int,
+        release: Release,
+        *,
+        on_gpus: bool,
     ) -> None:
         self._folder = folder
         self._geometry = geometry
+        self._tp = tp
         self._release = release
         self._on_gpus = on_gpus
         self._context = open_indexed(folder, geometry, error="FileNotFoundError")
@@ -182,44 +194,42 @@ class _Replay:
         """Of a Quark config."""
         self._has_places = release.has(_BACKEND_PLACES) or _has_class(geometry, release)
         """The class of the model, vLLM's or transformers', has parameters for scales."""
+        # vLLM runs a model without an output layer to embed text: `config/model.py`
+        # (_get_default_runner_type, _SUFFIX_TO_DEFAULTS) and `models/registry.py`; 0.26.0 to
+        # 0.33.0 read, 0.32.0 run with 10 types.
+        is_base = names_base(folder.config, geometry)
+        self._is_pooling = is_base and _find_base(geometry) not in _BASES_WITH_HEAD
+        self._dtype = find_served_dtype(
+            geometry,
+            bfloat16_types=release.list_values(BFLOAT16_TYPES),
+            # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
+            half_instead_of=("float16", "float32") if self._is_pooling else ("float16",),
+        )
 
-    def report(self, tp: int) -> EngineReport:
+    def report(self) -> EngineReport:
         """Report on every layer, and on what else the folder has.
 
         Raises:
             Refusal: vLLM does not start.
         """
         method, release, geometry = self._method, self._release, self._geometry
-        # vLLM runs a model without an output layer to embed text: `config/model.py`
-        # (_get_default_runner_type, _SUFFIX_TO_DEFAULTS) and `models/registry.py`; 0.26.0 to
-        # 0.33.0 read, 0.32.0 run with 10 types.
-        is_pooling = names_base(self._folder.config, geometry)
-        is_pooling = is_pooling and _find_base(geometry) not in _BASES_WITH_HEAD
-        dtype = find_served_dtype(
-            geometry,
-            bfloat16_types=release.list_values(BFLOAT16_TYPES),
-            # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
-            half_instead_of=("float16", "float32") if is_pooling else ("float16",),
-        )
-        layers, held = self._judge_layers(tp, dtype)
+        layers, held = self._judge_layers()
         if self._on_gpus and self._per_head:
             self._problems.append(_NEEDS_FLASH_ATTENTION)
         if self._context.scales and method is not None:
-            if self._on_gpus and dtype == "float16":
+            if self._on_gpus and self._dtype == "float16":
                 self._problems.append(_STOPS_IN_FLOAT16)
             if release.has(_CALCULATES_EXISTS):
                 self._problems.append(_CALCULATES)
         if method not in (None, KvMethod.NONE):
             self._note_loaded()
-        if method is not None and geometry.has_latent_attention:
-            layers = [
-                layer.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX)) for layer in layers
-            ]
         report = self._context.report(layers).model_copy(update={"held": held})
-        if is_pooling:
+        if self._is_pooling:
             report = report.model_copy(update={"weights": _POOLING})
         if method is None:
             return report
+        if geometry.has_latent_attention:
+            report = report.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX))
         if method is KvMethod.QUARK:
             report = self._amend_quark(report)
         given_by = release.list_values(_DRAFTER_GETS_SCALES)
@@ -236,39 +246,29 @@ class _Replay:
             fnuz_device="AMD gfx94x" if self._is_compressed else "",
         )
 
-    def _judge_layers(
-        self, tp: int, dtype: str
-    ) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
+    def _judge_layers(self) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
         context = self._context
-        loader = make_loader(context, self._method, self._find_places(), self._release)
-        refuse_faults(context, loader)
-        loaded = context.load(loader.find_slot)
+        loader = WeightLoader(context, self._method, self._find_places(), self._release)
+        loader.refuse_faults()
+        context.load(loader.find_slot)
         if self._method is not None:
             self._check_shapes()
         has_groups = isinstance(self._quantization.get("config_groups"), dict)
-        if self._per_head and loaded and not has_groups:
+        if self._per_head and context.loaded and not has_groups:
             raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
-        rules = PairRules(
-            engine="vLLM",
-            zero_is_unset=False,
-            absent_why=_NO_PARAMETER,
-            absent_fix=NAMES_FIX,
-            dtype=dtype,
-        )
         layers: list[LayerVerdict] = []
         held: dict[Slot, HeldScale] = {}
         for layer, attention in self._geometry.attentions():
-            index, heads = layer.index, attention if self._per_head else None
             bare = self._explain_bare(attention)
             if bare is not None:
-                layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
+                verdict = context.judge_absent_layer(layer.index, why=bare[0], fix=bare[1])
             elif self._is_compressed:
-                layers.append(self._judge_compressed(index, loaded, heads, tp))
+                k, v = (self._judge_compressed(layer.index, role, attention) for role in KV_ROLES)
+                verdict = LayerVerdict(layer=layer.index, k=k, v=v)
             else:
-                layers.append(judge_pair(context, index, loaded, rules))
-            roles = (*KV_ROLES, Role.Q) if bare is None else ()
-            own = {role: each for role in roles if (each := loaded.get((index, role)))}
-            held |= _list_held(layers[-1], own, heads, doubles=self._method in _DOUBLING)
+                verdict = context.judge_pair(layer.index, "vLLM", _IGNORED, dtype=self._dtype)
+            layers.append(verdict)
+            held |= self._list_held(verdict, attention, is_bare=bare is not None)
         turns_on = self._is_compressed or self._method is KvMethod.MODELOPT
         is_on = turns_on and self._has_scheme
         if self._method is not None and context.scales and not is_on:
@@ -277,62 +277,72 @@ class _Replay:
             )
         return layers, held
 
-    def _judge_compressed(
-        self,
-        index: int,
-        loaded: Mapping[Slot, FoundScale],
-        heads: Attention | None,
-        tp: int,
-    ) -> LayerVerdict:
-        """Judge the k and v of a layer by what `CompressedTensorsKVCacheMethod` makes of them.
+    def _judge_compressed(self, index: int, role: Role, attention: Attention) -> LoadVerdict:
+        """Judge a k or v by what `CompressedTensorsKVCacheMethod` makes of it.
 
         A scale that was not loaded is 1.0, and none is rounded: the parameters are fp32
         (`quantization/compressed_tensors/compressed_tensors.py`; 0.32.0 run, 0.33.0 read).
-
-        Args:
-            index: the layer's.
-            loaded: the scales that have found a parameter.
-            heads: its attention where scales are per head, else None.
-            tp: the number of ranks.
-
-        Raises:
-            Refusal: a scale's shape fits no parameter.
         """
+        loaded = self._context.loaded
+        stored, k = loaded.get((index, role)), loaded.get((index, Role.K))
+        if stored is not None and self._per_head:
+            return self._judge_heads(stored, attention.num_kv_heads)
+        if stored is not None:
+            return judge_number(require_scalar(stored, "vLLM"), str(stored))
+        if k is not None and k.name.endswith(".kv_scale"):
+            why = (
+                f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale, "
+                "so it uses 1.0"
+            )
+            fix = "store it as k_scale and as v_scale"
+            return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
+        return self._context.judge_absent((index, role), why=_IGNORED[0], fix=_IGNORED[1])
 
-        def judge(role: Role) -> LoadVerdict:
-            stored, k = loaded.get((index, role)), loaded.get((index, Role.K))
-            if stored is not None and heads is not None:
-                return self._judge_heads(stored, heads.num_kv_heads, tp)
-            if stored is not None:
-                return judge_number(require_scalar(stored, "vLLM"), str(stored))
-            if k is not None and k.name.endswith(".kv_scale"):
-                why = (
-                    f"{k} becomes k_scale, and compressed-tensors' method does not copy it to "
-                    "v_scale, so it uses 1.0"
-                )
-                fix = "store it as k_scale and as v_scale"
-                return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-            return self._context.judge_absent((index, role), why=_NO_PARAMETER, fix=NAMES_FIX)
-
-        return LayerVerdict(layer=index, k=judge(Role.K), v=judge(Role.V))
-
-    def _judge_heads(self, stored: FoundScale, num_heads: int, tp: int) -> LoadVerdict:
+    def _judge_heads(self, stored: FoundScale, num_heads: int) -> LoadVerdict:
         """Judge per-head scales: each rank takes its slice; one rank repeats a single number."""
-        if stored.numel < num_heads and not (stored.numel == 1 and tp == 1):
+        count = len(stored.values)
+        if count < num_heads and not (count == 1 and self._tp == 1):
             why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
             fix = f"store [{num_heads}, 1, 1], or strategy tensor with one number"
             raise Refusal(why, fix=fix)
         used = stored.values[:num_heads]
         if bad := [value for value in used if not is_scale(value)]:
             return judge_number(bad[0], str(stored))
-        largest = max(used)
-        if stored.numel > num_heads:
-            why = f"{stored} has {stored.numel} numbers, of which vLLM uses the first {num_heads}"
+        if count > num_heads:
+            why = f"{stored} has {count} numbers, of which vLLM uses the first {num_heads}"
             fix = "write one number per KV head"
-            return LoadVerdict(status=Status.MISREAD, value=largest, why=why, fix=fix)
-        if stored.numel < num_heads:
+            return LoadVerdict(status=Status.MISREAD, value=max(used), why=why, fix=fix)
+        if count < num_heads:
             self._problems.append("attn_head with one number per layer: it is used for all heads")
-        return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
+        return judge_number(max(used), f"the largest of {count} heads, {stored}")
+
+    def _list_held(
+        self, layer: LayerVerdict, attention: Attention, *, is_bare: bool
+    ) -> Iterator[tuple[Slot, HeldScale]]:
+        """List the numbers that a layer holds after loading.
+
+        A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that
+        (vLLM 0.32.0 `quantization/kv_cache.py`, run).
+        """
+        doubles = self._method in _DOUBLING
+        for role in (Role.Q, *KV_ROLES):
+            verdict = getattr(layer, role) if role is not Role.Q else None
+            scale = None if is_bare else self._context.loaded.get((layer.layer, role))
+            value = 1.0 if verdict is None else verdict.value
+            numbers: tuple[float, ...] = () if value is None else (value,)
+            if scale is not None and self._per_head:
+                size = attention.num_heads // attention.num_kv_heads if role is Role.Q else 1
+                starts = range(0, len(scale.values), size)
+                groups = (scale.values[start : start + size] for start in starts)
+                numbers = tuple(map(max, islice(groups, attention.num_kv_heads)))
+            elif scale is not None and role is Role.Q and (not doubles or scale.values[0] > 0):
+                numbers = scale.values
+            is_loaded = scale is not None
+            if verdict is not None:
+                is_loaded = verdict.status is not Status.DEFAULTED
+            if numbers:
+                factor = 2.0 if doubles and is_loaded else 1.0
+                yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
 
     def _find_places(self) -> dict[str, int]:
         """Find the `Attention` modules that have parameters for scales, with their layers.
@@ -383,7 +393,7 @@ class _Replay:
 
     def _check_shapes(self) -> None:
         """Refuse scales of q and zero points whose shape fits no parameter."""
-        for stored in self._context.list_queries():
+        for stored in self._context.optional["q_scale"]:
             if not self._per_head:
                 require_scalar(stored, "vLLM")
             elif not any(_fits_query(stored, each) for _, each in self._geometry.attentions()):
@@ -391,12 +401,19 @@ class _Replay:
                 fix = "store one number per head of q, or leave it out"
                 raise Refusal(f"{why}: RuntimeError", fix=fix)
         if self._is_compressed and not self._per_head:
-            for stored in self._context.list_zero_points():
+            for stored in self._context.zero_points:
                 require_scalar(stored, "vLLM")
 
     def _note_loaded(self) -> None:
         """Note what vLLM does with scales of q and of probabilities, where there are any."""
-        for what, found in self._context.list_optional_scales():
+        users = "only backends of GPUs use it"
+        if self._on_gpus:
+            gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
+            users = (
+                "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
+                f"on {gpus}), others do not"
+            )
+        for what, found in self._context.optional.items():
             bad = [stored for stored in found if not all(map(is_scale, stored.values))]
             if bad:
                 effect = ", but vLLM uses it"
@@ -404,12 +421,6 @@ class _Replay:
                     effect = "; where it is not above 0, vLLM uses 1.0"
                 self._problems.append(f"{bad[0]} is not a scale{effect}")
             elif found:
-                gpus = ", and ".join(self._release.list_values(QUERY_GPUS))
-                users = (
-                    "backends that quantize the query use it (FlashAttention 3, FlashInfer, Triton "
-                    f"on {gpus}), others do not"
-                )
-                users = users if self._on_gpus else "only backends of GPUs use it"
                 loaded = f"{what} is loaded ({len(found)}, such as {found[0]})"
                 self._problems.append(f"{loaded}: {users}")
 
@@ -433,41 +444,8 @@ class _Replay:
 
 def _fits_query(stored: FoundScale, attention: Attention) -> bool:
     """Check that vLLM can reduce a scale of q to one maximum per KV head."""
-    groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
+    groups, rest = divmod(len(stored.values), attention.num_heads // attention.num_kv_heads)
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
-
-
-def _list_held(
-    layer: LayerVerdict,
-    loaded: Mapping[Role, FoundScale],
-    heads: Attention | None,
-    *,
-    doubles: bool,
-) -> Iterator[tuple[Slot, HeldScale]]:
-    """List the numbers that a layer holds after loading.
-
-    A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that (vLLM
-    0.32.0 `quantization/kv_cache.py`, run).
-    """
-    verdicts = {Role.K: layer.k, Role.V: layer.v}
-    stored: dict[Role, Sequence[float | None]] = {
-        Role.Q: (1.0,),
-        **{role: (verdict.value,) for role, verdict in verdicts.items()},
-    }
-    for role, scale in loaded.items():
-        if heads is not None:
-            size = heads.num_heads // heads.num_kv_heads if role is Role.Q else 1
-            groups = (scale.values[start : start + size] for start in range(0, scale.numel, size))
-            stored[role] = tuple(max(group) for group in islice(groups, heads.num_kv_heads))
-        elif role is Role.Q and (not doubles or scale.values[0] > 0):
-            stored[role] = scale.values
-    for role, found in stored.items():
-        numbers = tuple(each for each in found if each is not None)
-        verdict = verdicts.get(role)
-        is_loaded = role in loaded if verdict is None else verdict.status is not Status.DEFAULTED
-        factor = 2.0 if doubles and is_loaded else 1.0
-        if numbers:
-            yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
 
 
 def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
@@ -482,21 +460,23 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         geometry, (each for held in folder.scales.values() for each in held.values())
     )
     heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
-    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
 
     def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
         scale = stored.get((index, role))
-        if scale is None or scale.numel == 1:
+        if scale is None or len(scale.values) == 1:
             return one
         ranks = (rank_range(heads[index], tp, rank) for rank in range(tp))
         if all(len(set(scale.values[rank.start : rank.stop])) == 1 for rank in ranks):
             return one
         return one.misread(_LARGEST.format(scale), _LARGEST_FIX)
 
+    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
     layers = tuple(
-        layer.model_copy(
-            update={str(role): judge(getattr(layer, role), layer.layer, role) for role in KV_ROLES}
+        LayerVerdict(
+            layer=each.layer,
+            k=judge(each.k, each.layer, Role.K),
+            v=judge(each.v, each.layer, Role.V),
         )
-        for layer in report.layers
+        for each in report.layers
     )
     return report.model_copy(update={"layers": layers})
