@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from fp8calib.engines.status import Evidence
-from fp8calib.engines.weights.auto_round import ACCEPTED
+from fp8calib.engines.weights.reader import ACCEPTED
 from tests.real_engines.package import Package
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (

@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.engines.facts.release import DEMANDED, OWN_TYPES
 from fp8calib.engines.status import Evidence
-from fp8calib.engines.weights.auto_round import ACCEPTED
+from fp8calib.engines.weights.reader import ACCEPTED
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
 from tests.real_engines.probe import Probe

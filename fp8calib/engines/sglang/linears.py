@@ -17,7 +17,6 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
-from fp8calib.engines.weights.auto_round import require_auto_round
 from fp8calib.engines.weights.forms import OtherScheme
 from fp8calib.engines.weights.linears import LinearGroup
 from fp8calib.engines.weights.reader import (
@@ -26,6 +25,7 @@ from fp8calib.engines.weights.reader import (
     Unquantized,
     covers_parts,
     list_strings,
+    require_auto_round,
 )
 from fp8calib.formats.fp8.compressed_tensors import CONFIG_FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
@@ -75,7 +75,7 @@ class SglangReader(LinearReader):
     def _is_mx(self) -> bool:
         return self.method == "mxfp8" or self.algorithm == "MXFP8"
 
-    def list_excluded(self) -> list[str]:
+    def _list_excluded(self) -> list[str]:
         """List what the config leaves unquantized.
 
         Of the list of the `fp8` method, the first that there is, each entry counts with and without
@@ -98,11 +98,7 @@ class SglangReader(LinearReader):
         return [spelling for entry in bare for spelling in (entry, f"model.{entry}")]
 
     def find_scheme(self, group: LinearGroup) -> Found:
-        """Find the scheme by which SGLang creates a group.
-
-        Raises:
-            Refusal: it does not start, or that cannot be told: its names are read, not run.
-        """
+        """Find the scheme by which SGLang creates a group; its names are read, not run."""
         found = super().find_scheme(group)
         if not group.is_by_config or group.kind != "linear":
             return found
@@ -116,21 +112,20 @@ class SglangReader(LinearReader):
 
     def find_configured(self, group: LinearGroup) -> Found:
         """Find the scheme that the config gives to a group."""
-        found = self.find_fp8(group) if self._is_mx else super().find_configured(group)
+        found = self._find_fp8(group) if self._is_mx else super().find_configured(group)
         if not isinstance(found, StoredScheme):
             return found
         if found.is_mx:
             if self.algorithm == "MIXED_PRECISION":
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
-            self.require_mx(self.method, group, _MX_ERRORS.get(self.method, ""))
+            self._require_mx(self.method, group, _MX_ERRORS.get(self.method, ""))
         is_compressed = self.method == "compressed-tensors"
         if is_compressed and group.is_head and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
 
-    def find_compressed(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of compressed-tensors."""
+    def _find_compressed(self, group: LinearGroup) -> Found:
         is_head = group.is_head
         if is_head and not self.release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
@@ -141,25 +136,25 @@ class SglangReader(LinearReader):
             probe = replace(group, members=tuple(replace(first, module=name) for name in names))
 
         def find_entry(path: str) -> str | None:
-            return self.find_entry(self._ignores, path, self.excluded)
+            return self._find_entry(self._ignores, path, self.excluded)
 
         def matches(path: str) -> bool:
             return find_entry(path) is not None
 
         # projections count in some classes alone
-        is_named = any(path in self.excluded for path in self.spell(group.path))
+        is_named = any(path in self.excluded for path in self._spell(group.path))
         is_whole = not is_expert and (is_named or group.state == "joined")
         if matches(group.path) if is_whole else covers_parts(probe, matches):
             return Unquantized.by(find_entry(probe.members[0].module) or group.path)
         if is_expert:
-            target = self.find_expert_target(probe)
+            target = self._find_expert_target(probe)
         elif is_head:
             target = next((each for each in self.targets if self._ignores(each, group.path)), None)
         else:
-            by_name = self.find_path_target(group.path) or self.find_class_target(group)
-            target = by_name or (self.find_part_target(group) if group.state != "joined" else None)
+            by_name = self._find_path_target(group.path) or self._find_class_target(group)
+            target = by_name or (self._find_part_target(group) if group.state != "joined" else None)
         if target is not None:
-            return self._read_group(target, is_expert=is_expert)
+            return self._read_own(target, is_expert=is_expert)
         if is_head or not self.targets:
             return Unquantized(why="no config group has it")
         why = f"no config group has {group.members[0].module}"
@@ -168,10 +163,10 @@ class SglangReader(LinearReader):
             fix="list it in `ignore`, or in a config group",
         )
 
-    def _read_group(self, target: str, *, is_expert: bool) -> StoredScheme:
+    def _read_own(self, target: str, *, is_expert: bool) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
         has_own = self.release.has(_GROUP_FORMATS)
-        scheme = self.read_group(target, _FORMATS, reads_own_format=has_own)
+        scheme = self._read_target(target, _FORMATS, reads_own_format=has_own)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
         if scheme.inputs is not InputScaling.NONE:
@@ -201,11 +196,11 @@ class SglangReader(LinearReader):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 
-    def skips(self, group: LinearGroup) -> bool:
+    def _skips(self, group: LinearGroup) -> bool:
         """Replay `is_layer_skipped` for linears that are no experts."""
 
         def matches(path: str) -> bool:
-            return self.find_entry(_skips, path, self.excluded) is not None
+            return self._find_entry(_skips, path, self.excluded) is not None
 
         name = group.path.rpartition(".")[2]
         is_joined = len(group.members) > 1
@@ -213,24 +208,22 @@ class SglangReader(LinearReader):
             return covers_parts(group, matches)
         if "experts" in group.path and not is_joined:
             names = [entry for entry in self.excluded if "experts" in entry]
-            if self.find_entry(lambda entry, path: path in entry, group.path, names):
+            if self._find_entry(lambda entry, path: path in entry, group.path, names):
                 return True
         return matches(group.path)
 
     @staticmethod
-    def skips_experts(entry: str, path: str) -> bool:
+    def _skips_experts(entry: str, path: str) -> bool:
         """Match the experts of a layer, also with an entry for one of them."""
         return _skips(entry, path) or ("experts" in entry and path in entry)
 
-    def find_exclusion(self, group: LinearGroup) -> str | None:
-        """Find the entry of ModelOpt's list that excludes a group."""
-        entry = self.find_entry(_matches_glob, group.path, self.excluded)
+    def _find_exclusion(self, group: LinearGroup) -> str | None:
+        entry = self._find_entry(_matches_glob, group.path, self.excluded)
         if group.is_experts:
             return entry
-        return group.path if self.skips(group) else entry
+        return group.path if self._skips(group) else entry
 
-    def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
-        """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
+    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         what = "expert" if group.is_experts else "linear"
         layers = self.section.get("quantized_layers")
         is_found = group.state != "joined" or (isinstance(layers, dict) and group.path in layers)

@@ -17,16 +17,18 @@ from fp8calib.engines.replay.quantization_config import (
 )
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
-from fp8calib.engines.weights.auto_round import ACCEPTED, AUTO_ROUND_FIX, require_auto_round
 from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
+    ACCEPTED,
+    AUTO_ROUND_FIX,
     ConfigSection,
     Found,
     LinearReader,
     Unquantized,
     covers_parts,
     list_strings,
+    require_auto_round,
 )
 from fp8calib.formats.fp8.compressed_tensors import CONFIG_FORMATS
 from fp8calib.formats.fp8.quantization_config import StoredScheme
@@ -54,10 +56,9 @@ class VllmReader(LinearReader):
         """
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         method = name_method(section, release)
-        section = section if method else {}
         if method in ("inc", "auto-round"):
             require_auto_round(section, release)
-        return cls(folder, section, geometry, release)
+        return cls(folder, section if method else {}, geometry, release)
 
     def __init__(
         self, folder: ScaleFolder, section: ConfigSection, geometry: ModelGeometry, release: Release
@@ -70,12 +71,16 @@ class VllmReader(LinearReader):
             section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(folder, section, geometry, release)
         self._exact = frozenset(self.excluded)
-        if self.algorithm == "MXFP8":
-            _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in release.list_values(_RENAMING)
+        types = release.list_values(BFLOAT16_TYPES)
+        is_half = find_served_dtype(geometry, bfloat16_types=types) == "float16"
+        if self.algorithm == "MXFP8" and is_half:
+            # quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes), run
+            why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16"
+            fix = "serve it with --dtype bfloat16, or write it as compressed-tensors"
+            raise Refusal(f"{why} (ValueError)", fix=fix)
 
-    def list_excluded(self) -> list[str]:
-        """List what the config leaves unquantized; the release names ModelOpt's list."""
+    def _list_excluded(self) -> list[str]:
         section = self.section
         if self.method == "compressed-tensors":
             return list_strings(section, "ignore")
@@ -92,9 +97,6 @@ class VllmReader(LinearReader):
 
         vLLM 0.32.0 models/llama.py and models/transformers/causal.py: the layer is created by the
         config before it takes the embedding's weight. Run with starcoder2, smollm3, gpt_bigcode.
-
-        Raises:
-            Unjudged: it is created in FP8, and its scales are not set.
         """
         super().require_judged(tensors)
         created = [each for name in HEADS for each in self.classes.get(name, ())]
@@ -113,44 +115,34 @@ class VllmReader(LinearReader):
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
         if self.method == "quark" and group.is_by_config:
-            self._require_excluded(self.name_as_listed(group))
+            self._require_excluded(self._name_as_listed(group))
         found = super().find_scheme(group)
         if not isinstance(found, StoredScheme):
             return found
         if self.method == "auto-round":
-            self._require_auto_round(group, found)
+            # which experts the release loads: inc/schemes/, run in 0.32.0
+            what = "MXFP8" if found.is_mx else "FP8 in blocks"
+            is_read = f"experts of {what}" in self.release.list_values(ACCEPTED)
+            if group.is_experts and not is_read:
+                why = f"{self.release.title} loads no experts in {what} of auto-round"
+                raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
         elif found.is_mx:
-            self.require_mx(self._mx_form, group, "ValueError")
+            self._require_mx(self._mx_form, group, "ValueError")
         elif group.is_head and found.weights is Granularity.BLOCK:
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
-    def _require_auto_round(self, group: LinearGroup, scheme: StoredScheme) -> None:
-        """Require that the release loads experts of this form (inc/schemes/, run in 0.32.0).
-
-        Raises:
-            Refusal: it does not.
-        """
-        if group.is_experts:
-            what = "MXFP8" if scheme.is_mx else "FP8 in blocks"
-            if f"experts of {what}" not in self.release.list_values(ACCEPTED):
-                why = f"{self.release.title} loads no experts in {what} of auto-round"
-                raise Refusal(f"{why} (NotImplementedError)", fix=AUTO_ROUND_FIX)
-
-    def name_as_listed(self, group: LinearGroup) -> LinearGroup:
+    def _name_as_listed(self, group: LinearGroup) -> LinearGroup:
         """Give a group its paths; one whose parts no list may name has that of the whole."""
-        listed = super().name_as_listed(group)
+        listed = super()._name_as_listed(group)
         if group.state != "joined":
             return listed
         return replace(listed, members=(replace(listed.members[0], module=listed.path),))
 
     def _require_excluded(self, group: LinearGroup) -> None:
-        """Check that a Quark config that is for the KV cache alone excludes a group.
+        """Require that a Quark config that is for the KV cache alone excludes a group.
 
         vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
-
-        Raises:
-            Refusal: it does not.
         """
         is_whole = isinstance(self.section.get("layer_type_quant_config"), dict)
         if is_whole or group.is_head:
@@ -158,24 +150,22 @@ class VllmReader(LinearReader):
         entries = list_strings(self.section, "exclude")
 
         def is_excluded(path: str) -> bool:
-            return self.find_entry(matches_target, path, entries) is not None
+            return self._find_entry(matches_target, path, entries) is not None
 
+        is_left_out = is_excluded(group.path)
         if group.is_experts:
-            has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
-            is_left_out = has_parts or is_excluded(group.path)
-        else:
-            is_left_out = is_excluded(group.path) or covers_parts(group, is_excluded)
-        if not is_left_out:
+            is_left_out |= any(entry.startswith(f"{group.path}.") for entry in entries)
+        if not is_left_out and (group.is_experts or not covers_parts(group, is_excluded)):
             why = (
                 f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
+                "layer_type_quant_config)"
             )
-            fix = "exclude it by this name, or export with Quark 0.13"
-            raise Refusal(f"{why}layer_type_quant_config)", fix=fix)
+            raise Refusal(why, fix="exclude it by this name, or export with Quark 0.13")
 
     def list_expected(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
     ) -> Mapping[str, Expected]:
-        """List the tensors of a linear, of which some models' loaders take other names too."""
+        """List the tensors of a linear; some models' loaders take other names too."""
         expected = super().list_expected(group, linear, scheme)
         others = _RENAMED if self._renames else {}
         return {
@@ -187,74 +177,54 @@ class VllmReader(LinearReader):
         """Check whether a list covers a group: in which cases it may name the joined module."""
         if group.is_experts or len(group.members) == 1:
             return covers_parts(group, matches)
-        is_named = not self._exact.isdisjoint(self.spell(group.path))
+        is_named = not self._exact.isdisjoint(self._spell(group.path))
         if self.method == "compressed-tensors" and self.release.has(_IGNORES_JOINED):
             is_named = matches(group.path)
         return is_named or covers_parts(group, matches)
 
-    def find_compressed(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of compressed-tensors."""
-        is_expert = group.is_experts
-        if is_expert:  # the projections of the first one decide for the layer's
+    def _find_compressed(self, group: LinearGroup) -> Found:
+        if group.is_experts:  # the projections of the first one decide for the layer's
             first = f"{group.members[0].module.rpartition('.')[0]}."
             members = tuple(each for each in group.members if each.module.startswith(first))
             group = replace(group, members=members)
 
         def find_entry(path: str) -> str | None:
-            return self.find_entry(matches_target, path, self.excluded)
+            return self._find_entry(matches_target, path, self.excluded)
 
         if self._covers(group, lambda path: find_entry(path) is not None):
             return Unquantized.by(find_entry(group.members[0].module) or group.path)
-        if is_expert:
-            target = self.find_expert_target(group)
-        elif self.release.has(_CLASS_FIRST):
-            by_name = self.find_path_target(group.path) or self.find_class_target(group)
-            target = by_name or self.find_part_target(group)
+        if group.is_experts:
+            target = self._find_expert_target(group)
         else:
-            by_name = self.find_path_target(group.path) or self.find_part_target(group)
-            target = by_name or self.find_class_target(group)
+            ways = [self._find_part_target, self._find_class_target]
+            if self.release.has(_CLASS_FIRST):
+                ways.reverse()
+            target = self._find_path_target(group.path) or ways[0](group) or ways[1](group)
         if target is None:
             return Unquantized(why="no config group has it")
-        return self.read_group(target, CONFIG_FORMATS, reads_own_format=True)
+        return self._read_target(target, CONFIG_FORMATS, reads_own_format=True)
 
-    def skips(self, group: LinearGroup) -> bool:
-        """Tell whether the config names a group, or the parts of one that is joined."""
-        return self._covers(group, lambda path: not self._exact.isdisjoint(self.spell(path)))
+    def _skips(self, group: LinearGroup) -> bool:
+        return self._covers(group, lambda path: not self._exact.isdisjoint(self._spell(path)))
 
     @staticmethod
-    def skips_experts(entry: str, path: str) -> bool:
-        """Match the experts of a layer with an entry of a list."""
+    def _skips_experts(entry: str, path: str) -> bool:
         return "experts" in entry and path in entry
 
-    def find_exclusion(self, group: LinearGroup) -> str | None:
+    def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
         is_expert = group.is_experts
-        if not is_expert and self.skips(group):
+        if not is_expert and self._skips(group):
             return group.path
 
         def matches(entry: str, name: str) -> bool:
             is_part = entry != name and entry in name
             return (
-                is_part or (is_expert and self.skips_experts(entry, name)) or fnmatch(name, entry)
+                is_part or (is_expert and self._skips_experts(entry, name)) or fnmatch(name, entry)
             )
 
-        return self.find_entry(matches, group.path, self.excluded)
+        return self._find_entry(matches, group.path, self.excluded)
 
-    def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
-        """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
+    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         what = "expert" if group.is_experts else "linear"
         return algorithm in self.release.list_values(f"mixed precision {what}")
-
-
-def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:
-    """Refuse MXFP8 of ModelOpt in a model that is served in float16.
-
-    vLLM 0.32.0 quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes), run.
-
-    Raises:
-        Refusal: it is.
-    """
-    types = release.list_values(BFLOAT16_TYPES)
-    if find_served_dtype(geometry, bfloat16_types=types) != "bfloat16":
-        why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16 (ValueError)"
-        raise Refusal(why, fix="serve it with --dtype bfloat16, or write it as compressed-tensors")

@@ -3,13 +3,16 @@
 vLLM 0.32.0: `layers/quantization/`: `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
 _get_scheme_from_parts), `compressed_tensors/utils.py`, `utils/config_utils.py`, `fp8.py`,
 `modelopt.py` (is_layer_excluded, _resolve_quant_algo) and `utils/quant_utils.py`
-(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files.
+(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files. What they refuse of a
+config with `quant_method: auto-round` before they read a weight: vLLM 0.32.0
+`quantization/inc/inc.py` (INCConfig), run; SGLang 0.5.23 `quantization/auto_round.py`
+(AutoRoundConfig), read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -46,6 +49,7 @@ _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
+_UNLISTED = "quantized_layers does not list it"
 _PART_FIX = "quantize all of these projections, or none"
 _LOADS_MX = "MXFP8 is loaded as MXFP8"
 _MX_FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -102,7 +106,7 @@ class LinearReader(ABC):
         self.method = _METHODS.get(method, method)
         self.section: ConfigSection = nested if isinstance(nested, dict) else section
         self.algorithm = str(self.section.get("quant_algo")).upper()
-        self.excluded = self.list_excluded()
+        self.excluded = self._list_excluded()
         groups = section.get("config_groups")
         self.targets = {
             target: group
@@ -120,28 +124,28 @@ class LinearReader(ABC):
             self._dialect = AUTO_ROUND_MX
 
     @abstractmethod
-    def list_excluded(self) -> list[str]:
+    def _list_excluded(self) -> list[str]:
         """List what the config leaves unquantized."""
 
     @abstractmethod
-    def find_compressed(self, group: LinearGroup) -> Found:
+    def _find_compressed(self, group: LinearGroup) -> Found:
         """Find a group's scheme by the rules of compressed-tensors."""
 
     @abstractmethod
-    def skips(self, group: LinearGroup) -> bool:
+    def _skips(self, group: LinearGroup) -> bool:
         """Tell whether the `fp8` method leaves linears unquantized that are no experts."""
 
     @staticmethod
     @abstractmethod
-    def skips_experts(entry: str, path: str) -> bool:
+    def _skips_experts(entry: str, path: str) -> bool:
         """Match the experts of a layer with an entry of what the `fp8` method leaves."""
 
     @abstractmethod
-    def find_exclusion(self, group: LinearGroup) -> str | None:
+    def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group."""
 
     @abstractmethod
-    def quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
+    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -166,9 +170,9 @@ class LinearReader(ABC):
         """
         if group.state == "plain":
             return Unquantized(why="the engine's class creates it without the config")
-        return self.find_configured(self.name_as_listed(group))
+        return self.find_configured(self._name_as_listed(group))
 
-    def name_as_listed(self, group: LinearGroup) -> LinearGroup:
+    def _name_as_listed(self, group: LinearGroup) -> LinearGroup:
         """Give a group the paths that the engine compares with the lists of a config."""
         path = group.listed or group.path
         if path == group.path:
@@ -184,54 +188,59 @@ class LinearReader(ABC):
         return replace(group, path=path, members=tuple(map(rename, group.members)))
 
     def find_configured(self, group: LinearGroup) -> Found:
-        """Find the scheme that the config gives to a group.
-
-        Raises:
-            Refusal: the engine does not start, or its method is not known offline.
-        """
+        """Find the scheme that the config gives to a group; refuse it as the engine does."""
         if not self.method:
             return Unquantized(why="there is no quantization config")
         if self.method == "compressed-tensors":
-            return self.find_compressed(group)
+            return self._find_compressed(group)
         if self.method == "fp8":
-            return self.find_fp8(group)
+            return self._find_fp8(group)
         if self.method.startswith("modelopt"):
             return self._find_modelopt(group)
         return self._find_named(group)
 
-    def find_fp8(self, group: LinearGroup) -> Found:
-        """Find a group's scheme by the rules of the `fp8` method."""
+    def _find_fp8(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by the rules of the `fp8` method, which has one for all linears."""
         if group.is_head:
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
+        entry: str | None = group.path
         if group.is_experts:
-            entry = self.find_entry(self.skips_experts, group.path, self.excluded)
-            return self.read_fp8() if entry is None else Unquantized.by(entry)
-        return Unquantized.by(group.path) if self.skips(group) else self.read_fp8()
+            entry = self._find_entry(self._skips_experts, group.path, self.excluded)
+        elif not self._skips(group):
+            entry = None
+        if entry is not None:
+            return Unquantized.by(entry)
+        block = self.section.get("weight_block_size")
+        if "MXFP8" in (str(self.section.get("quant_method")).upper(), self.algorithm):
+            block = list(MX_BLOCK)
+        if block is None:
+            is_static = self.section.get("activation_scheme") == "static"
+            inputs = InputScaling.STATIC if is_static else InputScaling.TOKEN
+            return StoredScheme(weights=Granularity.TENSOR, inputs=inputs)
+        if not isinstance(block, list) or len(block) != 2 or not all(type(s) is int for s in block):
+            raise Unjudged(f"weight_block_size is {block!a:.40}, and engines need two sizes")
+        size = (block[0], block[1])
+        return StoredScheme(weights=Granularity.BLOCK, block=size, inputs=InputScaling.GROUP)
 
     def _find_modelopt(self, group: LinearGroup) -> Found:
-        if (entry := self.find_exclusion(group)) is not None:
+        if (entry := self._find_exclusion(group)) is not None:
             return Unquantized.by(entry)
         if any(part in group.path for part in _VISION):
             return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
         is_mixed = self.algorithm == "MIXED_PRECISION"
         algorithm = self._find_algorithm(group) if is_mixed else self.algorithm
-        if not algorithm:
-            return Unquantized(why="quantized_layers does not list it")
-        if algorithm == "NONE":
-            return Unquantized(why="the config names no quant_algo")
+        if algorithm in ("", "NONE"):
+            why = "the config names no quant_algo" if algorithm else _UNLISTED
+            return Unquantized(why=why)
         scheme = read_algorithm(algorithm)
         if scheme is None:
             raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
-        if is_mixed and not self.quantizes_mixed(group, algorithm):
+        if is_mixed and not self._quantizes_mixed(group, algorithm):
             return Unquantized(why=f"this release does not quantize {algorithm} here")
         return scheme
 
     def _find_algorithm(self, group: LinearGroup) -> str:
-        """Find a group's algorithm in a mixed precision; empty where it is not listed.
-
-        Raises:
-            Refusal: its projections have several.
-        """
+        """Find a group's algorithm in a mixed precision; empty where it is not listed."""
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
         names = [group.path, *(each.module for each in group.members)]
@@ -275,7 +284,7 @@ class LinearReader(ABC):
             raise Unjudged(f"the linears of {group.path} have several schemes")
         return next(iter(schemes.values()))
 
-    def spell(self, path: str) -> list[str]:
+    def _spell(self, path: str) -> list[str]:
         """List the spellings of a module's path."""
         if not self._is_wrapped:
             return [path]
@@ -285,27 +294,26 @@ class LinearReader(ABC):
         tail = ".".join(parts)
         return [path, *(f"{prefix}{tail}" for prefix in _PREFIXES)]
 
-    def find_entry(
+    def _find_entry(
         self, matches: Callable[[str, str], bool], path: str, entries: Iterable[str]
     ) -> str | None:
         """Find the first entry of a list that matches a module's path in one of its spellings."""
-        names = self.spell(path)
+        names = self._spell(path)
         return next((entry for entry in entries if any(matches(entry, n) for n in names)), None)
 
-    def find_path_target(self, path: str) -> str | None:
+    def _find_path_target(self, path: str) -> str | None:
         """Find the first target of compressed-tensors that matches a module's path."""
-        return self.find_entry(matches_target, path, self.targets)
+        return self._find_entry(matches_target, path, self.targets)
 
-    def find_part_target(self, group: LinearGroup) -> str | None:
+    def _find_part_target(self, group: LinearGroup) -> str | None:
         """Find the target of the first projection, where all of them have one."""
-        parts = [self.find_path_target(each.module) for each in group.members]
+        parts = [self._find_path_target(each.module) for each in group.members]
         return parts[0] if None not in parts else None
 
-    def find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the class `Linear` among the targets, of which the output layer is not.
+    def _find_class_target(self, group: LinearGroup) -> str | None:
+        """Find the class `Linear` among the targets, which the output layer is not.
 
-        Raises:
-            Refusal: there is a target that engines compare with their own classes.
+        What targets mean that engines compare with their own classes is not known.
         """
         for target in self.targets:
             is_known = target == "Linear" or "." in target or target.endswith("Attention")
@@ -315,17 +323,12 @@ class LinearReader(ABC):
                     "nor the class Linear"
                 )
                 raise Unjudged(why, fix=_TARGET_FIX)
-        is_linear = not group.is_head
-        return "Linear" if is_linear and "Linear" in self.targets else None
+        return "Linear" if not group.is_head and "Linear" in self.targets else None
 
-    def find_expert_target(self, probe: LinearGroup) -> str | None:
-        """Find the target of a layer's experts: that of the first expert's projections.
-
-        Raises:
-            Refusal: these are in several config groups.
-        """
+    def _find_expert_target(self, probe: LinearGroup) -> str | None:
+        """Find the target of a layer's experts: that of the first expert's projections."""
         targets = [
-            self.find_path_target(each.module) or self.find_class_target(probe)
+            self._find_path_target(each.module) or self._find_class_target(probe)
             for each in probe.members
         ]
         found = [self.targets.get(each or "") for each in targets]
@@ -337,7 +340,7 @@ class LinearReader(ABC):
             )
         return targets[0]
 
-    def read_group(
+    def _read_target(
         self, target: str, formats: Collection[str], *, reads_own_format: bool
     ) -> StoredScheme | OtherScheme:
         """Read the config group of a target of compressed-tensors.
@@ -346,39 +349,14 @@ class LinearReader(ABC):
             target: one of `targets`.
             formats: those for which the engine has schemes of FP8 weights.
             reads_own_format: the format of a group comes before that of the whole config.
-
-        Raises:
-            Unjudged: it is of no form that is known.
         """
         group = self.targets[target]
         own = group.get("format") if reads_own_format else None
         form = self.section.get("format") if own is None else own
         return read_compressed_group(group, form, formats)
 
-    def read_fp8(self) -> StoredScheme:
-        """Read the scheme that the `fp8` method has for all linears.
-
-        Raises:
-            Unjudged: its blocks are not two numbers.
-        """
-        block = self.section.get("weight_block_size")
-        if "MXFP8" in (str(self.section.get("quant_method")).upper(), self.algorithm):
-            block = list(MX_BLOCK)
-        if block is None:
-            is_static = self.section.get("activation_scheme") == "static"
-            inputs = InputScaling.STATIC if is_static else InputScaling.TOKEN
-            return StoredScheme(weights=Granularity.TENSOR, inputs=inputs)
-        if not isinstance(block, list) or len(block) != 2 or not all(type(s) is int for s in block):
-            raise Unjudged(f"weight_block_size is {block!a:.40}, and engines need two sizes")
-        size = (block[0], block[1])
-        return StoredScheme(weights=Granularity.BLOCK, block=size, inputs=InputScaling.GROUP)
-
-    def require_mx(self, form: str, group: LinearGroup, error: str) -> None:
-        """Require that the release loads MXFP8 of a dialect in a group.
-
-        Raises:
-            Refusal: it stops, with this error, or that cannot be told.
-        """
+    def _require_mx(self, form: str, group: LinearGroup, error: str) -> None:
+        """Require that the release loads MXFP8 of a dialect in a group; it stops with `error`."""
         if form not in _MX_FORMS:
             raise Unjudged(f"blocks of 1 x 32 under quant_method {form!a:.40}")
         values = self.release.list_values(_LOADS_MX)
@@ -394,11 +372,7 @@ class LinearReader(ABC):
 
 
 def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
-    """Check whether a list covers all projections of a group.
-
-    Raises:
-        Refusal: it covers some of them.
-    """
+    """Check whether a list covers all projections of a group; refuse one that covers some."""
     found = {matches(each.module) for each in group.members}
     if len(found) > 1:
         joined = name_fused_group(group.members[0].module)
@@ -414,3 +388,48 @@ def list_strings(section: ConfigSection, key: str) -> list[str]:
     """List the texts of a list in a config."""
     value = section.get(key)
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+# --- auto-round -----------------------------------------------------------------------------------
+
+ACCEPTED = "auto-round: accepted"
+"""The fact with the types of weights and the packing formats that a release accepts."""
+AUTO_ROUND_FIX = "export it with --format llm_compressor, or fp8 where weights are in blocks"
+_MX = "data_type mx_fp"
+_PACKINGS = {"fp": "auto_round:fp8", "mx_fp": "auto_round:llm_compressor"}
+
+
+def require_auto_round(config: ConfigSection, release: Release) -> None:
+    """Require that a release accepts the config of auto-round.
+
+    Raises:
+        Refusal: it does not start.
+    """
+    if (fault := next(_list_auto_round_faults(config, release), None)) is not None:
+        raise Refusal(f"{release.title} refuses {fault}", fix=AUTO_ROUND_FIX)
+
+
+def _list_auto_round_faults(config: ConfigSection, release: Release) -> Iterator[str]:
+    accepted = release.list_values(ACCEPTED)
+    named = config.get("data_type", "int")
+    kind = "fp" if named == "fp8" else str(named)
+    if f"data_type {kind}" not in accepted and ("mx_fp" not in kind or _MX not in accepted):
+        yield f"data_type {named!a:.40} of auto-round (ValueError)"
+    form = config.get("packing_format") or _PACKINGS.get(kind, "auto_round:auto_gptq")
+    if f"packing_format {form}" not in accepted:
+        yield f"packing_format {form!a:.60} of auto-round (ValueError)"
+    size = config.get("group_size")
+    wanted: dict[str, object] = {"sym": True, "act_bits": 8, "act_sym": True, "act_dynamic": True}
+    if kind == "fp":
+        if not isinstance(size, list) or len(size) != 2:
+            yield f"FP8 weights of auto-round in other groups than blocks (group_size {size!a:.40})"
+            return
+        wanted |= {"act_group_size": size[0], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    elif kind == "mx_fp" and config.get("bits") == 8:
+        wanted |= {"group_size": MX_BLOCK[1], "act_group_size": MX_BLOCK[1]}
+    else:
+        return
+    wanted |= {"bits": 8, "act_data_type": kind, "packing_format": _PACKINGS[kind]}
+    for key, value in wanted.items():
+        if config.get(key) not in (None, value):
+            yield f"auto-round's {key} {config[key]!a:.40} (AssertionError)"
