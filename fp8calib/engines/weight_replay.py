@@ -3,22 +3,20 @@
 1. What the folder stores (`weights/stored.py`), once for engines that open the same files.
 2. What an engine's class creates (`weights/linears.py`) under the config (`weights/reader.py`), and
    the tensors that each linear then has to have (`weights/forms.py`).
-3. The rule: a stored tensor beside what is created for it. Where a checkpoint differs from the form
-   that its config means, the engine may stop, which only its own loader can tell; what it does
-   without an error is judged here. Likewise for parameters that are no linears
-   (`weights/parameters.py`), and for what breaks whatever is stored (`weights/rules.py`,
-   `weights/blocks.py`).
+3. The rule: a stored tensor beside what is created for it (`weights/compare.py`), or beside a
+   parameter that is no linear (`weights/parameters.py`), and what breaks whatever is stored
+   (`weights/rules.py`, `weights/blocks.py`).
+
+Of a model in 16 bits, with or without a KV overlay, only names and parameters are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.classes import has_own_head
+from fp8calib.engines.facts.classes import find_class_map, has_own_head
 from fp8calib.engines.replay.verdicts import (
-    CUT,
     EngineReport,
     Finding,
     LinearCount,
@@ -29,84 +27,53 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
 from fp8calib.engines.weights.linears import (
-    WEIGHT,
+    UNKNOWN,
     LinearGroup,
-    StoredLinear,
     find_decoder,
     find_layer_index,
     list_groups,
 )
 from fp8calib.engines.weights.parameters import compare_parameters, judge_head, lacks_drafter
-from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
-from fp8calib.engines.weights.rules import NameRules, QuantizedWeights, apply_rules
-from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues, find_wrong_values
-from fp8calib.formats.fp8.quantization_config import StoredScheme
-from fp8calib.formats.kv.parse_names import parse_name
-from fp8calib.model.drafters import is_drafted
+from fp8calib.engines.weights.rules import NameRules
+from fp8calib.engines.weights.stored import OpenedWeights, find_wrong_values
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.numerics.schemes import find_nearest
-
-_CONFIG_FIX = "use the config that the weights were quantized with"
-_SHAPE_FIX = f"{_CONFIG_FIX}, whose strategy (tensor, channel, block) fits the shape of its scales"
-_STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
-_MISSING_FIX = "complete the download or the export"
-_PLAIN_FIX = "exclude it in the config, or quantize it"
-_VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
-_NO_NUMBERS = ("NaN", "infinity")
-_TOLERANCE = 1e-5
-_UNKNOWN = {
-    "": "is a linear of which it is not known how the engine's class creates it",
-    "maybe": "is a linear that the engine's class creates by the config in some cases",
-    "refused": "has no place under this name in the engine's class",
-}
-"""What only the engine's own loader can tell, by how the class creates a linear."""
-_TWINS = {"gate_proj": "up_proj", "w1": "w3"}
-"""Projections of an expert, and those that engines load into the same tensor after them."""
-_BOTH_WAYS = _TWINS | {second: first for first, second in _TWINS.items()}
-_Created = Sequence[tuple[LinearGroup, Found | Refusal]]
-"""What an engine creates: its groups of linears, and the scheme of each or why there is none."""
 
 
 def amend_weights(
     engine: Engine, report: EngineReport, stored: OpenedWeights, tp: int
 ) -> EngineReport:
     """Add what an engine does with the weights on `tp` ranks to its report on the KV scales."""
+    notes: list[str] = []
     if engine.make_reader is None and not engine.weight_rules:
         # Its own loader was run, which looks neither at values nor at the index.
         values = find_wrong_values(stored.folder, stored.geometry, prefers_single=True)
         values = values or stored.unlike_stats
         if report.weights is None and values is not None:
             report = report.model_copy(update={"weights": values.judge()})
-        return _add_notes(report, stored, [])
-    count, found = _list_findings(engine, stored, tp)
-    by_status = {status: [each for each in found if each.status is status] for status in Status}
-    for refused in by_status[Status.REFUSED]:
-        refusal = Refusal(refused.text, fix=refused.fix)
-        report = report_refusal(stored.geometry, refusal)
-        return report.model_copy(update={"weights": refused.judge()})
-    doubts = by_status[Status.UNKNOWN]
-    wrong = [*by_status[Status.MISREAD], *by_status[Status.BAD], *by_status[Status.DEFAULTED]]
-    certain = [each for each in wrong if not (doubts and each.is_silent)]
-    if stored.wrong_values is not None:
-        certain.append(stored.wrong_values)
-    if certain:
-        report = report.model_copy(update={"weights": certain[0].judge()})
-        others = dict.fromkeys(each.text for each in certain[1:])
-        report = report.add_problems(*(f"weights, too: {text}" for text in others))
-    elif doubts:
-        hint = engine.spell_run_hint(stored.folder.config)
-        report = report.doubt(
-            *(f"weights: {each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
-        )
-        report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
-    notes = [each.text for each in by_status[Status.USED]]
-    return _add_notes(report.model_copy(update={"linears": count}), stored, notes)
-
-
-def _add_notes(report: EngineReport, stored: OpenedWeights, notes: Sequence[str]) -> EngineReport:
+    else:
+        count, found = _list_findings(engine, stored, tp)
+        by_status = {status: [each for each in found if each.status is status] for status in Status}
+        for refused in by_status[Status.REFUSED]:
+            refusal = Refusal(refused.text, fix=refused.fix)
+            report = report_refusal(stored.geometry, refusal)
+            return report.model_copy(update={"weights": refused.judge()})
+        doubts = by_status[Status.UNKNOWN]
+        wrong = [*by_status[Status.MISREAD], *by_status[Status.BAD], *by_status[Status.DEFAULTED]]
+        certain = [each for each in wrong if not (doubts and each.is_silent)]
+        if stored.wrong_values is not None:
+            certain.append(stored.wrong_values)
+        if certain:
+            report = report.model_copy(update={"weights": certain[0].judge()})
+            others = dict.fromkeys(each.text for each in certain[1:])
+            report = report.add_problems(*(f"weights, too: {text}" for text in others))
+        elif doubts:
+            hint = engine.spell_run_hint(stored.folder.config)
+            texts = (f"{each.text}{hint}{each.fix and f'; fix: {each.fix}'}" for each in doubts)
+            report = report.doubt(*(f"weights: {text}" for text in texts))
+            report = report.model_copy(update={"if_loaded": _find_if_loaded(doubts, wrong)})
+        report = report.model_copy(update={"linears": count})
+        notes = [each.text for each in by_status[Status.USED]]
     report = report.suspect(*(f"weights: {text}" for text in stored.suspicious))
     return report.add_problems(*(f"weights: {why}" for why in notes))
 
@@ -126,70 +93,34 @@ def _list_findings(
     engine: Engine, stored: OpenedWeights, tp: int
 ) -> tuple[LinearCount | None, list[Finding]]:
     """List what an engine does with the weights other than loading them as they are."""
+    geometry, rules = stored.geometry, engine.name_rules or NameRules()
     count: LinearCount | None = None
     found: list[Finding] = []
-    try:
-        if not stored.has_old_blocks:
-            # An engine without a reader, as a plug-in may be, has rules alone.
-            reader = engine.make_reader and engine.make_reader(stored.folder, stored.geometry)
-            count, found = _compare_with_config(engine, reader, stored, tp)
-    except Refusal as refusal:
-        found = [Finding.of(refusal)]
-        if not isinstance(refusal, Unjudged):
-            return None, found
+    if not stored.has_old_blocks:
+        key = (engine.loader, engine.version, geometry.architecture)
+        has_reader = engine.make_reader is not None
+        classes = (find_class_map(*key) or {}) if has_reader else {}
+        groups = tuple(list_groups(stored.tensors, geometry, classes))
+        if stored.folder.tensors and has_reader:
+            found += judge_head(rules, classes, stored, is_own=has_own_head(*key))
+            found += join_alike(list(_list_misplaced(groups, geometry)))
+        if not stored.is_plain:
+            from fp8calib.engines.weights.compare import (  # noqa: PLC0415 -- most of the code
+                compare_linears,
+            )
+
+            try:
+                count, found = compare_linears(engine, stored, groups, found, tp)
+            except Refusal as refusal:
+                found = [Finding.of(refusal)]
+                if not isinstance(refusal, Unjudged):
+                    return None, found
     if stored.folder.tensors:
-        rules = engine.name_rules or NameRules()
-        found += compare_parameters(rules, stored.geometry, stored.tensors, stored.folder)
+        found += compare_parameters(rules, geometry, stored.tensors, stored.folder)
     found += (Finding(status=Status.UNKNOWN, why=why) for why in stored.doubts)
-    if why := lacks_drafter(stored.geometry, stored.tensors, stored.folder.config):
+    if why := lacks_drafter(geometry, stored.tensors, stored.folder.config):
         found.append(Finding(status=Status.USED, why=why))
     return count, found
-
-
-def _compare_with_config(
-    engine: Engine, reader: LinearReader | None, stored: OpenedWeights, tp: int
-) -> tuple[LinearCount | None, list[Finding]]:
-    """Compare what the config and the model's class mean with what is stored."""
-    classes = {} if reader is None else reader.classes
-    weights = QuantizedWeights(
-        dialect=stored.dialect,
-        config=stored.folder.config,
-        groups=tuple(list_groups(stored.tensors, stored.geometry, classes)),
-        schemes=stored.schemes,
-        is_mixed=stored.is_mixed,
-    )
-    found = list(apply_rules(engine.weight_rules, weights)) if stored.schemes else []
-    if reader is None:
-        return None, found
-    if stored.folder.tensors:
-        is_own = has_own_head(reader.engine, reader.release.version, stored.geometry.architecture)
-        rules = engine.name_rules or NameRules()
-        found += judge_head(rules, classes, stored, is_own=is_own)
-        found += join_alike(list(_list_misplaced(weights.groups, stored.geometry)))
-    created: list[tuple[LinearGroup, Found | Refusal]] = []
-    for group in weights.groups:
-        try:
-            created.append((group, reader.find_scheme(group)))
-        except Refusal as refusal:
-            created.append((group, refusal))
-    count = None
-    if stored.schemes:
-        found += list_block_findings(
-            *(engine.loader, weights, stored.geometry, tp),
-            repeats_scales=engine.repeats_expert_scales,
-        )
-        unknown = sum(
-            len(group.members)
-            for group, scheme in created
-            if isinstance(scheme, Unjudged) or _is_unknown(group, scheme, has_fp8=True)
-        )
-        total = sum(len(group.members) for group in weights.groups)
-        count = LinearCount(judged=total - unknown, unknown=unknown)
-    try:
-        reader.require_judged(stored.tensors)
-    except Unjudged as refusal:
-        return count, [*found, Finding.of(refusal)]
-    return count, [*found, *_compare_linears(reader, created, stored.values, stored.schemes)]
 
 
 def _list_misplaced(groups: Sequence[LinearGroup], geometry: ModelGeometry) -> Iterator[Finding]:
@@ -201,203 +132,4 @@ def _list_misplaced(groups: Sequence[LinearGroup], geometry: ModelGeometry) -> I
     for group in groups:
         is_outside = not group.is_head and find_layer_index(decoder, group.path) < 0
         if is_outside and group.state == "refused" and all(each.is_plain for each in group.members):
-            yield Finding.doubt(group.path, _UNKNOWN["refused"], fix="")
-
-
-def _compare_linears(
-    reader: LinearReader,
-    created: _Created,
-    values: ScaleValues,
-    schemes: Mapping[str, StoredScheme],
-) -> Iterator[Finding]:
-    """List what differs from the form and the scheme of the config; alike findings are joined.
-
-    Args:
-        reader: the engine's.
-        created: the linears of the checkpoint.
-        values: of scales.
-        schemes: that the config gives to paths of linears.
-    """
-    for group, _ in created:
-        has_fp8 = group.is_experts and any(each.module in schemes for each in group.members)
-        if has_fp8 and any(each.is_plain for each in group.members):
-            # vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang
-            # 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)
-            yield Finding(
-                status=Status.MISREAD,
-                why="it joins the experts of a layer, and only a part of them is quantized "
-                f"({group.path}): it stops, or casts the others without a scale",
-                fix="quantize all of them, or none",
-            )
-            break
-    yield from join_alike(
-        [
-            each
-            for group, found in created
-            for each in _compare_group(reader, group, found, values, has_fp8=bool(schemes))
-        ]
-    )
-    if len(set(schemes.values())) > 1:
-        yield from join_alike(list(_compare_schemes(created, schemes)))
-
-
-def _compare_schemes(created: _Created, schemes: Mapping[str, StoredScheme]) -> Iterator[Finding]:
-    """List linears that the engine finds in another config group than the config means."""
-    for group, scheme in created:
-        wanted = (schemes.get(each.module) for each in group.members)
-        other = next((each for each in wanted if each not in (None, scheme)), None)
-        if isinstance(scheme, StoredScheme) and other is not None:
-            own, found = (find_nearest(each).name for each in (other, scheme))
-            why = f"is {own} in the config, but the engine finds no such group for it: {found}"
-            yield Finding(status=Status.USED, subject=group.path, why=why, fix=_CONFIG_FIX)
-
-
-def _compare_group(
-    reader: LinearReader,
-    group: LinearGroup,
-    found: Found | Refusal,
-    values: ScaleValues,
-    *,
-    has_fp8: bool,
-) -> Iterator[Finding]:
-    if group.state == "skipped":
-        return
-    if isinstance(found, Refusal):
-        yield Finding.of(found)
-    elif _is_unknown(group, found, has_fp8=has_fp8):
-        yield Finding.doubt(group.path, _UNKNOWN[group.state], fix="")
-    elif isinstance(found, Unquantized):
-        for linear in group.members:
-            if linear.has_codes:
-                dtype = linear.tensors[WEIGHT].dtype
-                kind = "FP8" if dtype.startswith("F8_E") else dtype
-                why = (
-                    f"is {kind}, but {found.why}: the engine stops, or uses its codes as the weight"
-                )
-                # whether it stops or not, a scale that the config leaves no place for is lost
-                is_certain = found.is_excluded or not reader.method
-                is_lost = is_certain and any("scale" in each for each in linear.tensors)
-                yield replace(_misread(linear.module, why, _CONFIG_FIX), is_silent=not is_lost)
-                if is_lost:
-                    continue
-            yield from _list_strays(
-                linear, (WEIGHT,), f"is stored, but {found.why}, and the engine has no place for it"
-            )
-    else:
-        yield from _compare_quantized(reader, group, found, values)
-
-
-def _is_unknown(group: LinearGroup, found: Found | Refusal, *, has_fp8: bool) -> bool:
-    """Tell whether it is not known how the engine creates a group that may be quantized.
-
-    `has_fp8` is whether the config quantizes any linear of the folder: a KV overlay's does not.
-    """
-    if group.state not in _UNKNOWN or isinstance(found, Refusal):
-        return False
-    if not isinstance(found, Unquantized) or any(each.has_codes for each in group.members):
-        return True
-    # Classes of drafters ask the config by the names that the checkpoint has.
-    is_listed = has_fp8 and found.is_excluded
-    return is_listed and not group.state and not is_drafted(group.path, 0)
-
-
-def _compare_quantized(
-    reader: LinearReader,
-    group: LinearGroup,
-    scheme: StoredScheme | OtherScheme,
-    values: ScaleValues,
-) -> Iterator[Finding]:
-    if expert := _find_unequal(group, values.numbers):
-        why = f"has other input scales for gate and up ({expert})"
-        yield Finding.doubt(group.path, why, fix="", if_loaded="one of them is lost")
-    # Two projections of an expert have one number: the one loaded last stays, the second's.
-    has_experts = group.is_experts
-    scaled = {each.module for each in group.members if has_experts and INPUT_SCALE in each.tensors}
-    is_cast = group.is_by_config or any(each.has_codes for each in group.members)
-    for linear in group.members:
-        expected = reader.list_expected(group, linear, scheme)
-        yield from _list_strays(linear, expected, "has no place by the config")
-        if linear.is_plain and is_cast:
-            why = "is not quantized, but the config quantizes it: it is cast without a scale"
-            yield _misread(linear.module, why, _PLAIN_FIX)
-        is_created = group.is_by_config or not linear.tensors.keys().isdisjoint(expected)
-        if linear.is_plain or not is_created:
-            continue
-        twin = f"{linear.module.rpartition('.')[0]}.{_BOTH_WAYS.get(linear.projection)}"
-        for suffix, tensor in expected.items():
-            has_twin = suffix == INPUT_SCALE and twin in scaled
-            yield from _compare_tensor(group, linear, suffix, tensor, values, has_twin=has_twin)
-
-
-def _misread(subject: str, why: str, fix: str) -> Finding:
-    return Finding(status=Status.MISREAD, subject=subject, why=why, fix=fix, is_silent=True)
-
-
-def _list_strays(linear: StoredLinear, wanted: Collection[str], why: str) -> Iterator[Finding]:
-    """List the scales beside a linear that are not expected; KV scales are judged elsewhere."""
-    for suffix in linear.tensors:
-        name, is_number = f"{linear.module}.{suffix}", "scale" in suffix or "zero_point" in suffix
-        if is_number and suffix not in wanted and parse_name(name) is None:
-            yield Finding.doubt(name, why, fix=_STRAY_FIX)
-
-
-def _compare_tensor(
-    group: LinearGroup,
-    linear: StoredLinear,
-    suffix: str,
-    expected: Expected,
-    values: ScaleValues,
-    *,
-    has_twin: bool,
-) -> Iterator[Finding]:
-    """Compare one tensor: whether it is there, its dtype, its shape, and its values."""
-    name, entry = f"{linear.module}.{suffix}", linear.tensors.get(suffix)
-    # The linears of the group whose valid scales the engine takes the largest of.
-    valid = [
-        each.projection
-        for each in (group.members if expected.is_shared else ())
-        if suffix in each.tensors and f"{each.module}.{suffix}" not in values.bad
-    ]
-    if entry is None:
-        is_defaulted = group.is_experts and suffix not in WEIGHTS
-        if valid and not group.is_experts:
-            what = f"is missing: the engine uses the largest of those of {', '.join(valid)}"
-            yield Finding(status=Status.USED, subject=name, why=what)
-        elif not has_twin:
-            memory = "1.0" if is_defaulted else "uninitialised memory"
-            yield Finding(
-                status=Status.DEFAULTED if is_defaulted else Status.MISREAD,
-                subject=name,
-                why=f"is missing: the engine uses {memory}",
-                fix=_MISSING_FIX,
-                is_silent=True,
-            )
-    elif entry.dtype not in expected.dtypes:
-        what = f"is {entry.dtype}, and the config means {expected.dtypes[0]}"
-        cast = "its values are cast to another dtype"
-        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=cast)
-    elif entry.shape not in expected.shapes:
-        what = f"has shape {list(entry.shape)}, and the config means {list(expected.shapes[-1])}"
-        fix = _CONFIG_FIX if suffix in WEIGHTS else _SHAPE_FIX
-        yield Finding.doubt(name, what, fix=fix, if_loaded=CUT)
-    elif (bad := values.bad.get(name)) is not None:
-        is_number = bad not in _NO_NUMBERS
-        if (has_twin and linear.projection in _TWINS) or (expected.may_be_zero and is_number):
-            return
-        if is_number and valid:
-            why = f"holds {bad}: the engine uses the largest of those of {group.path}"
-            yield Finding(status=Status.USED, subject=name, why=why)
-        else:
-            why = f"holds {bad}, and the engine computes with it"
-            yield Finding(status=Status.BAD, subject=name, why=why, fix=_VALUE_FIX)
-
-
-def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
-    """Find an expert whose gate and up have unequal input scales; empty where there is none."""
-    for linear in group.members if group.is_experts else ():
-        expert = linear.module.rpartition(".")[0]
-        one = numbers.get(f"{linear.module}.{INPUT_SCALE}")
-        other = numbers.get(f"{expert}.{_TWINS.get(linear.projection)}.{INPUT_SCALE}")
-        if one is not None and other is not None and abs(one - other) > _TOLERANCE:
-            return expert
-    return ""
+            yield Finding.doubt(group.path, UNKNOWN["refused"], fix="")

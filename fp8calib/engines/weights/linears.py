@@ -26,6 +26,12 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes of weights that are not quantized."""
 HEADS = ("lm_head", "embed_out")
 """The last part of the path of an output layer."""
+UNKNOWN = {
+    "": "is a linear of which it is not known how the engine's class creates it",
+    "maybe": "is a linear that the engine's class creates by the config in some cases",
+    "refused": "has no place under this name in the engine's class",
+}
+"""What only the engine's own loader can tell, by how the class creates a linear."""
 _STACKED = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
+from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.odd_scales import (
@@ -33,6 +34,7 @@ from fp8calib.formats.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.formats.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
+from fp8calib.formats.kv.overlay import make_quantization_config
 from fp8calib.formats.kv.parse_names import parse_name
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.formats import SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
@@ -125,6 +127,17 @@ class OpenedWeights:
     def wrong_values(self) -> Finding | None:
         """What is wrong with the values that every engine computes with."""
         return find_wrong_values(self.folder, self.geometry) or self.unlike_stats
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether config and tensors quantize no linear: of 16 bits, or a KV overlay of that."""
+        sections = [section for _, section in find_quantization_configs(self.folder.config)]
+        overlays = ([make_quantization_config(strategy)] for strategy in ("tensor", "attn_head"))
+        if sections not in ([], *overlays) or self.folder.modelopt is not None:
+            return False
+        names = (name for name in self.tensors if parse_name(name) is None)
+        has_scales = any("scale" in name or "zero_point" in name for name in names)
+        return not has_scales and {each.dtype for each in self.tensors.values()} <= {*PLAIN_DTYPES}
 
     @property
     def is_mixed(self) -> bool:
