@@ -3,7 +3,7 @@
 1. What the folder stores (`weights/stored.py`), once for engines that open the same files.
 2. What an engine's class creates (`weights/linears.py`) under the config (`weights/reader.py`), and
    the tensors that each linear then has to have (`weights/forms.py`).
-3. The rule: a stored tensor beside what is created for it (`weights/compare.py`), or beside a
+3. The rule: a stored tensor beside what is created for it (`linear_replay.py`), or beside a
    parameter that is no linear (`weights/parameters.py`), and what breaks whatever is stored
    (`weights/rules.py`, `weights/blocks.py`).
 
@@ -105,7 +105,7 @@ def _list_findings(
             found += judge_head(rules, classes, stored, is_own=has_own_head(*key))
             found += join_alike(list(_list_misplaced(groups, geometry)))
         if not stored.is_plain:
-            from fp8calib.engines.weights.compare import (  # noqa: PLC0415 -- most of the code
+            from fp8calib.engines.linear_replay import (  # noqa: PLC0415 -- most of the code
                 compare_linears,
             )
 
