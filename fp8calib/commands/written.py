@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,13 @@ from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
-from fp8calib.errors import (
-    ExportError,
-    Fp8CalibError,
-    format_ranges,
-)
+from fp8calib.errors import ExportError, Fp8CalibError, format_ranges
 from fp8calib.formats.quantized_model import QuantizedModel
 from fp8calib.formats.registry import find_dialect
 from fp8calib.model.shapes import ModelGeometry
 
 _NO_OVERLAY = ("tgi",)
 """Formats whose folders no engine of `check` loads."""
-_CONFIG_HINT = "use the config.json that its weights were saved with"
-_FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
-_NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 _WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
 _SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
 _OTHER_METHODS = (
@@ -112,47 +105,44 @@ def finish_checkpoint(
     """
     checked: tuple[WrittenCheck, ...] = ()
     if check and path not in _NO_OVERLAY:
-        checked = check_written(written, target, path=path, plain_caches=plain_caches, stats=stats)
+        checked = tuple(_check(written / path, target / path, path, plain_caches, stats))
     commands = [each.command for each in checked if each.command]
     name = (target / path).resolve().name
     write_card(written / path, name, scheme, model, revision=revision, commands=commands)
     return checked
 
 
-def check_written(
+def _check(
     written: Path,
     target: Path,
-    *,
-    path: str = ".",
-    plain_caches: Sequence[int] = (),
-    stats: CalibrationStats | None = None,
-) -> tuple[WrittenCheck, ...]:
-    """Say what the default engines do with a checkpoint; see `finish_checkpoint`."""
+    path: str,
+    plain_caches: Sequence[int],
+    stats: CalibrationStats | None,
+) -> Iterator[WrittenCheck]:
+    """Say what the default engines do with a checkpoint."""
     engines = list(map(find_replayed, list_defaults()))
     try:
-        report = check_path(CheckRequest(written / path, stats=stats))
+        found = check_path(CheckRequest(written, stats=stats)).engines
     except Fp8CalibError as error:
         unknown = {"verdict": "unknown", "summary": f"unknown: {error.message}", "command": ""}
-        return tuple(WrittenCheck(path=path, engine=each.release, **unknown) for each in engines)
-    checked = []
+        for engine in engines:
+            yield WrittenCheck(path=path, engine=engine.release, **unknown)
+        return
     for engine in engines:
-        found = report.engines[engine.key]
-        why, command = found.fault, ""
+        report = found[engine.key]
+        why, command = report.fault, ""
         if plain_caches and not engine.can_skip_caches:
             layers = format_ranges(plain_caches)
             why = f"it cannot leave the KV cache of layers {layers} in 16 bits"
-        verdict = "not ok" if found.ok and why else found.verdict
+        verdict = "not ok" if report.ok and why else report.verdict
         if verdict == "ok" and engine.launch is not None:
             skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
-            spelled = engine.launch.spell(str(target / path), has_kv=found.asks_for_kv, tp=1)
+            spelled = engine.launch.spell(str(target), has_kv=report.asks_for_kv, tp=1)
             command = f"{spelled} {skip}".rstrip()
-        checked.append(
-            WrittenCheck(
-                path=path,
-                engine=engine.release,
-                verdict=verdict,
-                summary=found.summary if verdict == "ok" else f"{verdict}: {why}",
-                command=command,
-            )
+        yield WrittenCheck(
+            path=path,
+            engine=engine.release,
+            verdict=verdict,
+            summary=report.summary if verdict == "ok" else f"{verdict}: {why}",
+            command=command,
         )
-    return tuple(checked)
