@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8calib.calibration.streamed_model import Streaming
-from fp8calib.calibration.streamed_weights import PartLoader, PartSize
+from fp8calib.calibration.streamed_weights import PartLoader
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch, cut_into, find_distinct_tokens
 from fp8calib.errors import UsageError
 from fp8calib.machine import anonymous_bytes, available_bytes, check_gib
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import Layer, ModelGeometry
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.shapes import Layer
 from fp8calib.text import GIB, count_decimals, describe_peak, format_gib
 
 _SLACK_BYTES = 96 * 2**20  # arenas of the allocator, threads, code that is loaded late
@@ -187,11 +186,8 @@ def plan_memory(
         )
     if cannot_stream is not None:
         raise cannot_stream
-    return _plan_streamed(
-        work,
-        limits,
-        why=work.always_streams or f"streaming layer by layer: the model needs {numbers}",
-    )
+    why = work.always_streams or f"streaming layer by layer: the model needs {numbers}"
+    return _plan_streamed(work, limits, why)
 
 
 def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
@@ -215,18 +211,16 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
     size //= 2
     halves = [half for batch in work.batches for half in cut_into(batch, size)]
     smaller = plan_halved(replace(work, batches=halves), limits, size)
-    if mode is None or smaller.streaming is None or _overlaps(smaller) > _overlaps(mode):
+    if mode is None or mode.streaming is None or smaller.streaming is None:
         return smaller
-    return mode
+    waits_less = [
+        (plan.copies_ahead, plan.hidden_gpu_bytes > 0)
+        for plan in (mode.streaming, smaller.streaming)
+    ]
+    return smaller if waits_less[1] > waits_less[0] else mode
 
 
-def _overlaps(mode: MemoryPlan) -> tuple[bool, bool]:
-    """Tell whether layers are copied ahead, and hidden states stay on the GPU."""
-    assert mode.streaming is not None  # noqa: S101 -- of streamed plans alone
-    return mode.streaming.copies_ahead, mode.streaming.hidden_gpu_bytes > 0
-
-
-def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
+def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
     itemsize = work.dtype.itemsize
     loader = PartLoader(work.prepared, work.checkpoint, dtype=work.dtype, device=work.device)
     layers = [loader.measure(part) for part in loader.layers()]
@@ -248,20 +242,25 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
             beside["head"] = above
         return {"embedding": embedding, "around the layers": around, **beside}
 
-    process = {"process": limits.process_bytes + _SLACK_BYTES}
+    host = {"process": limits.process_bytes + _SLACK_BYTES}
     hidden, copies_ahead, on_gpu = hidden_bytes(work), False, 0
+    stored, placed = [size.stored for size in layers], [size.placed for size in layers]
+    # a layer's stored tensors restore the weights that were changed
+    kept = stored if work.changes_weights else [0] * len(layers)
+    making = [size.stored + size.step for size in layers]
     if limits.device_bytes is None:
-        device = plan_device(peak_of_layers(layers, keep=work.changes_weights))
-        host = {**process, **device}
+        whole = [have + keep for have, keep in zip(placed, kept, strict=True)]
+        making += [have + size.step for have, size in zip(whole, layers, strict=True)]
+        device = plan_device(max(*making, peak_of_pairs(whole, stored)))
+        host |= device
     else:
-        device = plan_device(peak_of_copies(layers))
+        device = plan_device(peak_of_pairs(placed, placed))
         copies_ahead = sum(device.values()) <= limits.device_bytes
         if not copies_ahead:
-            device = plan_device(max(size.placed for size in layers))
+            device = plan_device(max(placed))
         elif sum(device.values()) + hidden <= limits.device_bytes:
             device["hidden states"] = on_gpu = hidden
-        held = peak_of_held(layers, keep=work.changes_weights)
-        host = {**process, "layers": max(held, towers)}
+        host["layers"] = max(peak_of_pairs(kept, making), towers)
     _check_fits(host, device, limits)
 
     in_ram = min(hidden, limits.host_bytes - sum(host.values()))
@@ -273,7 +272,7 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
             f"{format_gib(free)} are free",
             hint="use fewer --samples, a larger --memory, or another disk",
         )
-    read = work.walks * (sum(size.stored for size in layers) + head) + embedding + around
+    read = work.walks * (sum(stored) + head) + embedding + around
     return MemoryPlan(
         num_layers=len(layers),
         streaming=Streaming(
@@ -291,6 +290,11 @@ def _plan_streamed(work: Workload, limits: Limits, *, why: str) -> MemoryPlan:
         device_peak={} if limits.device_bytes is None else device,
         scratch_bytes=on_disk,
     )
+
+
+def peak_of_pairs(before: Sequence[int], own: Sequence[int]) -> int:
+    """Give the peak where each layer is read while what the one before left is still there."""
+    return max(left + size for left, size in zip([0, *before], own, strict=False))
 
 
 def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limits) -> None:
@@ -321,7 +325,7 @@ def _check_fits(host: Mapping[str, int], device: Mapping[str, int], limits: Limi
 
 def whole_bytes(work: Workload) -> dict[str, int]:
     """Compute the bytes of a run with the whole model in memory, by what needs them."""
-    model, itemsize = work.prepared.model, work.dtype.itemsize
+    model, itemsize, source = work.prepared.model, work.dtype.itemsize, work.prepared.weights
     weights = sum(
         tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in (*model.parameters(), *model.buffers())
@@ -331,59 +335,23 @@ def whole_bytes(work: Workload) -> dict[str, int]:
         inside["hidden states"] = min(weights // 6, hidden_bytes(work))
     if work.logits_bytes:
         inside["logits"] = work.logits_bytes
-    # Loading ends before the first batch: only what it needs beyond the batches counts.
-    loading = loading_bytes(work.prepared.geometry, work.prepared.weights, itemsize)
-    if (above := loading - sum(inside.values())) > 0:
+    # While it loads, transformers casts the largest tensor, and has a second copy of all experts
+    # that it joins: it reads their tensors ahead in threads (a model of experts alone took twice
+    # its weights). Loading ends before the first batch: only what it needs beyond counts.
+    largest = joined = 0
+    for _, linear in work.prepared.geometry.linears():
+        size_bytes = linear.in_features * linear.out_features * itemsize
+        largest = max(largest, size_bytes)
+        if len(source.tensor_names([linear.weight_name])) > 1:
+            joined += size_bytes * max(linear.num_experts, 1)
+    if (above := largest + joined - sum(inside.values())) > 0:
         inside["loading"] = above
     return {"weights": weights, **inside}
 
 
-def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int) -> int:
-    """Compute the temporary bytes of transformers while it loads a whole model.
-
-    These are the largest tensor, which it casts, and a second copy of all experts that it joins:
-    it reads their tensors ahead in threads (a model of experts alone took twice its weights).
-    """
-    largest = joined = 0
-    for _, linear in geometry.linears():
-        size_bytes = linear.in_features * linear.out_features * itemsize
-        largest = max(largest, size_bytes)
-        if len(weights.tensor_names([linear.weight_name])) > 1:
-            joined += size_bytes * max(linear.num_experts, 1)
-    return largest + joined
-
-
-def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
-    """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
-
-    With `keep` a layer's stored tensors stay in memory too, to restore changed weights.
-    """
-    peak = 0
-    for layer, ahead in zip(layers, [*(each.stored for each in layers[1:]), 0], strict=True):
-        kept = layer.stored if keep else 0
-        making = max(layer.stored, layer.placed + kept) + layer.step
-        peak = max(peak, making, layer.placed + kept + ahead)
-    return peak
-
-
-def peak_of_held(layers: Sequence[PartSize], *, keep: bool) -> int:
-    """Compute the peak bytes of weights in host memory while layers are streamed to a GPU.
-
-    Each next one is made ready while one computes; with `keep` that one's stored tensors stay.
-    """
-    kept = [0, *(layer.stored if keep else 0 for layer in layers)]
-    return max(each + layer.stored + layer.step for each, layer in zip(kept, layers, strict=False))
-
-
-def peak_of_copies(layers: Sequence[PartSize]) -> int:
-    """Compute the peak bytes on a GPU where each next layer is copied while one computes."""
-    before = [0, *(layer.placed for layer in layers)]
-    return max(each + layer.placed for each, layer in zip(before, layers, strict=False))
-
-
 def working_bytes(work: Workload) -> dict[str, int]:
     """Compute the bytes of a run besides weights, hidden states and logits."""
-    sizes = {"micro-batch": batch_bytes(work), **work.extra}
+    sizes = {"micro-batch": _batch_bytes(work), **work.extra}
     if work.changes_weights:  # the largest one is quantized and measured (of experts: one)
         linears = work.prepared.geometry.linears()
         largest = max((x.in_features * x.out_features for _, x in linears), default=0)
@@ -429,21 +397,27 @@ def _num_scored_heads(work: Workload) -> int:
     return 0 if is_fused else max((each.num_heads for each in attentions), default=0)
 
 
-def batch_bytes(work: Workload) -> int:
+def _batch_bytes(work: Workload) -> int:
     """Compute the bytes of the largest micro-batch inside the layer that needs most."""
-    config, itemsize = work.config, work.dtype.itemsize
+    config, geometry, itemsize = work.config, work.prepared.geometry, work.dtype.itemsize
     copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
     if work.changes_inputs:
         copies += _LIVE_COPIES * _FLOAT32_BYTES
-    widest = max(_layer_width(layer, config) for layer in work.prepared.geometry.layers)
+    widest = max(_layer_width(layer, config) for layer in geometry.layers)
     streams = int(config.hidden_size) * _num_streams(config)
     per_token = widest * copies + streams * (_LIVE_COPIES + 2) * itemsize
     heads = _num_scored_heads(work)
     per_pair = 1 + itemsize + heads * (_LIVE_COPIES * itemsize + _FLOAT32_BYTES)
+    # Kernels need no mask for plain causal attention. With ALiBi in the config (falcon)
+    # transformers always builds one, used or not.
+    has_mask = hasattr(config, "alibi") or any(batch.mask is not None for batch in work.batches)
+    windows = [each.sliding_window for _, each in geometry.attentions()]
+    windows.append(getattr(config, "attention_chunk_size", None))
+    shortest = min((window for window in windows if window is not None), default=math.inf)
     largest = 0
     for rows, columns in {tuple(batch.input_ids.shape) for batch in work.batches}:
         row_bytes = columns * per_token
-        if heads or _makes_mask(work, columns):
+        if heads or has_mask or shortest <= columns:
             row_bytes += columns**2 * per_pair
         if work.device == "cpu":
             row_bytes += _scan_bytes(config, columns)
@@ -468,18 +442,6 @@ def _layer_width(layer: Layer, config: Any) -> int:
     )
     linears = (max(each.in_features, each.out_features) for each in layer.linears)
     return max(heads * cached, experts, *linears)
-
-
-def _makes_mask(work: Workload, columns: int) -> bool:
-    """Whether transformers builds a mask; kernels need none for plain causal attention."""
-    config = work.config
-    attentions = (attention for _, attention in work.prepared.geometry.attentions())
-    windows = [getattr(config, "attention_chunk_size", None)]
-    windows += [each.sliding_window for each in attentions]
-    is_cut = any(window is not None and window <= columns for window in windows)
-    is_padded = any(batch.mask is not None for batch in work.batches)
-    # With ALiBi in the config (falcon) transformers always builds a mask, used or not.
-    return is_padded or is_cut or hasattr(config, "alibi")
 
 
 def _scan_bytes(config: Any, columns: int) -> int:

@@ -40,16 +40,28 @@ class RankLostError(CalibrationError):
 
 
 class ProcessGroup:
-    """The processes of a run: this one alone, unless `open_process_group` connects it to others."""
+    """The processes of a run: this one alone, unless `open_process_group` connects it to others.
 
-    def __init__(self, process_rank: ProcessRank = ALONE, watch: _Watch | None = None) -> None:
+    A thread tells all processes every second how this one is, and a failure interrupts the main
+    thread. Without it a process that computes would not notice that another one has died.
+    """
+
+    def __init__(self, process_rank: ProcessRank = ALONE, store: Store | None = None) -> None:
         self.process_rank = process_rank
         self.rank = process_rank.rank
         self.size = process_rank.size
         self.is_first = process_rank.is_first
-        self._watch = watch
-        # the first to end waits here for the last; the watch ends a wait in vain
-        self._group = None if watch is None else distributed.new_group(timeout=timedelta(days=30))
+        self._failure: BaseException | None = None  # of another process
+        self._is_noticed = threading.Event()
+        """Set once the main thread knows of a failure, or waits for one."""
+        self._works = True
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if store is not None:
+            self._store = PrefixStore("fp8calib", store)
+            # the first to end waits here for the last; the thread ends a wait in vain
+            self._group = distributed.new_group(timeout=timedelta(days=30))
+            self._thread.start()
 
     def share_of(self, items: Sequence[Item]) -> Sequence[Item]:
         """Give this process's share of a list that is the same in all processes."""
@@ -61,7 +73,7 @@ class ProcessGroup:
 
     def all_gather(self, own: Any) -> list[Any]:
         """Give every process the values of all, by rank."""
-        if self._watch is None:
+        if self.size == 1:
             return [own]
         gathered: list[Any] = [None] * self.size
         with self.peer_failures():
@@ -70,7 +82,7 @@ class ProcessGroup:
 
     def gather(self, own: Any) -> list[Any]:
         """Give the first process the values of all, by rank, and none to the others."""
-        if self._watch is None:
+        if self.size == 1:
             return [own]
         gathered: list[Any] | None = [None] * self.size if self.is_first else None
         with self.peer_failures():
@@ -89,13 +101,64 @@ class ProcessGroup:
         try:
             yield
         except (KeyboardInterrupt, RuntimeError) as error:
-            if self._watch is None:
+            if self.size == 1:
                 raise
-            self._watch.is_noticed.set()
-            self._watch.join(3 * _BEAT_S)  # torchrun interrupts before the watch knows why
-            if self._watch.failure is None:
+            self._is_noticed.set()
+            self._thread.join(3 * _BEAT_S)  # torchrun interrupts before the thread knows why
+            if self._failure is None:
                 raise
-            raise self._watch.failure from error
+            raise self._failure from error
+
+    def finish(self) -> None:
+        """Wait until all processes are done, or raise the error of one that has failed."""
+        self._works = False
+        self._is_noticed.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all processes of an error in this one, unless it is that of another."""
+        if self._failure is None:
+            known = error if isinstance(error, Fp8CalibError) else Fp8CalibError(first_line(error))
+            kind = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.kind
+            report = [kind, f"rank {self.rank} of {self.size}: {known.message}", known.hint]
+            with suppress(RuntimeError):  # the first process has ended, and the store with it
+                self._store.set("failure", json.dumps(report))
+        self._has_failed = True
+        self._is_noticed.set()
+        self._thread.join(3 * _BEAT_S)
+
+    def _watch(self) -> None:
+        """Watch until all processes are done, or one has failed."""
+        try:
+            anyone_failed, anyone_works = False, True
+            while anyone_works and not anyone_failed:
+                time.sleep(_BEAT_S)
+                flags = torch.tensor([self._has_failed, self._works]).int()
+                distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+                anyone_failed, anyone_works = map(bool, flags.tolist())
+            if anyone_failed and not self._has_failed:
+                kind, message, hint = json.loads(self._store.get("failure"))
+                kinds = {error.kind: error for error in Fp8CalibError.__subclasses__()}
+                error = kinds.get(kind, Fp8CalibError)(message, hint=hint)
+                self._failure = KeyboardInterrupt() if kind == _INTERRUPTED else error
+        except RuntimeError:  # gloo does not say which process broke the connection
+            self._failure = RankLostError(
+                f"another of {self.size} processes died, or was silent for {SILENT_S:.0f} s",
+                hint="the statistics gathered so far are kept: run the same command with --resume",
+            )
+        failure = self._failure
+        if failure is None or self._is_noticed.is_set():
+            return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._is_noticed.wait(STUCK_S):
+            return
+        # the main thread is blocked inside torch: end the process, whose checkpoints are kept
+        if self.is_first and isinstance(failure, Fp8CalibError):
+            sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
+            sys.stderr.flush()
+        os._exit(failure.exit_code if isinstance(failure, Fp8CalibError) else 130)
 
 
 LONE = ProcessGroup()
@@ -115,29 +178,9 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
         return
     if not os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         torch.set_num_threads(max(count_processors() // process_rank.local_size, 1))
-    watch = _Watch(process_rank, _connect(process_rank))
-    group = ProcessGroup(process_rank, watch)
-    watch.start()
-    try:
-        with group.peer_failures():
-            yield group
-            watch.finish()
-    except (Exception, KeyboardInterrupt) as error:
-        watch.tell(error)
-        if group.is_first:
-            raise
-        time.sleep(_PRINT_S)  # torchrun ends the first one, which prints, when another one exits
-        if isinstance(error, Fp8CalibError):
-            raise SystemExit(error.exit_code) from None
-        raise
-    distributed.destroy_process_group()
-
-
-def _connect(process_rank: ProcessRank) -> Store:
-    """Connect all processes, through the store of torchrun or of the first one."""
     rank, size = process_rank.rank, process_rank.size
     timeout = timedelta(seconds=SILENT_S)
-    try:
+    try:  # through the store of torchrun or of the first process
         store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
         distributed.init_process_group(  # gloo: statistics are on the CPU
             "gloo", store=store, rank=rank, world_size=size, timeout=timeout
@@ -149,82 +192,17 @@ def _connect(process_rank: ProcessRank) -> Store:
             f"rank {rank} of {size} cannot reach {peer} at {address}:{port}: {first_line(error)}",
             hint="start all processes at about the same time, with torchrun",
         ) from error
-    return store
-
-
-class _Watch(threading.Thread):
-    """Tells all processes every second how this one is; a failure interrupts the main thread.
-
-    Without it a process that computes would not notice that another one has died.
-
-    Attributes:
-        failure: of another process.
-        is_noticed: set once the main thread knows of a failure, or waits for one.
-    """
-
-    def __init__(self, process_rank: ProcessRank, store: Store) -> None:
-        super().__init__(daemon=True)
-        self.failure: BaseException | None = None
-        self._process_rank = process_rank
-        self._store = PrefixStore("fp8calib", store)
-        self.is_noticed = threading.Event()
-        self._works = True
-        self._has_failed = False
-
-    def run(self) -> None:
-        """Watch until all processes are done, or one has failed."""
-        size = self._process_rank.size
-        try:
-            anyone_failed, anyone_works = False, True
-            while anyone_works and not anyone_failed:
-                time.sleep(_BEAT_S)
-                flags = torch.tensor([self._has_failed, self._works]).int()
-                distributed.all_reduce(flags, distributed.ReduceOp.MAX)
-                anyone_failed, anyone_works = map(bool, flags.tolist())
-            if anyone_failed and not self._has_failed:
-                self.failure = _rebuild(*json.loads(self._store.get("failure")))
-        except RuntimeError:  # gloo does not say which process broke the connection
-            self.failure = RankLostError(
-                f"another of {size} processes died, or was silent for {SILENT_S:.0f} s",
-                hint="the statistics gathered so far are kept: run the same command with --resume",
-            )
-        if self.failure is not None and not self.is_noticed.is_set():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            if not self.is_noticed.wait(STUCK_S):
-                self._abort(self.failure)
-
-    def tell(self, error: BaseException) -> None:
-        """Tell all processes of an error in this one, unless it is that of another."""
-        if self.failure is None:
-            known = error if isinstance(error, Fp8CalibError) else Fp8CalibError(first_line(error))
-            kind = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.kind
-            rank, size = self._process_rank.rank, self._process_rank.size
-            report = [kind, f"rank {rank} of {size}: {known.message}", known.hint]
-            with suppress(RuntimeError):  # the first process has ended, and the store with it
-                self._store.set("failure", json.dumps(report))
-        self._has_failed = True
-        self.is_noticed.set()
-        self.join(3 * _BEAT_S)
-
-    def finish(self) -> None:
-        """Wait until all processes are done, or one has failed."""
-        self._works = False
-        self.is_noticed.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
-
-    def _abort(self, failure: BaseException) -> None:
-        """End this process, whose main thread is blocked inside torch; its checkpoints are kept."""
-        if self._process_rank.is_first and isinstance(failure, Fp8CalibError):
-            sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
-            sys.stderr.flush()
-        os._exit(failure.exit_code if isinstance(failure, Fp8CalibError) else 130)
-
-
-def _rebuild(kind: str, message: str, hint: str) -> BaseException:
-    """Make the error of another process again."""
-    if kind == _INTERRUPTED:
-        return KeyboardInterrupt()
-    kinds = {error.kind: error for error in Fp8CalibError.__subclasses__()}
-    return kinds.get(kind, Fp8CalibError)(message, hint=hint)
+    group = ProcessGroup(process_rank, store)
+    try:
+        with group.peer_failures():
+            yield group
+            group.finish()
+    except (Exception, KeyboardInterrupt) as error:
+        group.tell(error)
+        if group.is_first:
+            raise
+        time.sleep(_PRINT_S)  # torchrun ends the first one, which prints, when another one exits
+        if isinstance(error, Fp8CalibError):
+            raise SystemExit(error.exit_code) from None
+        raise
+    distributed.destroy_process_group()

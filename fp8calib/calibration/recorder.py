@@ -82,10 +82,8 @@ class Recorder:
         seen = next((s for t, v, s in self._last_inputs if t is x and v == x._version), None)
         if seen is None:
             seen = observe_input(self.batch, site, x)
-            self._last_inputs = [
-                *self._last_inputs[1 - _REMEMBERED_INPUTS :],
-                (x, x._version, seen),
-            ]
+            self._last_inputs.append((x, x._version, seen))
+            del self._last_inputs[:-_REMEMBERED_INPUTS]
         self._pending.append((site, seen))
         return x
 

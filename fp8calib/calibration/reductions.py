@@ -130,15 +130,9 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     therefore that of all its copies.
     """
     token_stride = 0 if role is Role.Q else 1
-    if x.shape[2] == batch.shape[1] and has_reduction_kernel(x.device):
-        return _reduce_in_kernel(batch, x, num_heads, token_stride)
-    return _reduce_heads(batch, x, num_heads, token_stride)
-
-
-def _reduce_heads(
-    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
-) -> Reductions:
     is_whole = x.shape[2] == batch.shape[1]
+    if is_whole and has_reduction_kernel(x.device):
+        return _reduce_in_kernel(batch, x, num_heads, token_stride)
     counted = x
     if is_whole and batch.is_padded:
         counted = x.masked_fill(batch.padding(x.device)[:, None, :, None], 0)
@@ -216,16 +210,6 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     experts, order = torch.sort(call.index.flatten())
     if has_experts_kernel(rows.device):
         return _reduce_sorted_in_kernel(batch, call, rows, experts, order)
-    return _reduce_sorted(batch, call, rows, experts, order)
-
-
-def _reduce_sorted(
-    batch: BatchView,
-    call: ExpertsCall,
-    rows: torch.Tensor,
-    experts: torch.Tensor,
-    order: torch.Tensor,
-) -> Reductions:
     num_routed = call.index.shape[1]
     counted = rows
     if batch.is_padded:
@@ -374,31 +358,26 @@ def has_experts_kernel(device: torch.device) -> bool:
     return is_trusted(device, *make_experts_trial(device))
 
 
-def _make_tried() -> tuple[BatchView, torch.Tensor, torch.Generator]:
-    """Make a padded batch, and a tensor of it [B, H, S, D]."""
-    batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
-    numbers = torch.Generator().manual_seed(0)
-    return batch, torch.randn(2, 3, 600, 40, generator=numbers).to(torch.bfloat16), numbers
-
-
 def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
     """Make reductions of a padded batch by the kernel on a device, and by torch on the CPU."""
-    batch, x, _ = _make_tried()
+    batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
+    x = torch.randn(2, 3, 600, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     return (
         lambda: _reduce_in_kernel(batch, x.to(device), 3, 1).tensors,
-        lambda: _reduce_heads(batch, x, 3, 1).tensors,
+        lambda: observe_heads(batch, Role.K, x, 3).tensors,
     )
 
 
 def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:
     """Do the same with inputs of down."""
-    batch, x, numbers = _make_tried()
+    batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
+    numbers = torch.Generator().manual_seed(0)
+    rows = torch.randn(2400, 40, generator=numbers).to(torch.bfloat16)
     index = torch.rand(1200, 40, generator=numbers).topk(2).indices
     module = SimpleNamespace(down_proj=torch.empty(41, 40, 40))
     call = ExpertsCall(path="", module=module, block=20, index=index)
-    rows = [x[:, 1:].reshape(-1, 40), *torch.sort(index.flatten())]
-
+    given = [rows, *torch.sort(index.flatten())]
     return (
-        lambda: _reduce_sorted_in_kernel(batch, call, *(each.to(device) for each in rows)).tensors,
-        lambda: _reduce_sorted(batch, call, *rows).tensors,
+        lambda: _reduce_sorted_in_kernel(batch, call, *(x.to(device) for x in given)).tensors,
+        lambda: observe_expert_down(batch, call, rows).tensors,
     )

@@ -16,12 +16,10 @@ from fp8calib.calibration.memory_plan import (
     Limits,
     MemoryPlan,
     Workload,
-    peak_of_copies,
-    peak_of_held,
+    peak_of_pairs,
     plan_halved,
     plan_memory,
 )
-from fp8calib.calibration.streamed_weights import PartSize
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import UsageError
@@ -173,12 +171,8 @@ def test_the_host_keeps_what_restores_changed_weights_beside_the_next_layer(
     """A cast layer takes its result too, until it is on the GPU."""
     changing = replace(work, changes_weights=True)
     assert stream(changing, limits(2**30, device=2**30)).peak["layers"] == 2 * LAYER
-    sizes = [PartSize(stored=5, placed=7, step=2), PartSize(stored=6, placed=9, step=1)]
-    assert peak_of_held(sizes, keep=True) == 5 + 6 + 1
-    assert peak_of_held(sizes, keep=False) == 7
-    assert peak_of_held(sizes[::-1], keep=True) == 6 + 5 + 2
-    assert peak_of_copies(sizes) == 16
-    assert peak_of_copies(sizes[:1]) == 7
+    assert peak_of_pairs([5, 6], [7, 8]) == 5 + 8
+    assert peak_of_pairs([0, 0], [9, 7]) == 9
 
 
 def test_a_full_disk_is_refused_before_the_run(
