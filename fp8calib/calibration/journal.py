@@ -26,8 +26,7 @@ from fp8calib.calibration.calibration_stats import (
     save_stats,
 )
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.hidden_states import HiddenStateStore
-from fp8calib.calibration.layer_steps import LayerState
+from fp8calib.calibration.layer_steps import HiddenStateStore, LayerState
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.checkpoint.disk import require_free_space

@@ -1,4 +1,4 @@
-"""Run one decoder layer at a time through the model's own forward.
+"""Run one decoder layer at a time through the model's own forward, and store what lies between.
 
 What surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) runs again
 for each layer and micro-batch, which costs little beside a layer. The layers before the chosen one
@@ -8,9 +8,13 @@ whose layers read more than the output before them. Only that output is stored b
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+import os
+import tempfile
+from collections.abc import Hashable, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.data.sequences import Batch
-from fp8calib.errors import ModelError
+from fp8calib.errors import CalibrationError, ModelError
+from fp8calib.text import format_gib
 
 NO_STREAMING_HINT = "it cannot be streamed: leave out --memory, or use a larger machine"
 
@@ -71,11 +76,9 @@ class LayerSteps:
             ModelError: the model does not run its layers one after another.
             CalibrationError: out of memory, or the forward pass failed.
         """
-        self._chosen, self._next, self._checks = index, 0, checks
-        self._before, self._after, self._unknown = before, None, None
         with suppress(_LayerIsDone):
-            self._decoder.run(batch, cache)
-        after, self._before, self._after, self._unknown = self._after, None, None, None
+            self._run(index, batch, cache, before, checks=checks)
+        after, self._after = self._after, None
         if after is None:
             raise ModelError(
                 f"{self._names[index]}: the model's forward ended without running it",
@@ -85,11 +88,16 @@ class LayerSteps:
 
     def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
         """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
-        self._chosen, self._next, self._checks = len(self._originals), 0, False
-        self._before, self._unknown = before, None
-        hidden = self._decoder.run(batch, cache)
-        self._before = self._unknown = None
-        return hidden
+        return self._run(len(self._originals), batch, cache, before, checks=False)
+
+    def _run(
+        self, chosen: int, batch: Batch, cache: Any, before: LayerState | None, *, checks: bool
+    ) -> torch.Tensor:
+        self._chosen, self._next, self._checks, self._before = chosen, 0, checks, before
+        try:
+            return self._decoder.run(batch, cache)
+        finally:
+            self._before = self._unknown = None
 
     def check(self) -> None:
         """Look at what GPUs found out.
@@ -158,3 +166,70 @@ def _has_nan(tree: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor):
             found = found | leaf.isnan().any()
     return found
+
+
+class HiddenStateStore:
+    """Stores trees of tensors: on the GPU or in memory up to limits, else in files.
+
+    Files have no name: they are gone however the process ends. Their disk space is allocated before
+    they are mapped, so that a full disk is an error and not a crash.
+    """
+
+    def __init__(self, *, ram_limit_bytes: int, folder: Path, gpu_limit_bytes: int = 0) -> None:
+        self.gpu_bytes = self.ram_bytes = self.file_bytes = 0
+        self._gpu_limit_bytes = gpu_limit_bytes
+        self._ram_limit_bytes = ram_limit_bytes
+        self._folder = folder
+        self._trees: dict[Hashable, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._trees.clear()
+
+    def get(self, number: Hashable, device: torch.device) -> Any:
+        """Load a tree onto a device; tensors that are there are the stored ones, not copies."""
+        return pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf.to(device, non_blocking=True), self._trees[number]
+        )
+
+    def put(self, number: Hashable, tree: Any) -> None:
+        """Store a copy of a tree of tensors, in place of the one with the same number.
+
+        Raises:
+            CalibrationError: it fits neither into memory nor onto the disk.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        rooms = pytree.tree_leaves(self._trees.get(number, ()))
+        kept = [self._copy(leaf, room) for leaf, room in zip_longest(leaves, rooms[: len(leaves)])]
+        self._trees[number] = pytree.tree_unflatten(kept, spec)
+
+    def _copy(self, leaf: Any, room: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # the same strides too: results may round by them
+        like = torch.empty_like(leaf, device="meta")
+        layout = like.shape, like.dtype, like.stride()
+        if isinstance(room, torch.Tensor) and (room.shape, room.dtype, room.stride()) == layout:
+            return room.copy_(leaf)
+        size_bytes = like.numel() * like.element_size()
+        is_gpu = leaf.device.type != "cpu"
+        if is_gpu and self.gpu_bytes + size_bytes <= self._gpu_limit_bytes:
+            self.gpu_bytes += size_bytes
+            return torch.empty_like(like, device=leaf.device).copy_(leaf)
+        if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
+            self.ram_bytes += size_bytes
+            return torch.empty_like(like, device="cpu").copy_(leaf)
+        self.file_bytes += size_bytes
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                mapped = torch.from_file(file.name, True, like.numel(), dtype=like.dtype)
+        except OSError as error:
+            raise CalibrationError(
+                f"{self._folder}: no space for more than {format_gib(self.file_bytes)} of hidden "
+                f"states: {error.strerror}",
+                hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
+            ) from error
+        return mapped.as_strided(like.shape, like.stride()).copy_(leaf)

@@ -223,13 +223,12 @@ def plan_halved(work: Workload, limits: Limits, size: int) -> MemoryPlan:
 def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
     itemsize = work.dtype.itemsize
     loader = PartLoader(work.prepared, work.checkpoint, dtype=work.dtype, device=work.device)
-    layers = [loader.measure(part) for part in loader.layers()]
-    around = loader.measure(loader.around_layers()).placed
+    layers, around = loader.layers(), loader.around_layers().placed
     embedding = len(find_distinct_tokens(work.batches)) * work.config.hidden_size * itemsize
     towers = 0  # they are dropped before the first layer is read
     if any(batch.media is not None for batch in work.batches):
-        size = loader.measure(loader.towers())
-        towers = max(size.stored, size.placed) + size.step
+        part = loader.towers()
+        towers = max(part.stored, part.placed) + part.step
     head = 0
     if work.logits_bytes:
         lm_head: Any = work.prepared.model.get_output_embeddings()
@@ -244,13 +243,13 @@ def _plan_streamed(work: Workload, limits: Limits, why: str) -> MemoryPlan:
 
     host = {"process": limits.process_bytes + _SLACK_BYTES}
     hidden, copies_ahead, on_gpu = hidden_bytes(work), False, 0
-    stored, placed = [size.stored for size in layers], [size.placed for size in layers]
+    stored, placed = [part.stored for part in layers], [part.placed for part in layers]
     # a layer's stored tensors restore the weights that were changed
     kept = stored if work.changes_weights else [0] * len(layers)
-    making = [size.stored + size.step for size in layers]
+    making = [part.stored + part.step for part in layers]
     if limits.device_bytes is None:
         whole = [have + keep for have, keep in zip(placed, kept, strict=True)]
-        making += [have + size.step for have, size in zip(whole, layers, strict=True)]
+        making += [have + part.step for have, part in zip(whole, layers, strict=True)]
         device = plan_device(max(*making, peak_of_pairs(whole, stored)))
         host |= device
     else:

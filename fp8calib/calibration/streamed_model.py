@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +22,7 @@ from fp8calib.calibration.decoder import (
     replaced_forward,
 )
 from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
-from fp8calib.calibration.hidden_states import HiddenStateStore
-from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerSteps
+from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, HiddenStateStore, LayerSteps
 from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader, set_tensor
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
@@ -50,7 +49,7 @@ class Streaming:
     """Hidden states up to this stay on the GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StreamedLayer:
     """A decoder layer whose tensors have been read."""
 
@@ -72,7 +71,6 @@ class StreamedModel:
         prepared: the model, with weights only in the parts that are loaded.
         model: the model itself.
         geometry: its geometry.
-        checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
         parts: the parameters of each layer.
@@ -87,18 +85,17 @@ class StreamedModel:
     ) -> None:
         self.prepared = prepared
         self.model, self.geometry = prepared.model, prepared.geometry
-        self.checkpoint = loader.checkpoint
         self.device = torch.device(streaming.device)
         self.embeddings = embeddings
+        self.parts = loader.layers()
+        self._loader = loader
+        self._streaming = streaming
         self._begin_next: Callable[[], None] = lambda: None
         self._copying: torch.cuda.Stream | None = None
         if streaming.copies_ahead:
             self._copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._computed: torch.cuda.Event | None = None
         """Follows all use of the last layer that was dropped."""
-        self._streaming = streaming
-        self._loader = loader
-        self.parts = loader.layers()
 
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
@@ -124,9 +121,11 @@ class StreamedModel:
             held = self._loader.read(part)
             weights = self._loader.weights.reading_from(held)
             found = StreamedLayer(layer=layer, part=part, held=held, weights=weights)
-            if self._copying is None or layer.index < first:
-                return found
-            return self._copy(found, self._copying, earlier)
+            if self._copying is not None and layer.index >= first:
+                if earlier is not None:
+                    earlier.synchronize()  # the GPU has room for two layers, not for three
+                self._copy(found, self._copying)
+            return found
 
         def begin_next() -> None:
             if not reading and (following := next(unread, None)) is not None:
@@ -145,16 +144,12 @@ class StreamedModel:
             self._begin_next = lambda: None
             reading.clear()  # a layer that is not placed leaves the GPU
 
-    def _copy(
-        self, layer: StreamedLayer, stream: torch.cuda.Stream, earlier: torch.cuda.Event | None
-    ) -> StreamedLayer:
+    def _copy(self, layer: StreamedLayer, stream: torch.cuda.Stream) -> None:
         """Copy a layer to the GPU, on a stream of its own, in the thread that reads ahead.
 
         The memory is pageable: the driver stages it and blocks this thread, which the disk blocks
         too, but no other stream. Pinned memory would take another copy here.
         """
-        if earlier is not None:
-            earlier.synchronize()  # the GPU has room for two layers, not for three
         try:
             with torch.cuda.stream(stream):
                 for name, tensor in self._loader.make(layer.part, layer.held, keep=True):
@@ -164,7 +159,7 @@ class StreamedModel:
                 f"out of memory where layer {layer.layer.index} is copied to the GPU",
                 hint="use a smaller --batch-size or --seq-len, or --device cpu",
             ) from error
-        return replace(layer, ready=stream.record_event())
+        layer.ready = stream.record_event()
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -300,29 +295,24 @@ def _compute_buffers(model: PreTrainedModel, loader: PartLoader) -> None:
     transformers computes them where it initialises weights, which does nothing to weights without
     memory. It runs twice on different values: a buffer that keeps them is not computed there.
     """
-    names = [
-        name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if buffer.is_meta and not loader.is_stored(name)
-    ]
+    buffers = model.named_buffers(remove_duplicate=False)
+    names = [name for name, x in buffers if x.is_meta and not loader.is_stored(name)]
     if not names:
         return  # computed when the model was opened before
-
-    def compute(fill: int) -> dict[str, torch.Tensor]:
+    computed: list[list[torch.Tensor]] = []
+    for fill in (0, 1):
         for name in names:
             set_tensor(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
-        return {name: model.get_buffer(name).clone() for name in names}
-
-    first, second = compute(0), compute(1)
+        computed.append([model.get_buffer(name).clone() for name in names])
     path = find_text_decoder(model)[0]
-    for name in names:
+    for name, first, second in zip(names, *computed, strict=True):
         is_run = name.startswith(f"{path}." if path else "")
-        if is_run and not torch.equal(first[name], second[name]):
+        if is_run and not torch.equal(first, second):
             raise ModelError(
                 f"{type(model).__name__}: the buffer {name} is neither stored nor computed",
                 hint=NO_STREAMING_HINT,
             )
-        set_tensor(model, name, second[name].to(loader.device))
+        set_tensor(model, name, second.to(loader.device))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,21 +52,16 @@ class HeldTensors(Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """Parameters that are loaded together."""
+    """Parameters that are loaded together, and their bytes."""
 
     wanted: Mapping[str, str]
     """Name in the model -> the parameter it is loaded from: itself, or the one it is tied to."""
     tensors: tuple[str, ...]
     """The tensors of the checkpoint that it needs, in the order of the files."""
-
-
-class PartSize(NamedTuple):
-    """Bytes of a part's weights."""
-
     stored: int
-    """As stored in the shards."""
+    """Bytes in the shards."""
     placed: int
-    """As placed in the model."""
+    """Bytes in the model."""
     step: int
     """Temporary bytes of making one parameter (casting, joining of experts)."""
 
@@ -114,7 +109,22 @@ class PartLoader:
                 self._require_shape(name, self.checkpoint.tensors[tensor].shape)
         made_from = self.weights.tensor_names({self._maker[each] for each in wanted.values()})
         tensors = tuple(name for name in self.checkpoint.tensors if name in made_from)
-        return ModelPart(wanted=wanted, tensors=tensors)
+        placed, steps = 0, defaultdict[str, int](int)
+        for name, parameter in wanted.items():
+            key, dtype = self._maker[parameter], self._target(name)
+            size_bytes = self._known[name].numel() * dtype.itemsize
+            placed += size_bytes
+            # joining makes two copies (stacks, and gate beside up), casting one
+            stored = self.weights.tensor_names([key])
+            is_cast = any(self.checkpoint.dtype(each) != dtype for each in stored)
+            steps[key] += size_bytes * (2 if len(stored) > 1 else int(is_cast))
+        return ModelPart(
+            wanted=wanted,
+            tensors=tensors,
+            stored=sum(self.checkpoint.tensors[name].size_bytes for name in tensors),
+            placed=placed,
+            step=max(steps.values(), default=0),
+        )
 
     def layers(self) -> list[ModelPart]:
         """Gather the parameters of each decoder layer."""
@@ -145,21 +155,6 @@ class PartLoader:
     def is_stored(self, name: str) -> bool:
         """Whether the checkpoint holds this parameter or buffer."""
         return name in self._maker
-
-    def measure(self, part: ModelPart) -> PartSize:
-        """Compute the bytes of a part from the shapes of its tensors."""
-        placed, steps = 0, dict[str, int]()
-        for name, parameter in part.wanted.items():
-            key = self._maker[parameter]
-            size_bytes = self._known[name].numel() * self._target(name).itemsize
-            placed += size_bytes
-            stored = self.weights.tensor_names([key])
-            # joining makes two copies (stacks, and gate beside up), casting one
-            is_cast = any(self.checkpoint.dtype(each) != self._target(name) for each in stored)
-            copies = 2 if len(stored) > 1 else int(is_cast)
-            steps[key] = steps.get(key, 0) + size_bytes * copies
-        bytes_stored = sum(self.checkpoint.tensors[name].size_bytes for name in part.tensors)
-        return PartSize(stored=bytes_stored, placed=placed, step=max(steps.values(), default=0))
 
     # --- weights ----------------------------------------------------------------------------------
 

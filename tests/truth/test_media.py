@@ -14,7 +14,7 @@ import pytest
 
 from fp8calib.calibration import journal
 from fp8calib.calibration.calibration_stats import CalibrationStats
-from fp8calib.calibration.hidden_states import HiddenStateStore
+from fp8calib.calibration.layer_steps import HiddenStateStore
 from fp8calib.commands.model import plan_text
 from fp8calib.commands.recipe import Data
 from fp8calib.data.modality import MODALITIES
