@@ -35,7 +35,10 @@ def available_bytes(*, root: Path = _ROOT) -> int:
     Args:
         root: where `proc` and `sys` are.
     """
-    return max(min([_machine_bytes(root), *_group_bytes(root), *_limit_bytes(root)]), 0)
+    of_machine = _read_sizes(root / "proc/meminfo").get("MemAvailable")
+    if of_machine is None:
+        of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(min([of_machine, *_group_bytes(root), *_limit_bytes(root)]), 0)
 
 
 def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
@@ -108,11 +111,6 @@ class PeakMemory:
             self.peak_bytes = max(self.peak_bytes or 0, found)
 
 
-def _machine_bytes(root: Path) -> int:
-    found = _read_sizes(root / "proc/meminfo").get("MemAvailable")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found
-
-
 def _limit_bytes(root: Path) -> Iterator[int]:
     """Give what `ulimit -d` and `ulimit -v` allow beyond the present use."""
     used = _read_sizes(root / "proc/self/status")
@@ -124,47 +122,36 @@ def _limit_bytes(root: Path) -> Iterator[int]:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Give what each control group of the process allows beyond the present use."""
+    """Give what each control group of the process allows beyond the present use.
+
+    Page cache that is no tmpfs can be evicted.
+    """
     for folder, is_v2 in _list_groups(root, "memory"):
-        names = _V2_NAMES if is_v2 else _V1_NAMES
-        limit, used = (_read_number(folder / name) for name in names[:2])
-        if limit is not None and used is not None and limit < _V1_UNLIMITED:
-            yield limit - used + _cached(folder, *names[2:])
+        limit, used, cache, shared = _V2_NAMES if is_v2 else _V1_NAMES
+        counts = ["".join(_read_lines(folder / name)).strip() for name in (limit, used)]
+        if not all(map(str.isdigit, counts)) or int(counts[0]) >= _V1_UNLIMITED:  # `max`: no limit
+            continue
+        pairs = (line.split() for line in _read_lines(folder / "memory.stat"))
+        found = {name: int(value) for name, value in pairs if name in (cache, shared)}
+        evictable = max(found.get(cache, 0) - found.get(shared, 0), 0)
+        yield int(counts[0]) - int(counts[1]) + evictable
 
 
 def _list_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """List the folders of the control groups of the process, and whether they are of cgroup v2."""
+    """List the folders of the control groups of the process, and whether they are of cgroup v2.
+
+    The groups above each are listed too; in a container the mount is its own.
+    """
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / (controller if controllers else "")
-            for folder in _upwards(mount, PurePosixPath(path)):
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        steps = [step for step in PurePosixPath(path).parts if step not in {"/", ".."}]
+        for length in range(len(steps), -1, -1):
+            folder = mount.joinpath(*steps[:length])
+            if folder.is_dir():
                 yield folder, not controllers
-
-
-def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:
-    """Give the folder of a group and of those above it; in a container the mount is its own."""
-    steps = [step for step in path.parts if step not in {"/", ".."}]
-    for length in range(len(steps), -1, -1):
-        folder = mount.joinpath(*steps[:length])
-        if folder.is_dir():
-            yield folder
-
-
-def _cached(folder: Path, cache: str, shared: str) -> int:
-    """Compute how much of a group's memory is page cache, without tmpfs: that cannot be evicted."""
-    found = dict.fromkeys((cache, shared), 0)
-    for line in _read_lines(folder / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name in found:
-            found[name] = int(value)
-    return max(found[cache] - found[shared], 0)
-
-
-def _read_number(path: Path) -> int | None:
-    """Read the number in a file; None where there is no file, or it contains `max`."""
-    text = "".join(_read_lines(path)).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _read_sizes(path: Path) -> dict[str, int]:

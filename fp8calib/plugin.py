@@ -7,14 +7,14 @@ brings is named, not imported: `--help` lists the commands of all plug-ins witho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 GROUP = "fp8calib.plugins"
 
@@ -46,7 +46,10 @@ def find_plugins() -> FoundPlugins:
     plugins: dict[str, Plugin] = {}
     faults = []
     # Ours come first: another one of the same name does not replace them.
-    points = sorted(_list_entry_points(), key=lambda point: (not _is_ours(point), point.name))
+    points = sorted(
+        _list_entry_points(),
+        key=lambda point: (not point.value.startswith(f"{GROUP}."), point.name),
+    )
     for point in points:
         where = f"{point.name} ({point.value})"
         try:
@@ -64,10 +67,6 @@ def find_plugins() -> FoundPlugins:
         else:
             plugins[point.name] = found
     return FoundPlugins(plugins=plugins, faults=tuple(faults))
-
-
-def _is_ours(point: EntryPoint) -> bool:
-    return point.value.startswith(f"{GROUP}.")
 
 
 def list_modules(place: str) -> tuple[str, ...]:
@@ -105,18 +104,9 @@ def list_commands() -> dict[str, str]:
     return {typed: place for plugin in found for typed, place in plugin.commands.items()}
 
 
-def load_formats() -> Iterator[Any]:
-    """Import the formats of all plug-ins; one that fails is left out with a warning."""
-    return _load(place for found in find_plugins().plugins.values() for place in found.formats)
-
-
-def load_engines() -> Iterator[Any]:
-    """Import the engines of all plug-ins; one that fails is left out with a warning."""
-    return _load(place for found in find_plugins().plugins.values() for place in found.engines)
-
-
-def _load(places: Iterable[str]) -> Iterator[Any]:
-    for place in places:
+def load_all(kind: Literal["formats", "engines"]) -> Iterator[Any]:
+    """Import the formats or engines of all plug-ins; one that fails is left out with a warning."""
+    for place in (p for found in find_plugins().plugins.values() for p in getattr(found, kind)):
         module, _, name = place.partition(":")
         try:
             yield getattr(import_module(module), name)

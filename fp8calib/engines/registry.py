@@ -12,7 +12,7 @@ from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.transformers.engine import TRANSFORMERS
 from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
 from fp8calib.errors import UsageError, suggest
-from fp8calib.plugin import load_engines
+from fp8calib.plugin import load_all
 
 _QUANTIZED_CACHE = "fp8_quantized_cache"
 """What transformers calls cache_implementation="quantized" with the backend fp8."""
@@ -43,7 +43,7 @@ def register_engine(engine: Engine) -> None:
     ENGINES[engine.key] = engine
 
 
-for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TRANSFORMERS, *load_engines()):
+for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TRANSFORMERS, *load_all("engines")):
     register_engine(_engine)
 
 

@@ -14,7 +14,7 @@ from fp8calib.formats.kv.kv_scales import (
     TRTLLM,
 )
 from fp8calib.formats.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD, TGI_CHECKPOINT
-from fp8calib.plugin import load_formats
+from fp8calib.plugin import load_all
 
 _dialects: dict[str, Dialect] = {}
 
@@ -87,6 +87,6 @@ for _dialect in (
     QUARK_KV,
     MODELOPT_KV,
     TRTLLM,
-    *load_formats(),
+    *load_all("formats"),
 ):
     register_dialect(_dialect)
