@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fp8calib.commands.dequantize import DequantizeResult, dequantize
     from fp8calib.commands.export import ExportResult, export
     from fp8calib.commands.extract_kv_scales import ExtractResult, extract_kv_scales
-    from fp8calib.commands.quantize import QuantizeResult, quantize
-    from fp8calib.commands.result import RunPlan
+    from fp8calib.commands.quantize import quantize
+    from fp8calib.commands.result import QuantizeResult, RunPlan
     from fp8calib.commands.show import show
     from fp8calib.commands.stats import CalibrationStats, load_stats
     from fp8calib.verification.emulated_model import emulate
@@ -49,7 +49,7 @@ _PLACES = {
     "ExportResult": "commands.export",
     "ExtractResult": "commands.extract_kv_scales",
     "load_stats": "commands.stats",
-    "QuantizeResult": "commands.quantize",
+    "QuantizeResult": "commands.result",
     "RunPlan": "commands.result",
     "VerifyResult": "commands._verify",
 }

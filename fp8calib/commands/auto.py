@@ -13,9 +13,9 @@ from fp8calib.commands import calibrate, quantize
 from fp8calib.commands import options as shared
 from fp8calib.commands.calibrate import CalibrateRequest
 from fp8calib.commands.command_line import slow_imports
-from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult
+from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Result, RunPlan, WrittenCheck, describe_checks
+from fp8calib.commands.result import QuantizeResult, Result, RunPlan, WrittenCheck, describe_checks
 from fp8calib.commands.verify import VerifyRequest
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import find_emulated

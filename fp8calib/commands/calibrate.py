@@ -15,10 +15,10 @@ from fp8calib.calibration.header import BackOff, Skipped
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.options import RecipeOptions, RunOptions, describe_recipes
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
+    QuantizeResult,
     Record,
     Result,
     RunHashes,
@@ -28,7 +28,7 @@ from fp8calib.commands.result import (
     describe_checks,
     list_top_level,
 )
-from fp8calib.commands.show import NUM_QUARTERS, Saturation, describe_skipped
+from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skipped
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank

@@ -47,7 +47,6 @@ from fp8calib.commands.job import (
     work_folder,
 )
 from fp8calib.commands.model import open_run_model, plan_text
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.recipe import (
     Recipe,
     apply_request,
@@ -57,9 +56,9 @@ from fp8calib.commands.recipe import (
     resolve_text,
 )
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import BeforeAfter, RunPlan
+from fp8calib.commands.result import BeforeAfter, QuantizeResult, RunPlan
+from fp8calib.commands.saturation import compute_saturation
 from fp8calib.commands.saved import saved_model, warn_of_tokenizer
-from fp8calib.commands.show import compute_saturation
 from fp8calib.commands.stats import CalibrationStats as PublicStats
 from fp8calib.commands.written import finish_formats
 from fp8calib.data.shares import parse_share

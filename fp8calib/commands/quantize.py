@@ -9,24 +9,14 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
 
-from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class
-from fp8calib.commands.result import (
-    BeforeAfter,
-    LayerScheme,
-    Record,
-    Result,
-    WrittenCheck,
-    describe_checks,
-    list_checkpoint,
-)
+from fp8calib.commands.result import QuantizeResult, describe_checks, list_checkpoint
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.numerics.schemes import SCHEMES, find_scheme
-from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.text import Block, Line
 
 _SHOWN = 5
@@ -131,46 +121,6 @@ class QuantizeRequest:
     def names_recipe(self) -> bool:
         """Whether the scheme is a recipe's."""
         return self.scheme.endswith((".yaml", ".yml"))
-
-
-class UnquantizedLinear(Record):
-    """A module that was left unquantized."""
-
-    module: str
-    why: str
-
-
-class QuantizeResult(Result):
-    """A written FP8 checkpoint: what `--json` prints."""
-
-    out: Path
-    files: tuple[str, ...]
-    """Relative to `out`."""
-    scheme: str
-    layer_schemes: tuple[LayerScheme, ...]
-    format: str
-    bytes: BeforeAfter
-    duration_s: float
-    resumed: tuple[str, ...]
-    quantized: tuple[str, ...]
-    left: tuple[UnquantizedLinear, ...]
-    dead: tuple[AllZeroWeight, ...]
-    has_kv_scales: bool
-    notes: tuple[str, ...]
-    kv_bytes_per_token: BeforeAfter | None
-    checked: tuple[WrittenCheck, ...] = ()
-    """What `check` says of the written checkpoints; empty with --no-check."""
-
-    def describe_bytes(self) -> str:
-        """Describe the size of the weights before and after."""
-        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
-
-    def describe_dead(self) -> tuple[str, ...]:
-        """Describe the weights with scales that cover zeros alone."""
-        return tuple(
-            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
-            for each in self.dead
-        )
 
 
 def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:

@@ -14,10 +14,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.checkpoint.output import list_files
 from fp8calib.commands.calibrate import CalibrateRequest
-from fp8calib.commands.quantize import QuantizeRequest, QuantizeResult, UnquantizedLinear
+from fp8calib.commands.quantize import QuantizeRequest
 from fp8calib.commands.recipe import Recipe, load_recipe
 from fp8calib.commands.request import Reporter
-from fp8calib.commands.result import BeforeAfter, LayerScheme
+from fp8calib.commands.result import BeforeAfter, LayerScheme, QuantizeResult, UnquantizedLinear
 from fp8calib.commands.saved import warn_of_tokenizer
 from fp8calib.commands.written import finish_checkpoint
 from fp8calib.errors import RecipeError

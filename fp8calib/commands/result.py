@@ -9,9 +9,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.shapes import Frozen
+from fp8calib.quantization.all_zero import AllZeroWeight
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 
@@ -91,6 +93,61 @@ class LayerScheme(Record):
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.scheme} ({self.linears} linears)"
+
+
+class WrittenCheck(Record):
+    """What an engine will do with a written checkpoint."""
+
+    path: str
+    """Of the checkpoint, relative to the output folder; `.` for the folder itself."""
+    engine: str
+    """Its name and release."""
+    verdict: str
+    """`ok`, `not ok` or `unknown`."""
+    summary: str
+    """The verdict with the layers that are served, or with the reason."""
+    command: str
+    """The command that serves it; empty where it is not ok."""
+
+
+class UnquantizedLinear(Record):
+    """A module that was left unquantized."""
+
+    module: str
+    why: str
+
+
+class QuantizeResult(Result):
+    """A written FP8 checkpoint: what `--json` prints."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`."""
+    scheme: str
+    layer_schemes: tuple[LayerScheme, ...]
+    format: str
+    bytes: BeforeAfter
+    duration_s: float
+    resumed: tuple[str, ...]
+    quantized: tuple[str, ...]
+    left: tuple[UnquantizedLinear, ...]
+    dead: tuple[AllZeroWeight, ...]
+    has_kv_scales: bool
+    notes: tuple[str, ...]
+    kv_bytes_per_token: BeforeAfter | None
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
+
+    def describe_bytes(self) -> str:
+        """Describe the size of the weights before and after."""
+        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
+
+    def describe_dead(self) -> tuple[str, ...]:
+        """Describe the weights with scales that cover zeros alone."""
+        return tuple(
+            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
+            for each in self.dead
+        )
 
 
 class RunPlan(Result):
@@ -194,21 +251,6 @@ class RunHashes(Record):
     """The files of text among `--data`."""
     scales: Mapping[str, tuple[FileHash, ...]]
     """By candidate of `verify`, or by the file or folder that `calibrate` wrote."""
-
-
-class WrittenCheck(Record):
-    """What an engine will do with a written checkpoint."""
-
-    path: str
-    """Of the checkpoint, relative to the output folder; `.` for the folder itself."""
-    engine: str
-    """Its name and release."""
-    verdict: str
-    """`ok`, `not ok` or `unknown`."""
-    summary: str
-    """The verdict with the layers that are served, or with the reason."""
-    command: str
-    """The command that serves it; empty where it is not ok."""
 
 
 def describe_checks(checks: Sequence[WrittenCheck]) -> Iterator[str]:

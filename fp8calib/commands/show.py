@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -17,8 +16,9 @@ from fp8calib.checkpoint.locations import require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Record, Result
+from fp8calib.commands.saturation import Saturation, compute_saturation, describe_skipped
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
-from fp8calib.model.shapes import KV_ROLES, Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
 from fp8calib.text import Block, Line, Table
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
     from fp8calib.calibration.statistic import SiteStats
 
-NUM_QUARTERS = 4
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 
 
@@ -48,7 +47,6 @@ class ShowRequest:
     everything: bool = option("--all", "Print linears, or all scales, too.", default=False)
 
 
-_KV_SITES = tuple(f".{role}" for role in KV_ROLES)
 ShownRow = dict[str, Any]
 """A row of a table, by the titles of its columns."""
 
@@ -58,30 +56,6 @@ class Positions(Record):
 
     first: tuple[int, ...]
     amax: Mapping[str, tuple[float, ...]]
-
-
-class Saturation(Record):
-    """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
-
-    They show whether more data would still change the scales: those of K and V, or of inputs where
-    neither was observed.
-    """
-
-    median_share: tuple[float, ...]
-    """The median over the sites, at each point."""
-    least_share: tuple[float, ...]
-    """The smallest share of a site, at each point."""
-    slowest_site: str
-    """The site with the smallest share at 1/2 of the data."""
-
-    def describe(self) -> str:
-        """Describe the shares at half of the data in one line."""
-        median, least = (int(100 * share[1]) for share in (self.median_share, self.least_share))
-        counted = "K and V" if self.slowest_site.endswith(_KV_SITES) else "inputs"
-        return (
-            f"half of the text gave {median}% of the final amax of {counted} in the median, and "
-            f"{least}% in the slowest tensor ({self.slowest_site})"
-        )
 
 
 class HeaderShown(StatsHeader):
@@ -219,31 +193,6 @@ def _compute_scale(amax: float | None) -> float | None:
     return max(float(np.float32(amax) / np.float32(E4M3FN.max)), SMALLEST_SCALE)
 
 
-def compute_saturation(stats: CalibrationStats) -> Saturation | None:
-    """Compare the running amax of K and V, or of inputs, with the final one; None for a shard."""
-    import numpy as np
-
-    shares: dict[Site, list[float]] = {}
-    for site, seen in stats.sites.items() if stats.shard is None else ():
-        amax = None if seen.progress is None else np.asarray(seen.progress, dtype=np.float64)
-        if seen.sequences is not None and len(seen.sequences):  # 0 where there are too few
-            quarter = np.arange(len(seen.sequences)) * NUM_QUARTERS // len(seen.sequences)
-            amax = np.zeros(NUM_QUARTERS)
-            np.maximum.at(amax, quarter, np.asarray(seen.sequences))
-        if site.role is not Role.WEIGHT and amax is not None and amax.max() > 0:
-            running = np.maximum.accumulate(amax)
-            shares[site] = (running[:-1] / running[-1]).tolist()
-    if not shares:
-        return None
-    shares = {site: each for site, each in shares.items() if site.role in KV_ROLES} or shares
-    points = list(zip(*shares.values(), strict=True))
-    return Saturation(
-        median_share=tuple(map(median, points)),
-        least_share=tuple(map(min, points)),
-        slowest_site=str(min(shares, key=lambda site: shares[site][1])),
-    )
-
-
 def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator[Block]:
     """Describe the run, and give tables of amax and scales."""
     if isinstance(result, ScalesShown):
@@ -270,15 +219,6 @@ def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator
             missed = f"; never reached: {format_ranges(unseen)}" if unseen else ""
             yield Line(f"{name}: tokens per expert {min(counts)} to {max(counts)}{missed}")
     yield from map(Line, describe_skipped(result.header))
-
-
-def describe_skipped(header: StatsHeader) -> Iterator[str]:
-    """Describe what was not observed in one line for each reason."""
-    reasons: dict[str, list[str]] = {}
-    for item in header.skipped:
-        reasons.setdefault(item.why, []).append(str(item.site))
-    for why, sites in reasons.items():
-        yield f"not measured: {cut_list(sites, 3)} ({why})"
 
 
 def _describe_run(result: StatsShown) -> Iterator[str]:

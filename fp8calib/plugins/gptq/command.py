@@ -22,7 +22,6 @@ from fp8calib.checkpoint.output import check_output
 from fp8calib.commands.job import CalibrationJob, work_folder
 from fp8calib.commands.model import plan_text, prepare_run_model
 from fp8calib.commands.planned import require_servable
-from fp8calib.commands.quantize import QuantizeResult
 from fp8calib.commands.quantize import describe as describe_checkpoint
 from fp8calib.commands.quantized import (
     apply_recipe,
@@ -32,7 +31,7 @@ from fp8calib.commands.quantized import (
 )
 from fp8calib.commands.recipe import Recipe, apply_request, resolve_text
 from fp8calib.commands.request import Reporter, as_function
-from fp8calib.commands.result import RunPlan
+from fp8calib.commands.result import QuantizeResult, RunPlan
 from fp8calib.commands.saved import saved_model
 from fp8calib.commands.stats import read_stats
 from fp8calib.errors import ModelError, UsageError, cut_list
