@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt, ValidationError
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, is_valid, name_tensors
+from fp8calib.calibration.statistic import COUNTS, LENGTHS, NAMES, SiteStats, name_tensors
 from fp8calib.checkpoint.header import read_header
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Role, Site
@@ -199,20 +199,25 @@ def load_stats_file(
 def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> CalibrationStats:
     envelope = _Envelope.model_validate_json(envelope_text)
     shard = StatsShard.model_validate_json(shard_text) if shard_text else None
-    arrays = _read_arrays(path)
     # torch takes seconds to import
     convert: Any = (lambda array: array) if as_arrays else import_module("torch").from_numpy
-    named = {
-        # earlier versions had hashes of the text beside the statistics
-        **{key: array for key, array in arrays.items() if key != "text_hashes"},
-        **{key: arrays[first] for key, first in envelope.aliases.items()},
-    }
+    arrays = {}
+    for key, entry in read_header(path).tensors.items():
+        # one of another dtype, which is a fault, is read as its bytes
+        dtype = _ARRAY_DTYPES.get(entry.dtype)
+        count = entry.size_bytes if dtype is None else math.prod(entry.shape)
+        array = np.fromfile(path, dtype or np.uint8, count=count, offset=entry.start)
+        arrays[key] = array if dtype is None else array.reshape(entry.shape)
+    stored = {key: key for key in arrays if key != "text_hashes"}  # of earlier versions
     by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
-    for key, array in named.items():
+    for key, first in (stored | envelope.aliases).items():
         text, _, name = key.rpartition("/")
         if name not in NAMES:
             raise ValueError(f"unknown tensor {key}")
-        if not is_valid(name, array):
+        array = arrays[first]
+        is_typed = array.dtype == (np.int64 if name in COUNTS else np.float32)
+        is_long = name not in LENGTHS or array.shape == (LENGTHS[name],)
+        if not (is_typed and is_long and (np.isfinite(array) & (array >= 0)).all()):
             what = "counts" if name in COUNTS else "magnitudes"
             raise ValueError(f"{key} holds values that are not {what}, or too few or many")
         by_site[text][name] = convert(array)
@@ -229,19 +234,6 @@ def _build(path: Path, envelope_text: str, shard_text: str, as_arrays: bool) -> 
         },
         shard=shard,
     )
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read all tensors of a stats file; one of another dtype, which is a fault, as its bytes."""
-    arrays = {}
-    for name, entry in read_header(path).tensors.items():
-        if (dtype := _ARRAY_DTYPES.get(entry.dtype)) is None:
-            arrays[name] = np.fromfile(path, np.uint8, count=entry.size_bytes, offset=entry.start)
-        else:
-            count = math.prod(entry.shape)
-            array = np.fromfile(path, dtype, count=count, offset=entry.start)
-            arrays[name] = array.reshape(entry.shape)
-    return arrays
 
 
 def _digest(envelope: _Envelope, arrays: Mapping[str, np.ndarray[Any, Any]], shard: str) -> str:

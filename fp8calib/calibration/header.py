@@ -109,3 +109,12 @@ class StatsShard(Frozen):
     def describe(self) -> str:
         """Name the shard for messages."""
         return f"shard {self.index} of {self.count}"
+
+    def explain_other(self, other: StatsShard) -> str:
+        """Explain why it cannot be joined with a shard of the same run; empty if it can."""
+        if self.count != other.count:
+            return f"{self.describe()}, and {other.describe()}"
+        if self.count > 1 and self.batch_size != other.batch_size:
+            sizes = f"--batch-size {self.batch_size}, and {other.batch_size}"
+            return f"{sizes}: the shards depend on it"
+        return ""

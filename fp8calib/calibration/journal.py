@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +40,8 @@ INTERVAL_S = 10.0
 """A killed or interrupted run loses at most so much work and the running batch or layer."""
 LAYER_INTERVAL_PER_COST = 20.0
 """Hidden states are large: writing them takes at most a twentieth of the run."""
+
+_STATE_NAME = "state-{:06}.pt"
 
 Ranges = tuple[tuple[int, int], ...]
 """Sequences, as half-open ranges of global indices."""
@@ -74,16 +75,16 @@ class Journal:
         self.layer_sites: Mapping[Site, SiteStats] = {}
         self.has_layers = False
         self.warn = warn
+        self._header = header
         share = shard or Share()
-        own = StatsShard(
+        self._shard = StatsShard(
             index=share.index,
             count=share.count,
             batch_size=batch_size,
             sequences=(),
             is_checkpoint=True,
         )
-        self._empty = CalibrationStats(header=header, sites={}, shard=own)
-        self._rank = rank
+        self._layers_stem = f"{NAME_PREFIX}layers-{rank}"
         self._cost_s = 0.0
         self._saved_at = time.monotonic()
 
@@ -99,9 +100,9 @@ class Journal:
             self.has_layers = True
         found = [self._read(path) for path in self.folder.glob(f"{NAME_PREFIX}*.safetensors")]
         kept: list[Mapping[Site, SiteStats]] = []
-        for sites, sequences in sorted(found, key=lambda each: -count_sequences(each[1])):
+        for sites, shard in sorted(found, key=lambda each: -each[1].num_sequences):
             try:
-                self.sequences = join_ranges([*self.sequences, *sequences])
+                self.sequences = join_ranges([*self.sequences, *shard.sequences])
             except ValueError:  # it repeats a sequence: a process may have outlived its run
                 continue
             kept.append(sites)
@@ -118,22 +119,22 @@ class Journal:
         """Save the statistics of sequences, all finite, if the last checkpoint is old enough."""
         if self._is_due(INTERVAL_S):
             with self._writing():
-                first = min(first for first, _ in sequences)
-                path = self.folder / f"{NAME_PREFIX}{first:08}.safetensors"
-                self._save_stats(path, make_sites(), join_ranges(list(sequences)))
+                ranges = join_ranges(list(sequences))
+                path = self.folder / f"{NAME_PREFIX}{ranges[0][0]:08}.safetensors"
+                self._save_stats(path, make_sites(), ranges)
 
     def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
         """Load what an earlier run of these batches left, and give the first layer to run."""
         self.layer_sites = {}
-        folders = sorted(self.folder.glob(f"{NAME_PREFIX}layers-{self._rank}-[0-9]*[0-9]"))
+        folders = sorted(self.folder.glob(f"{self._layers_stem}-[0-9]*[0-9]"))
         if not folders:
             return 0
         try:
-            sites, sequences = self._read(folders[-1] / STATS_NAME)
-            if sequences != tuple(sequence_ranges(batches)):
+            sites, shard = self._read(folders[-1] / STATS_NAME)
+            if shard.sequences != tuple(sequence_ranges(batches)):
                 return 0  # of another number of processes
             for number in range(len(batches)):
-                state = torch.load(folders[-1] / _name_state(number), weights_only=True)
+                state = torch.load(folders[-1] / _STATE_NAME.format(number), weights_only=True)
                 store.put(number, LayerState(*state))
         except Exception as error:  # noqa: BLE001 -- a torn file raises anything
             self.warn(f"{folders[-1].name} cannot be read, starting again: {error}")
@@ -153,19 +154,28 @@ class Journal:
         make_sites: Callable[[], dict[Site, SiteStats]],
     ) -> None:
         """Save the state after a layer in a folder, in place of that of an earlier layer."""
-        stem = f"{NAME_PREFIX}layers-{self._rank}"
-        new, kept = self.folder / f"{stem}.new", self.folder / f"{stem}-{layer:05}"
+        new = self.folder / f"{self._layers_stem}.new"
+        kept = self.folder / f"{self._layers_stem}-{layer:05}"
         shutil.rmtree(new, ignore_errors=True)
         with self._writing():
             require_free_space(self.folder, store.gpu_bytes + store.ram_bytes + store.file_bytes)
             new.mkdir()
             for number in range(len(batches)):
-                _save_state(store.get(number, torch.device("cpu")), new / _name_state(number))
+                # written through to the disk, out of shared memory, with the same strides
+                state = pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: torch.empty_like(tensor).copy_(tensor),
+                    tuple(store.get(number, torch.device("cpu"))),
+                )
+                with (new / _STATE_NAME.format(number)).open("wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
             sites = merge_sites([self.layer_sites, make_sites()])
-            self._save_stats(new / STATS_NAME, sites, tuple(sequence_ranges(batches)))
+            self._save_stats(new / STATS_NAME, sites, sequence_ranges(batches))
             shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
             new.rename(kept)
-            for folder in self.folder.glob(f"{stem}-*"):
+            for folder in self.folder.glob(f"{self._layers_stem}-*"):
                 if folder != kept:
                     shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(new, ignore_errors=True)
@@ -186,59 +196,33 @@ class Journal:
         self._saved_at = time.monotonic()
         self._cost_s = self._saved_at - started
 
-    def _save_stats(self, path: Path, sites: Mapping[Site, SiteStats], sequences: Ranges) -> None:
-        assert self._empty.shard is not None  # noqa: S101 -- made so
-        shard = self._empty.shard.model_copy(update={"sequences": sequences})
-        save_stats(replace(self._empty, sites=sites, shard=shard), path)
+    def _save_stats(
+        self, path: Path, sites: Mapping[Site, SiteStats], sequences: Sequence[tuple[int, int]]
+    ) -> None:
+        shard = self._shard.model_copy(update={"sequences": tuple(sequences)})
+        save_stats(CalibrationStats(header=self._header, sites=sites, shard=shard), path)
 
-    def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], Ranges]:
-        """Read the statistics of an earlier run, and the sequences that they cover."""
+    def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], StatsShard]:
+        """Read the statistics of an earlier run."""
         again = f"to start again, remove {self.folder}"
         try:
             stats = load_stats_file(path, accepts_shard=True)
         except ModelError as error:
             raise ModelError(error.message, hint=again) from error
-        own, here = stats.shard, self._empty.shard
-        if own is None or here is None:
+        own, here = stats.shard, self._shard
+        if own is None:
             raise ModelError("a checkpoint holds complete statistics", hint=again)
-        difference = explain_other_run(stats.header, self._empty.header)
-        if not difference and (own.index, own.count) != (here.index, here.count):
+        difference = explain_other_run(stats.header, self._header) or own.explain_other(here)
+        if not difference and own.index != here.index:
             difference = f"{own.describe()}, and {here.describe()}"
-        elif not difference and own.count > 1 and own.batch_size != here.batch_size:
-            difference = (
-                f"--batch-size {own.batch_size}, and {here.batch_size}: the shards depend on it"
-            )
         if difference:
             raise UsageError(
                 f"{self.folder}: the interrupted run was another calibration: {difference}",
                 hint=f"repeat its command line; {again}",
             )
-        return stats.sites, own.sequences
+        return stats.sites, own
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file or folder is a checkpoint of a run."""
     return path.name.startswith(NAME_PREFIX)
-
-
-def count_sequences(sequences: Ranges) -> int:
-    """Count the sequences of ranges."""
-    return sum(stop - first for first, stop in sequences)
-
-
-def _save_state(state: LayerState, path: Path) -> None:
-    """Write a state through to the disk.
-
-    Tensors are copied out of shared memory, with their strides.
-    """
-    copied = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: torch.empty_like(tensor).copy_(tensor), tuple(state)
-    )
-    with path.open("wb") as file:
-        torch.save(copied, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _name_state(number: int) -> str:
-    return f"state-{number:06}.pt"

@@ -22,27 +22,38 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     Raises:
         ModelError: the shards are of different runs, one is given twice, or one is missing.
     """
-    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
-    if not found:
+    if not named:
         raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
+    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:
-        difference = ""
-        if why := explain_other_run(first.header, stats.header):
-            difference = f"{name} and {first_name} are of different runs: {why}"
-        elif shard.count != first_shard.count:
-            difference = (
-                f"{first_name} is {first_shard.describe()}, but {name} is {shard.describe()}"
+        why = explain_other_run(first.header, stats.header) or first_shard.explain_other(shard)
+        if why:
+            raise ModelError(
+                f"{name} and {first_name} are of different runs: {why}",
+                hint="the runs of all shards must differ only in --shard",
             )
-        elif shard.batch_size != first_shard.batch_size:
-            difference = (
-                f"{first_name} was run with --batch-size {first_shard.batch_size}, but {name} with "
-                f"{shard.batch_size}: the shards depend on it"
+    for (name, _, shard), (other, _, following) in pairwise(found):
+        if shard.index == following.index:
+            raise ModelError(
+                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
             )
-        if difference:
-            raise ModelError(difference, hint="the runs of all shards must differ only in --shard")
-    _check_complete([(name, shard) for name, _, shard in found], first.header.num_sequences)
+    count = first_shard.count
+    missing = sorted({*range(1, count + 1)} - {shard.index for *_, shard in found})
+    if missing:
+        what = "shards {} of {} are" if len(missing) > 1 else "shard {} of {} is"
+        raise ModelError(
+            f"{what.format(', '.join(map(str, missing)), count)} missing",
+            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
+        )
+    sequences = join_ranges([each for *_, shard in found for each in shard.sequences])
+    if sequences != ((0, first.header.num_sequences),):
+        raise ModelError(
+            f"{', '.join(name for name, *_ in found)}: together they do not hold all "
+            f"{first.header.num_sequences} sequences",
+            hint="name the files of finished runs, not the checkpoints of interrupted ones",
+        )
     others = [stats.header.skipped for _, stats, _ in found[1:]]
     skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
     return replace(
@@ -67,30 +78,6 @@ def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     return stats.shard
 
 
-def _check_complete(named: Sequence[tuple[str, StatsShard]], num_sequences: int) -> None:
-    """Refuse shards, in the order of their index, if one is missing or given twice."""
-    for (name, shard), (other, following) in pairwise(named):
-        if shard.index == following.index:
-            raise ModelError(
-                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
-            )
-    count = named[0][1].count
-    missing = sorted({*range(1, count + 1)} - {shard.index for _, shard in named})
-    if missing:
-        what = "shards {} of {} are" if len(missing) > 1 else "shard {} of {} is"
-        raise ModelError(
-            f"{what.format(', '.join(map(str, missing)), count)} missing",
-            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
-        )
-    joined = join_ranges([each for _, shard in named for each in shard.sequences])
-    if joined != ((0, num_sequences),):
-        raise ModelError(
-            f"{', '.join(name for name, _ in named)}: together they do not hold all "
-            f"{num_sequences} sequences",
-            hint="name the files of finished runs, not the checkpoints of interrupted ones",
-        )
-
-
 def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
     """Explain how two runs differ; empty if they are the same.
 
@@ -100,8 +87,7 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
     if header.schema_version != other.schema_version:
         differences.append("statistics of different versions of this tool")
     models = header.model_fingerprint, other.model_fingerprint
-    if models[0] != models[1]:
-        why = explain_difference(*models, between=", and ")
+    if why := explain_difference(*models, between=", and "):
         differences.append(f"different model ({why})")
     elif header.geometry != other.geometry:
         differences.append("other shapes of the same model")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fp8calib.model.shapes import Site
 from fp8calib.numerics.positions import NUM_RANGES
@@ -67,15 +65,6 @@ NAMES = tuple(field.name for field in fields(SiteStats) if field.name != "count"
 def join(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Join a statistic of two parts of the data."""
     return one + other if name in COUNTS else one.maximum(other)
-
-
-def is_valid(name: str, stored: np.ndarray[Any, Any]) -> bool:
-    """Whether an array holds values that a statistic can have, and as many as it has."""
-    return (
-        (name not in LENGTHS or stored.shape == (LENGTHS[name],))
-        and stored.dtype == (np.int64 if name in COUNTS else np.float32)
-        and bool((np.isfinite(stored) & (stored >= 0)).all())
-    )
 
 
 def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteStats]:

@@ -21,7 +21,7 @@ from fp8calib.calibration.calibration_stats import (
     load_stats_file,
 )
 from fp8calib.calibration.header import StatsHeader
-from fp8calib.calibration.journal import Journal, count_sequences, is_checkpoint
+from fp8calib.calibration.journal import Journal, is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.passes import CalibrationRun, TextEngine, choose_batch_size
@@ -359,7 +359,7 @@ def work_folder(job: CalibrationJob, header: StatsHeader) -> Iterator[Journal | 
         if journal.has_layers:
             say("--resume: continuing after the finished layers")
         elif journal.sequences:
-            done = count_sequences(journal.sequences)
+            done = sum(stop - first for first, stop in journal.sequences)
             say(
                 f"--resume: {done} of {header.num_sequences} sequences are done, continuing "
                 "with the rest"

@@ -103,9 +103,9 @@ def test_a_part_that_is_there_twice_is_refused() -> None:
 
 def test_parts_of_another_cut_are_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(ModelError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
+    with pytest.raises(ModelError, match="different runs: shard 1 of 2, and shard 2 of 3"):
         merge_shards([first, ("other", with_part(second[1], count=3))])
-    with pytest.raises(ModelError, match="--batch-size 1, but other with 4"):
+    with pytest.raises(ModelError, match="--batch-size 1, and 4: the shards"):
         merge_shards([first, ("other", with_part(second[1], batch_size=4))])
 
 
