@@ -24,8 +24,7 @@ from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.statistic import SiteStats, name_tensors
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.shares import Share
+from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
 from fp8calib.model import geometry_from_config

@@ -30,8 +30,14 @@ from fp8calib.calibration.streamed_model import open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized
 from fp8calib.calibration.weight_stats import check_other_weights, settle_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
-from fp8calib.data.shares import drop_finished, select_batches, sequence_ranges
+from fp8calib.data.sequences import (
+    Batch,
+    DataPlan,
+    drop_finished,
+    find_distinct_tokens,
+    select_batches,
+    sequence_ranges,
+)
 from fp8calib.errors import CalibrationError
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped

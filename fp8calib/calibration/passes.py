@@ -33,8 +33,7 @@ from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, St
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
-from fp8calib.data.sequences import Batch, DataPlan, cut_into
-from fp8calib.data.shares import Share
+from fp8calib.data.sequences import Batch, DataPlan, Share, cut_into
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Linear, Role, Site

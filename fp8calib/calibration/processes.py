@@ -21,7 +21,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from fp8calib.data.shares import Item, Share
+from fp8calib.data.sequences import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError, first_line
 from fp8calib.machine import ALONE, ProcessRank, count_processors
 

@@ -35,8 +35,7 @@ from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.request import Reporter
 from fp8calib.commands.result import RunPlan, ShardIndex
 from fp8calib.commands.stats import CalibrationStats as PublicStats
-from fp8calib.data.sequences import Batch, DataPlan
-from fp8calib.data.shares import Share, select_batches
+from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.write import list_outputs
 from fp8calib.machine import PeakMemory

@@ -208,25 +208,21 @@ class RowEncoder:
         """
         for row in rows:
             self.counts.read += 1
-            if isinstance(row, DataError):
-                self._skip(row)
-                continue
             try:
+                if isinstance(row, DataError):
+                    raise RejectedRowError(row.message, hint=row.hint) from row
                 encoded = self._encode(row)
             except RejectedRowError as error:
-                self._skip(error)
+                if self._is_strict:
+                    raise
+                self.unusable.append(error)
+                self.counts.rejected += 1
+                if len(self.unusable) >= _TELLING:
+                    self.refuse_many()
                 continue
             self.counts.conversations += row.messages is not None
             self._check_ids(encoded.ids.tolist() if isinstance(encoded, MediaRow) else encoded, row)
             yield encoded
-
-    def _skip(self, error: DataError) -> None:
-        if self._is_strict:
-            raise error
-        self.unusable.append(error)
-        self.counts.rejected += 1
-        if len(self.unusable) >= _TELLING:
-            self.refuse_many()
 
     def hash_template(self, *, has_media: bool) -> str | None:
         """Hash the chat template, if one was applied."""

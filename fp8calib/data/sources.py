@@ -84,16 +84,9 @@ def _make_row(item: object, origin: str, text_column: str | None) -> ReadRow:
                 hint="pass one spec as a string of its own, several as pathlib.Path",
             )
         return parse_row({"text": item}, origin)
-    return _parse(item, origin, text_column=text_column)
-
-
-def _parse(value: object, origin: str, **options: Any) -> ReadRow:
-    """Parse a row (see `parse_row`); one that cannot be used is counted, and ends nothing."""
     try:
-        if isinstance(value, DataError):
-            raise value
-        return parse_row(value, origin, **options)
-    except DataError as error:
+        return parse_row(item, origin, text_column=text_column)
+    except DataError as error:  # it is counted, and ends nothing
         return error
 
 
@@ -132,60 +125,61 @@ def iter_rows(
 
     """
     source = spec.source
-    for path in spec.files:
-        yield from iter_file_rows(path, text_column=text_column)
-    if spec.files:
-        return
-    if source is None:
+    if source is not None:
+        where, folder = spec.label, source if isinstance(source, Path) else Path()
+        if isinstance(source, HubSource):
+            where = f"hub:{source.name}"
+        dataset = enumerate(_iter_dataset(source, spec.label), start=1)
+        values: _Values = ((f"{where} row {i}", value) for i, value in dataset)
+        # Datasets such as wikitext have blank rows, which the user cannot remove.
+        options = {"allow_blank": True, "text_column": text_column, "folder": folder}
+        yield from _parse_rows(values, spec.label, **options)
+    elif not spec.files:
         yield from iter_builtin_rows(part)
-        return
-    where, folder = spec.label, source if isinstance(source, Path) else Path()
-    if isinstance(source, HubSource):
-        where = f"hub:{source.name}"
-    # Datasets such as wikitext have blank rows, which the user cannot remove.
-    rows = (
-        _parse(value, f"{where} row {i}", allow_blank=True, text_column=text_column, folder=folder)
-        for i, value in enumerate(_iter_dataset(source, spec.label), start=1)
-    )
-    yield from _require_rows(rows, spec.label)
+    for path in spec.files:
+        column = text_column
+        match path.suffix.lower():
+            case ".jsonl":
+                values = _read_jsonl(path)
+            case ".json":
+                values = _read_json(path)
+            case ".parquet":
+                values = _read_parquet(path, text_column)
+            case _:
+                values, column = _read_txt(path), None  # it has no columns
+        try:
+            yield from _parse_rows(values, path.name, text_column=column, folder=path.parent)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
+            ) from error
 
 
-def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[ReadRow]:
-    """Yield the rows of one data file; its suffix selects the format."""
-    match path.suffix.lower():
-        case ".jsonl":
-            values = _read_jsonl(path)
-        case ".json":
-            values = _read_json(path)
-        case ".parquet":
-            values = _read_parquet(path, text_column)
-        case _:
-            values, text_column = _read_txt(path), None  # it has no columns
-    rows = (
-        _parse(value, origin, text_column=text_column, folder=path.parent)
-        for origin, value in values
-    )
-    try:
-        yield from _require_rows(rows, path.name)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
-        ) from error
+def _parse_rows(values: _Values, where: str, **options: Any) -> Iterator[ReadRow]:
+    """Parse rows; one that cannot be used is counted, and ends nothing."""
+    row: ReadRow | None = None
+    for origin, value in values:
+        try:
+            row = value if isinstance(value, DataError) else parse_row(value, origin, **options)
+        except DataError as error:
+            row = error
+        yield row
+    if row is None:
+        raise DataError(f"{where}: no rows", hint="use a file that holds data")
 
 
 def count_rows(spec: DataSpec, part: BuiltinPart) -> int | None:
-    """Count the rows of a spec; None for a dataset, and for a file that takes long to count."""
+    """Count the rows of a spec; None for a dataset, and for files that take long to count."""
     if spec.source is not None:
         return None
     if not spec.files:
         return sum(1 for _ in iter_builtin_rows(part))
-    counts = [_count_file_rows(path) for path in spec.files]
-    return None if None in counts else sum(count for count in counts if count is not None)
-
-
-def _count_file_rows(path: Path) -> int | None:
-    if path.stat().st_size > _LARGEST_COUNTED:
+    if any(path.stat().st_size > _LARGEST_COUNTED for path in spec.files):
         return None
+    return sum(map(_count_file_rows, spec.files))
+
+
+def _count_file_rows(path: Path) -> int:
     match path.suffix.lower():
         case ".jsonl":
             with path.open("rb") as file:
@@ -223,14 +217,6 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
         is_repeated = 2 * sum(line in known for line in lines) > len(lines)
         if name in first if part == "calibrate" else name not in first and not is_repeated:
             yield Row(f"builtin:{name}", text=text)
-
-
-def _require_rows(rows: Iterator[ReadRow], where: str) -> Iterator[ReadRow]:
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{where}: no rows", hint="use a file that holds data")
-    yield first
-    yield from rows
 
 
 def _read_jsonl(path: Path) -> _Values:

@@ -17,8 +17,7 @@ from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.streamed_model import Streaming
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.shares import Share
+from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from tests.doors import Silent, make_plan

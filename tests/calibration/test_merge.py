@@ -18,7 +18,7 @@ from fp8calib.calibration.calibration_stats import (
 from fp8calib.calibration.header import StatsShard
 from fp8calib.calibration.merge import merge_shards
 from fp8calib.calibration.statistic import SiteStats
-from fp8calib.data.shares import Share
+from fp8calib.data.sequences import Share
 from fp8calib.errors import ModelError, UsageError
 from tests import zoo
 from tests.calibration.running import WorkShare, as_bytes, opened

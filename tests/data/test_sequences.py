@@ -17,8 +17,7 @@ import torch
 
 from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import ReadRow, Row
-from fp8calib.data.sequences import Batch, DataPlan, batches
-from fp8calib.data.shares import parse_share
+from fp8calib.data.sequences import Batch, DataPlan, batches, parse_share
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError, UsageError

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 
 from fp8calib.data.rows import ReadRow, Row
-from fp8calib.data.sources import iter_file_rows, iter_rows, mix_rows
+from fp8calib.data.sources import iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
 
@@ -59,7 +59,7 @@ def test_a_bad_file_is_named_with_the_place(
     tmp_path: Path, name: str, content: bytes, fragment: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        read(iter_file_rows(write(tmp_path / name, content)))
+        read(iter_rows(parse_spec(str(write(tmp_path / name, content)))))
     assert fragment in caught.value.message
     assert caught.value.hint
 
@@ -73,7 +73,7 @@ def test_parquet_rows_come_in_order_over_batches_and_row_groups(tmp_path: Path) 
     texts = [f"t{index}" for index in range(150)]
     path = write_parquet(tmp_path / "x.parquet", {"id": list(range(150)), "text": texts})
     expected = [Row(f"x.parquet row {i}", text=text) for i, text in enumerate(texts, start=1)]
-    assert list(iter_file_rows(path)) == expected
+    assert list(iter_rows(parse_spec(str(path)))) == expected
 
 
 def test_the_files_of_a_folder_follow_one_another_and_each_must_hold_rows(tmp_path: Path) -> None:
