@@ -35,7 +35,7 @@ from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.judge.decide import find_unfit
+from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
 from fp8calib.verification.page.page import write_page
@@ -311,9 +311,10 @@ def describe(
     yield from _describe_candidates(result, is_full=request.everything)
     yield from more
     for name in (candidate.name for candidate in result.candidates):
-        unfit, rows, title = find_unfit(name, result), result.list_rows(name), "of lowest SQNR"
+        rows, title = result.list_rows(name), "of lowest SQNR"
         if not request.everything:
-            rows, title = [each for each in rows if each.site in unfit], "that lose most"
+            unfit, title = list_unfit(rows), "that lose most"
+            rows = [each for each in rows if each in unfit]
         if rows:
             yield Line()
             yield sites_table(join_readers(rows)[:_SHOWN_ROWS], title=f"{name}: tensors {title}")

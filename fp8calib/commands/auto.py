@@ -100,7 +100,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     with slow_imports():
         from fp8calib.commands import _verify, model, suggest
         from fp8calib.data.sources import split_data
-        from fp8calib.verification.judge.smallest import choose_smallest
+        from fp8calib.verification.judge.decide import choose_smallest
         from fp8calib.verification.page.page import write_page
     out = Path(request.out)
     if (out / _PAGE).exists() or (out.exists() and not request.resume):

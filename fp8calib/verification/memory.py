@@ -20,8 +20,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.emulate import can_share, repeat
 from fp8calib.verification.emulation.probabilities import attending_bytes
-from fp8calib.verification.emulation.shared import can_share, repeat
 from fp8calib.verification.token_scores import scoring_bytes
 from fp8calib.verification.verify import Verification
 

@@ -15,7 +15,6 @@ from pydantic import Field, computed_field
 from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.text import Cell, Table
-from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 
 SCALE_ONE = "scale-1.0"
@@ -157,8 +156,8 @@ class SiteFit:
     out what the text explains: values that no scale of the tensor could keep.
     """
 
-    damage: Damage
-    """Of all heads."""
+    clips: bool
+    """Whether any value clips."""
     loss_db: float
     """How much lower the SQNR of a head is than with the fitted scale, at most."""
     worst_db: float | None

@@ -21,9 +21,14 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Site
 from fp8calib.verification.emulation.candidate import Candidate, blaming
-from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
+from fp8calib.verification.emulation.emulate import (
+    EmulationHooks,
+    SharedHooks,
+    can_share,
+    emulated,
+    repeat,
+)
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.shared import SharedHooks, can_share, repeat
 from fp8calib.verification.lm_head import open_lm_head
 from fp8calib.verification.score_streamed import StreamedLanes
 from fp8calib.verification.token_scores import (

@@ -16,37 +16,30 @@ from fp8calib.data.sequences import Batch, DataPlan, batches, replace_sequences,
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.shapes import ModelGeometry, Role, Site
+from fp8calib.model.shapes import ModelGeometry, Site
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.histogram import lower_edge
-from fp8calib.verification.damage_rows import list_layers
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
-from fp8calib.verification.judge.fits import (
-    FITTED,
-    Rows,
-    assess_need,
-    describe_damage,
-    find_fitting,
-    find_unknown_cost,
-    is_measured,
-    list_losing,
-)
-from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
+from fp8calib.verification.judge.fits import assess_need, describe_damage, list_losing
+from fp8calib.verification.judge.gates import GATES, Gate, judge
 from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
     HistogramResult,
+    KvNeed,
     LayerResult,
     NoiseResult,
+    PairedResult,
     ReferenceResult,
     RefusedCandidate,
     RuleResult,
+    SiteFit,
     Verdict,
     VerifyReport,
     WorstText,
@@ -62,6 +55,12 @@ from fp8calib.verification.summary import (
 from fp8calib.verification.token_scores import split_sequences
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
+_FITTED = "scales that fit"
+"""Names the divergences of a KV cache whose scales fit every tensor."""
+_RULE = "\0rule:"
+"""Begins the name under which a rule is scored."""
+_MOST_DB = 200.0
+"""Stands for a loss where the fitted scale loses nothing at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +103,9 @@ class Verification:
         """The text, in batches."""
         return list(batches(self.plan, self.batch_size))
 
-    @property
-    def measured(self) -> Candidate | None:
-        """The first candidate of statistics."""
-        return next((each for each in self.opened if each.stats is not None), None)
-
     def list_scored(self, others: Sequence[Candidate] = ()) -> list[Candidate]:
         """List what is scored together: the candidates, what runs beside them, and the rules."""
-        rules = (replace(each, name=_rule_key(name)) for name, each in self.rules.items())
+        rules = (replace(each, name=_RULE + name) for name, each in self.rules.items())
         return [*self.candidates, *others, *rules]
 
     def leave_out(self, error: ModelError | VerificationError) -> Verification:
@@ -176,12 +170,11 @@ def run_verification(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    text = asked.batches
     while True:
-        hooks = _make_hooks(asked.candidates)
+        hooks = MeasurementHooks(asked.candidates)
         try:
             scores = score(
-                *(model, asked.list_scored(others), text, hooks),
+                *(model, asked.list_scored(others), asked.batches, hooks),
                 progress=progress,
                 stage="verifying",
                 watched=watched,
@@ -190,59 +183,212 @@ def run_verification(
             break
         except (ModelError, VerificationError) as error:
             asked = asked.leave_out(error)
-    _require_quantized(asked.candidates, scores)
-    rows = {each.name: _list_layers(each, asked, scores, hooks) for each in asked.candidates}
+    unmet = [text for each in asked.candidates for text in _list_unmet_sites(each, asked, scores)]
+    layer_of, rows = asked.geometry.index_modules(), {}
+    for each in asked.candidates:
+        measured = scores.damage[each.name], scores.weight_scales[each.name], hooks.found
+        rows[each.name] = list_layers(each, *measured, layer_of)
+    layers = tuple(chain.from_iterable(rows.values()))
+    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
+    ppl = compute_ppl(scores.reference.logprobs)
+    broken = explain_broken(ppl, vocab_size)
+    results = [_judge(each, asked, scores, rows[each.name], broken) for each in asked.candidates]
+
+    # KV scales and scale 1.0 are compared with each other, and candidates with FP8 weights.
+    cached = [one.name for one in results if has_kv_only(one.name, layers)]
     klds = {name: found.klds for name, found in scores.candidates.items()}
-    if unknown := find_unknown_cost(asked.candidates, rows):
-        scaled = Candidate(name=FITTED, quantizers=unknown)
-        again = score(model, [scaled], text, progress=progress, stage=FITTED)
-        klds[FITTED] = again.candidates[FITTED].klds
+    pairs = tuple(
+        compare_paired(name, base, klds, asked.plan.lengths)
+        for kind in (cached, [one.name for one in results if one.name not in cached])
+        for name in kind
+        for base in kind
+        if name not in {base, SCALE_ONE}
+    )
+    kv = None
+    if _is_measured(rows.get(SCALE_ONE, ())) and (len(results) == 1 or len(cached) > 1):
+
+        def run_fitted(quantizers: Candidate) -> torch.Tensor:
+            again = score(model, [quantizers], asked.batches, progress=progress, stage=_FITTED)
+            return again.candidates[_FITTED].klds
+
+        kv = _assess(asked, rows, klds, pairs, run_fitted)
     noise = None
     if measures_noise:
         few, size = choose_noise_text(asked.plan, asked.batch_size)
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)
-    vocab_size = int(model.model.config.get_text_config(decoder=True).vocab_size)
-    report = _make_report(asked, scores, klds, rows, vocab_size)
-    more = {"noise": noise, "duration_s": time.monotonic() - started}
-    return Verified(
-        verification=asked, report=conclude(report.model_copy(update=more)), scores=scores
+    report = VerifyReport(
+        model=asked.model,
+        engine=asked.engine or asked.numerics.name,
+        engine_version=asked.engine_version,
+        dtype=asked.dtype,
+        device=asked.device,
+        data=asked.plan.sources,
+        tokens=len(scores.reference.logprobs),
+        sequences=len(asked.plan.lengths),
+        seq_len=asked.plan.seq_len,
+        duration_s=time.monotonic() - started,
+        reference=ReferenceResult(ppl=ppl),
+        candidates=tuple(results),
+        refused=asked.refused,
+        layers=layers,
+        decision=Decision(headline=""),
+        kv=kv,
+        noise=noise,
+        comparisons=pairs,
+        rules=_rank_rules(asked, scores),
+        warnings=(*asked.warnings, *unmet),
+        unusable=tuple(asked.unusable),
+        has_gate=asked.gate is not None,
+        is_strict=asked.is_strict,
+        broken=broken,
+    )
+    return Verified(verification=asked, report=conclude(report), scores=scores)
+
+
+def _list_unmet_sites(candidate: Candidate, asked: Verification, scores: Scores) -> Iterator[str]:
+    """Warn of sites that the engine quantizes and no hook sees, such as q of falcon.
+
+    Raises:
+        VerificationError: no hook saw any, and no weights are quantized.
+    """
+    met = scores.damage[candidate.name]
+    missed = [site for site in candidate.quantizers if site not in met]
+    if missed and not met and not candidate.weights:
+        raise VerificationError(
+            f"{candidate.name}: nothing was quantized: the model ran, and no hook saw {missed[0]} "
+            "or another tensor",
+            hint="this class of the model is not supported: report it with its config",
+        )
+    if missed:
+        yield (
+            f"{candidate.name}: {cut_list(missed, 1)}: quantized by {asked.numerics.name} but "
+            "not emulated: the model computes it without a hook"
+        )
+
+
+def list_layers(
+    candidate: Candidate,
+    damage: Mapping[Site, torch.Tensor],
+    weight_scales: Mapping[Site, ScaleRange],
+    fits: Mapping[tuple[str, Site], torch.Tensor],
+    layer_of: Mapping[str, int],
+) -> list[LayerResult]:
+    """Make the rows of one candidate, the most damaged site first.
+
+    `fits` are those of `MeasurementHooks.found`.
+    """
+    rows = []
+    for site, sums in damage.items():
+        found, measured = Damage(*sums.tolist()), fits.get((candidate.name, site))
+        scale = weight_scales.get(site) or ScaleRange.of_quantizer(candidate.quantizers[site])
+        rows.append(
+            LayerResult(
+                candidate=candidate.name,
+                site=str(site),
+                layer=layer_of[site.module],
+                role=site.role.value,
+                sqnr_db=found.sqnr_db,
+                clipped=found.clipped_share,
+                flushed=found.flushed_share,
+                amax=found.amax,
+                scale=scale.largest,
+                largest=scale.largest_value,
+                smallest_scale=None if scale.smallest == scale.largest else scale.smallest,
+                scale_per=scale.per,
+                fit=None if measured is None else measure_fit(measured),
+            )
+        )
+    return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
+
+
+def measure_fit(measured: torch.Tensor) -> SiteFit:
+    """Compare a scale with the fitted one: the sums of `measure_heads` with both, [2, H, 6]."""
+
+    def loss_db(pair: tuple[Damage, Damage]) -> float:
+        mine, best = (each.noise for each in pair)
+        if mine <= best:
+            return 0.0
+        return min(10 * math.log10(mine / best), _MOST_DB) if best else _MOST_DB
+
+    pairs = [(Damage(*one), Damage(*other)) for one, other in zip(*measured.tolist(), strict=True)]
+    mine, best = worst = max(pairs, key=loss_db)
+    return SiteFit(
+        clips=any(one.clipped for one, _ in pairs),
+        loss_db=loss_db(worst),
+        worst_db=mine.sqnr_db,
+        clipped=max(mine.clipped_share - best.clipped_share, 0.0),
+        flushed=max(mine.flushed_share - best.flushed_share, 0.0),
     )
 
 
-def _make_hooks(candidates: Sequence[Candidate]) -> MeasurementHooks:
-    """Measure the scales of K, V and q of each candidate, static ones beside fitted ones."""
-    kinds = {
-        candidate.name: {
-            site: quantizer
-            for site, quantizer in candidate.quantizers.items()
-            if site in candidate.fitted and site.role is not Role.P
-        }
-        for candidate in candidates
-    }
-    scalable = {
-        (candidate.name, site)
-        for candidate in candidates
-        for site, quantizer in candidate.fitted.items()
-        if not isinstance(quantizer.scale, torch.Tensor)
-    }
-    return MeasurementHooks(kinds, scalable)
+def _judge(
+    candidate: Candidate,
+    asked: Verification,
+    scores: Scores,
+    rows: Sequence[LayerResult],
+    broken: str,
+) -> CandidateResult:
+    name, lengths = candidate.name, asked.plan.lengths
+    mine, reference = scores.candidates[name], scores.reference
+    summary = summarize(mine, reference, lengths)
+    gate = asked.gate or GATES[candidate.default_gate]
+    verdict, why = judge(summary, gate, describe_damage(rows))
+    for site, sums in scores.damage[name].items():
+        quantizer, count = candidate.quantizers.get(site), Damage(*sums.tolist()).clipped
+        if quantizer is not None and not quantizer.saturates and count:
+            verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {count:.0f} values of {site}"
+            why += " into NaN or inf; here they are saturated"
+            break
+    if broken and verdict is not Verdict.FAIL:  # only a failure is certain
+        verdict = Verdict.CANNOT_TELL
+        why = f"{why}, but the unquantized model predicts no better than chance"
+    return CandidateResult(
+        name=name,
+        description=candidate.description,
+        **list_figures(summary),
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
+    )
 
 
-def _require_quantized(candidates: Sequence[Candidate], scores: Scores) -> None:
-    """Refuse the scores of a candidate that met none of the tensors it quantizes.
+# --- the need of scales, the noise floor, rules ---------------------------------------------------
 
-    Raises:
-        VerificationError: naming the candidate.
+
+def _is_measured(rows: Sequence[LayerResult]) -> bool:
+    """Whether any scale of a candidate was measured beside a fitted one."""
+    return any(row.fit is not None for row in rows)
+
+
+def _assess(
+    asked: Verification,
+    rows: Mapping[str, Sequence[LayerResult]],
+    klds: Mapping[str, torch.Tensor],
+    pairs: Sequence[PairedResult],
+    run_fitted: Callable[[Candidate], torch.Tensor],
+) -> KvNeed:
+    """Tell whether KV scales are needed.
+
+    Where scale 1.0 loses nothing, it adds nothing to what FP8 costs. Else it is compared with a
+    candidate whose scales all fit, or by `run_fitted` with quantizers that fit.
     """
-    for candidate in candidates:
-        asked = candidate.quantizers
-        if asked and not candidate.weights and not scores.damage[candidate.name]:
-            raise VerificationError(
-                f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
-                f"{next(iter(asked))} or another tensor",
-                hint="this class of the model is not supported: report it with its config",
-            )
+    losing, added, fp8 = list_losing(rows[SCALE_ONE]), None, klds[SCALE_ONE]
+    if losing:
+        cached = [each for each in asked.candidates if not each.weights and each.name != SCALE_ONE]
+        fits = (
+            e.name for e in cached if _is_measured(rows[e.name]) if not list_losing(rows[e.name])
+        )
+        if name := next(fits, ""):
+            fp8 = klds[name]
+        else:
+            one = next(each for each in asked.candidates if each.name == SCALE_ONE)
+            fp8 = run_fitted(Candidate(name=_FITTED, quantizers=one.fitted))
+        both = {SCALE_ONE: klds[SCALE_ONE], _FITTED: fp8}
+        added = compare_paired(SCALE_ONE, _FITTED, both, asked.plan.lengths)
+    removed = [pair for pair in pairs if pair.base == SCALE_ONE]
+    return assess_need(losing, average(fp8, asked.plan.lengths), added, removed)
 
 
 def compare_noise(
@@ -272,158 +418,31 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-def _make_report(
-    asked: Verification,
-    scores: Scores,
-    klds: Mapping[str, torch.Tensor],
-    rows: Rows,
-    vocab_size: int,
-) -> VerifyReport:
-    """Make the report, without its conclusion.
-
-    `klds` are those of the candidates, and of scales that fit if they were run.
-    """
-    lengths, reference = asked.plan.lengths, scores.reference
-    ppl = compute_ppl(reference.logprobs)
-    broken = explain_broken(ppl, vocab_size)
-    layers = tuple(chain.from_iterable(rows.values()))
-    results = [_judge(each, asked, scores, rows[each.name], broken) for each in asked.candidates]
-    # KV scales and scale 1.0 are compared with each other, and candidates with FP8 weights.
-    cached = [one.name for one in results if has_kv_only(one.name, layers)]
-    weights = [one.name for one in results if one.name not in cached]
-    pairs = tuple(
-        compare_paired(name, base, klds, lengths)
-        for kind in (cached, weights)
-        for name in kind
-        for base in kind
-        if name not in {base, SCALE_ONE}
-    )
-    kv = None
-    if is_measured(rows.get(SCALE_ONE, ())) and (len(results) == 1 or set(cached) - {SCALE_ONE}):
-        losing, added, fitting = list_losing(rows[SCALE_ONE]), None, ""
-        if losing:
-            fitting = FITTED if FITTED in klds else find_fitting(asked.candidates, rows)
-        if fitting:
-            both = {SCALE_ONE: klds[SCALE_ONE], FITTED: klds[fitting]}
-            added = compare_paired(SCALE_ONE, FITTED, both, lengths)
-        fp8 = average(klds[fitting or SCALE_ONE], lengths)
-        kv = assess_need(losing, fp8, added, [pair for pair in pairs if pair.base == SCALE_ONE])
-    return VerifyReport(
-        model=asked.model,
-        engine=asked.engine or asked.numerics.name,
-        engine_version=asked.engine_version,
-        dtype=asked.dtype,
-        device=asked.device,
-        data=asked.plan.sources,
-        tokens=len(reference.logprobs),
-        sequences=len(lengths),
-        seq_len=asked.plan.seq_len,
-        duration_s=0.0,
-        reference=ReferenceResult(ppl=ppl),
-        candidates=tuple(results),
-        refused=asked.refused,
-        layers=layers,
-        decision=Decision(headline=""),
-        kv=kv,
-        comparisons=pairs,
-        rules=_rank_rules(asked, scores),
-        warnings=(*asked.warnings, *_list_unmet_sites(asked, scores)),
-        unusable=tuple(asked.unusable),
-        has_gate=asked.gate is not None,
-        is_strict=asked.is_strict,
-        broken=broken,
-    )
-
-
-def _list_layers(
-    candidate: Candidate, asked: Verification, scores: Scores, hooks: MeasurementHooks
-) -> list[LayerResult]:
-    name, quantizers = candidate.name, candidate.quantizers
-    scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-    scales |= scores.weight_scales[name]
-    layer_of = asked.geometry.index_modules()
-    return list_layers(name, scores.damage[name], scales, hooks.found, layer_of)
-
-
-def _judge(
-    candidate: Candidate,
-    asked: Verification,
-    scores: Scores,
-    rows: Sequence[LayerResult],
-    broken: str,
-) -> CandidateResult:
-    name, lengths = candidate.name, asked.plan.lengths
-    mine, reference = scores.candidates[name], scores.reference
-    summary = summarize(mine, reference, lengths)
-    gate = asked.gate or GATES[candidate.default_gate]
-    verdict, why = correct_if_misleading(
-        *judge(summary, gate),
-        damage=describe_damage(rows),
-        summary=summary,
-        gate=gate,
-    )
-    if overflowing := _find_overflow(candidate, scores.damage[name]):
-        verdict, why = Verdict.FAIL, f"{asked.numerics.name} turns {overflowing}"
-    if broken and verdict is not Verdict.FAIL:  # only a failure is certain
-        verdict = Verdict.CANNOT_TELL
-        why = f"{why}, but the unquantized model predicts no better than chance"
-    return CandidateResult(
-        name=name,
-        description=candidate.description,
-        **list_figures(summary),
-        verdict=verdict,
-        verdict_why=why,
-        gate=gate.name,
-        by_position=summarize_positions(mine.logprobs, reference.logprobs, lengths, mine.klds),
-    )
-
-
-def _find_overflow(candidate: Candidate, damage: Mapping[Site, torch.Tensor]) -> str:
-    """Describe values that overflow because the engine does not saturate; empty without any."""
-    for site, sums in damage.items():
-        quantizer, count = candidate.quantizers.get(site), Damage(*sums.tolist()).clipped
-        if quantizer is not None and not quantizer.saturates and count:
-            return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
-    return ""
-
-
-def _list_unmet_sites(asked: Verification, scores: Scores) -> Iterator[str]:
-    """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
-    for candidate in asked.candidates:
-        met = scores.damage[candidate.name]
-        if missed := [site for site in candidate.quantizers if site not in met]:
-            yield (
-                f"{candidate.name}: {cut_list(missed, 1)}: quantized by {asked.numerics.name} but "
-                "not emulated: the model computes it without a hook"
-            )
-
-
 def _rank_rules(asked: Verification, scores: Scores) -> tuple[RuleResult, ...]:
     """Rank the rules, the smallest divergence first."""
     lengths = asked.plan.lengths
-    mine = {rule: scores.candidates[_rule_key(rule)] for rule in asked.rules}
+    mine = {rule: scores.candidates[_RULE + rule] for rule in asked.rules}
     klds = {rule: each.klds for rule, each in mine.items()}
     found = {rule: summarize(each, scores.reference, lengths) for rule, each in mine.items()}
     ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
+    measured = next((each.name for each in asked.opened if each.stats is not None), "")
     return tuple(
         RuleResult(
-            candidate="" if asked.measured is None else asked.measured.name,
+            candidate=measured,
             rule=rule,
             ppl_ratio=found[rule].ppl_ratio,
             ppl_ratio_se=found[rule].ppl_ratio_se,
             kld_mean=found[rule].kld_mean or 0.0,
             kld_se=found[rule].kld_se,
-            against_best=None
-            if rule == ranked[0]
-            else compare_paired(rule, ranked[0], klds, lengths),
+            against_best=compare_paired(rule, ranked[0], klds, lengths)
+            if rule != ranked[0]
+            else None,
         )
         for rule in ranked
     )
 
 
-def _rule_key(rule: str) -> str:
-    return f"\0rule:{rule}"
-
+# --- the page -------------------------------------------------------------------------------------
 
 _MOST_TEXTS, _TOKENS_BEFORE = 5, 24
 
@@ -433,11 +452,9 @@ def list_shown_on_page(verified: Verified, decode: Callable[[list[int]], str]) -
 
     The texts that lose most are quoted for the candidate that the decision is about.
     """
-    asked, report = verified.verification, verified.report
+    asked, report, found = verified.verification, verified.report, verified.scores.candidates
     klds = {
-        each.name: list(
-            split_sequences(verified.scores.candidates[each.name].klds, asked.plan.lengths)
-        )
+        each.name: list(split_sequences(found[each.name].klds, asked.plan.lengths))
         for each in asked.candidates
     }
     means = {
@@ -453,14 +470,10 @@ def list_shown_on_page(verified: Verified, decode: Callable[[list[int]], str]) -
 
 def _list_histograms(asked: Verification) -> Iterator[HistogramResult]:
     """List what the first statistics saw at the sites that its candidate scales statically."""
-    measured = asked.measured
-    made = (each for each in asked.candidates if measured and each.name == measured.name)
-    candidate = next(made, None)
-    if measured is None or measured.stats is None or candidate is None:
-        return
     layer_of = asked.geometry.index_modules()
+    candidate = next((each for each in asked.candidates if each.stats is not None), Candidate())
     for site, quantizer in candidate.quantizers.items():
-        seen = measured.stats.sites.get(site)
+        seen = None if candidate.stats is None else candidate.stats.sites.get(site)
         if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
             continue
         filled = seen.histogram[1:].nonzero().flatten() + 1

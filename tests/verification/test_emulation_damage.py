@@ -16,15 +16,15 @@ from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.schemes import SCHEMES
-from fp8calib.verification.damage_rows import list_layers, measure_fit
+from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.damage import Damage, join_heads
+from fp8calib.verification.emulation.damage import Damage, sum_damage
 from fp8calib.verification.emulation.emulate import EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, LayerResult
+from fp8calib.verification.verify import list_layers, measure_fit
 from tests import zoo
 from tests.verification.by_hand import (
     BATCHES,
@@ -72,9 +72,9 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     quantizers = emulate_kv(make_table(llama, scales), PLAIN)
     hooks = EmulationHooks(quantizers)
     emulate(llama, Candidate(quantizers=quantizers), *BATCHES, hooks=hooks)
-    ranges = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
-    rows = list_layers("it", hooks.damage, ranges, {}, llama.geometry.index_modules())
-    looking = MeasurementHooks({"unscaled": quantizers})
+    made = Candidate(name="it", quantizers=quantizers, fitted=quantizers)
+    rows = list_layers(made, hooks.damage, {}, {}, llama.geometry.index_modules())
+    looking = MeasurementHooks([made])
     emulate(llama, Candidate(), *BATCHES, hooks=looking)
 
     assert {row.site for row in rows} == set(map(str, scales))
@@ -94,7 +94,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
         assert row.scale == pytest.approx(scales[site], rel=1e-7)
         before = np.concatenate(plain[site])
         after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
-        found = join_heads(looking.found["unscaled", site][0])
+        found = Damage(*sum_damage(list(looking.found["it", site][0])).tolist())
         assert found.signal == pytest.approx((before**2).sum(), rel=1e-5)
         assert found.noise == pytest.approx(((after - before) ** 2).sum(), rel=1e-5)
         assert found.num_elements == len(before)
@@ -218,7 +218,8 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
             make_unscaled_table(subject.geometry, E4M3FN), find_emulated("vllm")[1]
         )
         keep = {site: q for site, q in unscaled.items() if site.role is not Role.P}
-        looking = MeasurementHooks({SCALE_ONE: keep}, {(SCALE_ONE, site) for site in keep})
+        fitted = dict.fromkeys(keep, Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR))
+        looking = MeasurementHooks([Candidate(name=SCALE_ONE, quantizers=keep, fitted=fitted)])
         emulate(subject, Candidate(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
     assert looking.found.keys() == {(SCALE_ONE, site) for site in tensors}
@@ -237,9 +238,9 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
             noises += noise
             losses.append(max(10 * np.log10(noise[0] / noise[1]), 0.0))
         assert fit.loss_db == pytest.approx(max(losses), abs=1e-3)
-        assert fit.damage.noise == pytest.approx(noises[0], rel=1e-4)
-        fitted = join_heads(looking.found[SCALE_ONE, site][1])
-        assert fitted.noise == pytest.approx(noises[1], rel=1e-4)
+        assert looking.found[SCALE_ONE, site][:, :, 1].sum(1).tolist() == pytest.approx(
+            noises.tolist(), rel=1e-4
+        )
     losing = {str(site) for site, fit in fits.items() if fit.loss_db >= 1}
     assert "model.layers.1.self_attn.k" in losing
     assert not any(".layers.0." in site for site in losing)

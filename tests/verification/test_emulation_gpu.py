@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,9 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
         (torch.randn(n, 50, generator=generator) * torch.logspace(-9, 6, 50)).to(dtype)
         for n in (40, 24)
     ]
-    settings: Any = {"saturates": saturates, "flush_stride": stride}
-    rows = [measure_damage(x, quantizer.fake(x), E4M3FN, **settings) for x in tensors]
+    quantizer = replace(quantizer, saturates=saturates)
+    settings: Any = {"flush_stride": stride}
+    rows = [measure_damage(x, quantizer.fake(x), **settings) for x in tensors]
     expected = {"a": sum_damage([rows[0]] * 2), "b": sum_damage(rows), "c": rows[1]}
     with gpu():
         sums = DamageSums[str]()
@@ -75,8 +77,7 @@ def test_damage_on_a_gpu_is_that_on_a_cpu(
             for x, fake in zip(tensors, fakes, strict=True):
                 assert torch.equal(fake.values.cpu(), quantizer.fake(x).values)
             first, second = (
-                measure_damage(x, fake, E4M3FN, **settings)
-                for x, fake in zip(on_gpu, fakes, strict=True)
+                measure_damage(x, fake, **settings) for x, fake in zip(on_gpu, fakes, strict=True)
             )
             sums.add("a", first)
             sums.add("a", first)
@@ -141,8 +142,12 @@ def test_scores_wait_for_a_gpu_behind_the_passes_alone(
                     Candidate(name=name, quantizers=made[name])
                     for name in ("kv + P", "w8a8 static", "w8a8 dynamic")
                 ]
-                kinds = {"1": made["kv"], "own": dict.fromkeys(made["kv"], Quantizer(**DYNAMIC))}
-                hooks = MeasurementHooks(kinds, {("1", site) for site in made["kv"]})
+                own_scales = dict.fromkeys(made["kv"], Quantizer(**DYNAMIC))
+                fits = {"1": own_scales, "own": made["kv"]}
+                kinds = {"1": made["kv"], "own": own_scales}
+                hooks = MeasurementHooks(
+                    [Candidate(name=n, quantizers=q, fitted=fits[n]) for n, q in kinds.items()]
+                )
                 silent: Any = SimpleNamespace(advance=lambda _tokens: None)
                 model: Any = nullcontext(subject.prepared)
                 if subject.streaming is not None:

@@ -169,7 +169,12 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
     table = make_unscaled_table(subject.geometry, E4M3FN)
     ones = emulate_kv(table, Numerics(name="plain"))
     small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
-    hooks = MeasurementHooks({"unscaled": ones, "small": small})
+    hooks = MeasurementHooks(
+        [
+            Candidate(name="unscaled", quantizers=ones, fitted=ones),
+            Candidate(name="small", quantizers=small, fitted=small),
+        ]
+    )
     (found,) = emulate(subject, Candidate(), PADDED, hooks=hooks)
     assert torch.equal(found, plain_forward(subject.model, PADDED))
     assert set(hooks.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}

@@ -10,7 +10,7 @@ import pytest
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.judge.fits import describe_damage
-from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge, load_gate
+from fp8calib.verification.judge.gates import GATES, Gate, judge, load_gate
 from fp8calib.verification.report import LayerResult, Verdict
 from fp8calib.verification.summary import Summary
 from tests.kit.reports import make_layer
@@ -236,13 +236,12 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
     assert bool(found) is is_broken
 
 
-@pytest.mark.parametrize(
-    ("verdict", "why"), [(PASS, "why, but layer 7 is destroyed"), (FAIL, "why")]
-)
-def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict, why: str) -> None:
-    damage, summary = "layer 7 is destroyed", make_summary(1.0, 0.0, kld=0.0)
-    found = correct_if_misleading(verdict, "why", damage=damage, summary=summary, gate=GATES["kv"])
-    assert found == (FAIL, why)
+@pytest.mark.parametrize(("ratio", "why"), [(1.0, ", but layer 7 is destroyed"), (2.0, "error")])
+def test_damage_is_a_failure_whatever_the_mean_says(ratio: float, why: str) -> None:
+    summary = make_summary(ratio, 0.0, kld=0.0)
+    found = judge(summary, GATES["kv"], "layer 7 is destroyed")
+    assert found[0] is FAIL
+    assert found[1].endswith(why)
 
 
 def test_the_worst_site_is_described() -> None:
@@ -255,13 +254,13 @@ def test_the_worst_site_is_described() -> None:
 @pytest.mark.parametrize(
     ("gate", "kld", "expected"),
     [
-        (GATES["kv"], 0.0487, PASS),
+        (GATES["kv"], 0.0487, SAME),
         (GATES["kv"], 0.0489, WARN),
-        (GATES["w8a8"], 0.0582, PASS),
+        (GATES["w8a8"], 0.0582, SAME),
         (GATES["w8a8"], 0.0584, WARN),
-        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.006, PASS),
+        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.006, SAME),
         (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.0489, WARN),
-        (Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5), 0.4, PASS),
+        (Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5), 0.4, SAME),
     ],
 )
 def test_a_divergence_worth_a_failing_ratio_is_a_warning(
@@ -269,7 +268,7 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
 ) -> None:
     """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own takes precedence."""
     summary = make_summary(1.0, 0.0, kld=kld)
-    found, why = correct_if_misleading(PASS, "why", damage="", summary=summary, gate=gate)
+    found, why = judge(summary, gate)
     assert found is expected
     assert (f"the mean KLD is {kld:.4f} ± 0.0001" in why) is (found is WARN)
 

@@ -21,7 +21,7 @@ from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.damage import DamageSums, measure_damage
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 from scripts.benchmarks.launches import make_emulations
 from tests import zoo
 from tests.kit.minutes import takes_minutes
@@ -74,10 +74,9 @@ def require_same(
     sums.add("x", summed)
     sums.settle()
     if mask is not None:
-        x, fake = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
-    row = measure_damage(
-        x, fake, quantizer.fmt, saturates=quantizer.saturates, flush_stride=flush_stride
-    )
+        clips = None if fake.clips is None else tokens_first(fake.clips)[kept]
+        x, fake = tokens_first(x)[kept], FakeQuantized(tokens_first(fake.values)[kept], clips)
+    row = measure_damage(x, fake, flush_stride=flush_stride)
     error = fake.values - x.float()  # on a CPU squares are summed up in fp32
     row[:2] = torch.stack([each.double().square().sum() for each in (x, error)])
     torch.testing.assert_close(sums.totals["x"], row, rtol=1e-12, atol=0)

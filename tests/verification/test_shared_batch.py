@@ -65,7 +65,8 @@ def test_figures_are_those_of_candidates_one_by_one(family: str, tmp_path: Path)
         ]
         for shares_batch in (False, True):
             rows.clear()
-            hooks = MeasurementHooks({"1.0": without_p(unscaled)})
+            plain = without_p(unscaled)
+            hooks = MeasurementHooks([Candidate(name="1.0", quantizers=plain, fitted=plain)])
             told: list[int] = []
             silent: Any = SimpleNamespace(advance=told.append)
             with mock.patch.object(Decoder, "run", spy):

@@ -10,7 +10,7 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.plugins.server.assess import Assessment
 from fp8calib.plugins.server.diagnose import ServerFinding
 from fp8calib.plugins.server.result import SERVER
-from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
+from fp8calib.verification.judge.gates import Gate, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -31,8 +31,6 @@ def add_server(
     verdict, why = judge(summary, gate)
     if result.finding == ServerFinding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
-    else:
-        verdict, why = correct_if_misleading(verdict, why, damage="", summary=summary, gate=gate)
     decoding = result.decoding
     if decoding is not None and decoding.answer == PairedAnswer.WORSE:
         if verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:

@@ -52,11 +52,7 @@ class ServedHooks(EmulationHooks):
         """The K that a cache returned -> K and V before; None where they were not changed."""
         self._queries: dict[str, torch.Tensor] = {}
         self._waiting: set[str] = set()
-
-    @property
-    def attends(self) -> bool:
-        """Attention is always run here."""
-        return True
+        self.attends = True
 
     def begin_batch(self, batch: Batch) -> None:
         """Find the prompt of every sequence."""

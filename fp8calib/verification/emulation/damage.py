@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from fp8calib.numerics.amax import tensor_amax
-from fp8calib.numerics.formats import Fp8Format
-from fp8calib.verification.emulation.fake_quantize import AT_THE_EDGE, FakeQuantized
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized
 
 _SAFE_SUM = 1e-20
 """Beside a larger sum, squares that underflow in fp32 do not count."""
@@ -50,26 +49,18 @@ class Damage(NamedTuple):
         return self.flushed / self.num_elements if self.num_elements else 0.0
 
 
-def measure_damage(
-    x: torch.Tensor,
-    fake: FakeQuantized,
-    fmt: Fp8Format,
-    *,
-    saturates: bool = True,
-    flush_stride: int = 1,
-) -> torch.Tensor:
+def measure_damage(x: torch.Tensor, fake: FakeQuantized, *, flush_stride: int = 1) -> torch.Tensor:
     """Sum up what quantization did to `x`: fp64 [6] on its device, in the order of `Damage`.
 
     Zeros are counted in one of `flush_stride` tokens (the last axis but one) and extrapolated:
-    counting them takes longer than everything else. Without `saturates`, only values that would
-    round beyond the largest one count as clipped.
+    counting them takes longer than everything else.
     """
     exact = x.float()
     clipped = torch.zeros((), dtype=torch.float64, device=x.device)
-    if fake.scaled is not None:
-        limit = clip_limit(fmt, saturates=saturates)
-        clipped = (fake.scaled.abs() > limit).sum(dtype=torch.float64)
-    chosen, became = _every(exact, flush_stride), _every(fake.values, flush_stride)
+    if fake.clips is not None:
+        clipped = fake.clips.sum(dtype=torch.float64)
+    tokens = (..., slice(None, None, flush_stride), slice(None)) if flush_stride > 1 else ...
+    chosen, became = exact[tokens], fake.values[tokens]
     # A cache type that rotates makes zeros of one value and others of zeros.
     flushed = (chosen.count_nonzero() - became.count_nonzero()).clamp(min=0).double()
     sums = (
@@ -81,11 +72,6 @@ def measure_damage(
         tensor_amax(x.detach()).double(),
     )
     return torch.stack(sums)
-
-
-def clip_limit(fmt: Fp8Format, *, saturates: bool) -> float:
-    """Give the magnitude in codes above which a value clips."""
-    return fmt.max * AT_THE_EDGE if saturates else fmt.overflow
 
 
 def _sum_squares(x: torch.Tensor) -> torch.Tensor:
@@ -105,33 +91,16 @@ def _sum_squares(x: torch.Tensor) -> torch.Tensor:
     return norm.square()
 
 
-def _every(x: torch.Tensor, stride: int) -> torch.Tensor:
-    """Give every `stride`-th token, which is on the last axis but one."""
-    return x[..., ::stride, :] if stride > 1 else x
-
-
-def measure_heads(
-    x: torch.Tensor, values: torch.Tensor, scaled: torch.Tensor | None, limit: float
-) -> torch.Tensor:
-    """Sum up what quantization did to each head of `x` [H, N, D]: fp64 [H, 6], as `Damage` orders.
-
-    `values` are the quantized ones; of `scaled`, magnitudes above `limit` clip.
-    """
+def measure_heads(x: torch.Tensor, fake: FakeQuantized) -> torch.Tensor:
+    """Sum up what quantization did to each head of `x` [H, N, D]: fp64 [H, 6], as `Damage`."""
     axes = (1, 2)
-    exact, became = x.float(), values.float()
+    exact, became = x.float(), fake.values.float()
     signal = torch.linalg.vector_norm(exact, dim=axes, dtype=torch.float64).square()
     noise = torch.linalg.vector_norm(became - exact, dim=axes, dtype=torch.float64).square()
-    clipped = torch.zeros_like(signal)
-    if scaled is not None:
-        clipped = (scaled.abs() > limit).sum(axes).double()
+    clipped = torch.zeros_like(signal) if fake.clips is None else fake.clips.sum(axes).double()
     flushed = ((became == 0) & (exact != 0)).sum(axes).double()
     count = torch.full_like(signal, x[0].numel())
     return torch.stack([signal, noise, clipped, flushed, count, exact.abs().amax(axes)], 1)
-
-
-def join_heads(heads: torch.Tensor) -> Damage:
-    """Join the sums of all heads [H, 6] of a tensor."""
-    return Damage(*sum_damage(list(heads)).tolist())
 
 
 def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -186,38 +155,30 @@ class DamageSums(Generic[Key]):
 
     def settle(self) -> None:
         """Add all that waits to the totals."""
-        alike = defaultdict[tuple[torch.device, torch.Size], list[SummedDamage]](list)
-        for summed in {id(row): row for _, row in self._rows}.values():
-            if isinstance(summed, SummedDamage):
-                alike[summed.sums.device, summed.sums.shape].append(summed)
-        reduced = {
-            id(each): row
-            for parts in alike.values()
-            for each, row in zip(parts, _reduce_summed(parts), strict=True)
-        }
-        updates: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
-        for key, row in self._rows:
-            new = row if isinstance(row, torch.Tensor) else reduced[id(row)]
-            total = self.totals.get(key)
-            if total is None:
-                self.totals[key] = new.clone()
-                continue
-            if key in updates:  # one kernel may not add twice to a total
-                _update(updates.values())
-                updates.clear()
-            updates[key] = total, new.to(total.device)
-        _update(updates.values())
+        alike = defaultdict[tuple[torch.device, torch.Size], dict[int, SummedDamage]](dict)
+        for _, row in self._rows:
+            if isinstance(row, SummedDamage):  # several keys may have the same
+                alike[row.sums.device, row.sums.shape][id(row)] = row
+        reduced: dict[int, torch.Tensor] = {}
+        for parts in alike.values():
+            reduced |= zip(parts, _reduce_summed(list(parts.values())), strict=True)
+        rows = [
+            (k, row if isinstance(row, torch.Tensor) else reduced[id(row)]) for k, row in self._rows
+        ]
         self.drop()
-
-
-def _update(updates: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    groups = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
-    for total, new in updates:
-        groups[total.device].append((total, new))
-    for group in groups.values():
-        totals, news = zip(*group, strict=True)
-        torch._foreach_add_([x[:-1] for x in totals], [x[:-1] for x in news])
-        torch._foreach_maximum_([x[-1:] for x in totals], [x[-1:] for x in news])
+        while rows:  # each key once at a time
+            later: list[tuple[Key, torch.Tensor]] = []
+            groups = defaultdict[torch.device, dict[Key, tuple[torch.Tensor, torch.Tensor]]](dict)
+            for key, row in rows:
+                total = self.totals.get(key, torch.zeros_like(row))
+                if key in groups[total.device]:
+                    later.append((key, row))
+                else:
+                    groups[total.device][key] = total, row.to(total.device)
+            for group in groups.values():
+                both = [torch.stack(parts) for parts in zip(*group.values(), strict=True)]
+                self.totals |= zip(group, sum_damage(both).unbind(), strict=True)
+            rows = later
 
 
 def _reduce_summed(parts: Sequence[SummedDamage]) -> Sequence[torch.Tensor]:

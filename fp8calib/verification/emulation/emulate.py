@@ -6,7 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -16,12 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.calibration.decoder import Decoder
-from fp8calib.calibration.hooks import (
-    AttentionCall,
-    ExpertsCall,
-    HookedCache,
-    open_hooks,
-)
+from fp8calib.calibration.hooks import AttentionCall, ExpertsCall, HookedCache, open_hooks
 from fp8calib.calibration.kernel_trial import gpus_of, is_trusted
 from fp8calib.data.sequences import Batch
 from fp8calib.model.shapes import Attention, Linear, ModelGeometry, Role, Site
@@ -29,24 +24,21 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads
+from fp8calib.verification.emulation.candidate import NO_READS, Candidate, Reads, blaming
 from fp8calib.verification.emulation.damage import (
     DamageRow,
     DamageSums,
-    clip_limit,
     measure_damage,
     measure_heads,
     sum_damage,
 )
-from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer, ScaleRange
 from fp8calib.verification.emulation.probabilities import (
     attend_in_fp32,
     has_probability_kernel,
     is_reproduced,
 )
-from fp8calib.verification.emulation.weights import (
-    changed_weights,
-)
+from fp8calib.verification.emulation.weights import changed_weights
 
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
@@ -56,14 +48,17 @@ _REMEMBERED_INPUTS = 2
 class EmulationHooks:
     """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
-    def __init__(
-        self,
-        quantizers: Mapping[Site, Quantizer],
-        reads: Reads = NO_READS,
-    ) -> None:
+    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
         self._quantizers = quantizers
         self._reads = reads
+        self.roles = frozenset(site.role for site in quantizers)
+        """The roles of the tensors that are seen, beside K and V."""
+        self.attends = Role.P in self.roles or bool(reads)
+        """Whether `attend` runs attention in place of the model."""
+        self._mask: torch.Tensor | None = None
+        """False at padding: bool [B, S]; None: all tokens count, as in the next."""
         self._kept: torch.Tensor | None = None
+        """The positions in the batch that are no padding."""
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
         self._numbers: dict[torch.device, torch.Tensor] = {}
@@ -72,29 +67,14 @@ class EmulationHooks:
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Hashable, torch.device], Quantizer] = {}
         self._sums = DamageSums[Site]()
+        self.damage = self._sums.totals
+        """The sums of `measure_damage` over all batches that ended."""
         self.weight_scales: dict[Site, ScaleRange] = {}
         """The scales that the weights were quantized with."""
 
-    @property
-    def roles(self) -> frozenset[Role]:
-        """The roles of the tensors that are seen, beside K and V."""
-        return frozenset(site.role for site in self._quantizers)
-
-    @property
-    def attends(self) -> bool:
-        """Whether `attend` runs attention in place of the model."""
-        return Role.P in self.roles or bool(self._reads)
-
-    @property
-    def damage(self) -> dict[Site, torch.Tensor]:
-        """The sums of `measure_damage` over all batches that ended."""
-        return self._sums.totals
-
     def try_kernels(self, device: torch.device) -> None:
         """Try the kernels that the quantizers need on a GPU."""
-        if any(
-            each.fits_kernel for site, each in self._quantizers.items() if site.role is not Role.P
-        ):
+        if any(each.fits_kernel for s, each in self._quantizers.items() if s.role is not Role.P):
             has_emulation_kernel(device)
         if Role.P in self.roles:
             has_probability_kernel(device)
@@ -106,7 +86,7 @@ class EmulationHooks:
     def begin_call(self, mask: torch.Tensor | None) -> None:
         """Open a forward pass; `mask` is False at padding, bool [B, S]."""
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
-        self._prompt = mask
+        self._mask = self._prompt = mask
         self._numbers.clear()
         self._inputs.clear()
         self._sums.drop()
@@ -127,13 +107,20 @@ class EmulationHooks:
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q before the factor that the model multiplies it by, as the engine does."""
-        site = attention.site(Role.Q)
-        if site not in self._quantizers:
-            return query
-        if attention.query_divisor == 1.0:
+        site, divisor = attention.site(Role.Q), attention.query_divisor
+        if site not in self._quantizers or divisor == 1.0:
             return self._heads(site, query)
-        unscaled = self._heads(site, query / attention.query_divisor)
-        return unscaled * attention.query_divisor
+        return self._heads(site, query / divisor) * divisor
+
+    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        """Quantize K, V or q [B, H, S, D], if the site is quantized."""
+        quantizer = self._quantizers.get(site)
+        if quantizer is None:
+            return x
+        stride = FLUSH_STRIDE if site.role is Role.Q else 1
+        values, damage = self._quantize(site, quantizer, x, stride)
+        self._sums.add(site, damage)
+        return values
 
     def attend(self, attention: Attention, call: AttentionCall) -> Any:
         """Run attention with its probabilities quantized, where that reproduces the model's."""
@@ -142,15 +129,12 @@ class EmulationHooks:
                 x * factor.to(x) for x, factor in zip((call.key, call.value), factors, strict=True)
             )
             call = replace(call, key=key, value=value)
-        site = attention.site(Role.P)
-        if site not in self._quantizers:
+        site, module = attention.site(Role.P), attention.module
+        if site in self._quantizers and module not in self._has_own_attention:
+            self._has_own_attention[module] = not is_reproduced(call, self._kept)
+        if site not in self._quantizers or self._has_own_attention[module]:
             return call.run()
-        if attention.module not in self._has_own_attention:
-            is_other = not is_reproduced(call, self._kept)
-            self._has_own_attention[attention.module] = is_other
-        if self._has_own_attention[attention.module]:
-            return call.run()
-        quantizer = self._place(site, self._quantizers[site], call.query)
+        quantizer = self._place(site, self._quantizers[site], call.query.device)
         output, damage = attend_in_fp32(call, quantizer, self._kept)
         for row in damage:
             self._sums.add(site, row)
@@ -167,43 +151,15 @@ class EmulationHooks:
 
     def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Quantize the input of down."""
-        site = Site(f"{call.path}.down_proj", Role.INPUT)
-        if self._kept is None:
-            return self._input([site], rows)
-        order = torch.sort(call.index.flatten()).indices
-        return self._input([site], rows, tokens=order // call.index.shape[1])
-
-    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        """Quantize K, V or q [B, H, S, D], and measure what that does to the tokens that count."""
-        quantizer = self._quantizers.get(site)
-        if quantizer is None:
-            return x
-        quantizer = self._place(site, quantizer, x).for_heads(x.shape[1])
-        flush_stride = FLUSH_STRIDE if site.role is Role.Q else 1
-        if self._has_kernel(quantizer, x, x.shape[0] * x.shape[2]):
-            values, summed = _quantize_in_kernel(
-                x, quantizer, flush_stride, self._find_counted(x.device)
-            )
-            self._sums.add(site, summed)
-            return values
-        fake = quantizer.fake(x)
-        before, after = x, fake
+        tokens = None
         if self._kept is not None:
-            kept = self._kept.to(x.device, non_blocking=True)
-            before, after = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
-        damage = measure_damage(
-            before,
-            after,
-            quantizer.fmt,
-            saturates=quantizer.saturates,
-            flush_stride=flush_stride,
-        )
-        self._sums.add(site, damage)
-        return fake.values.to(x.dtype)
+            tokens = torch.sort(call.index.flatten()).indices // call.index.shape[1]
+        return self._input([Site(f"{call.path}.down_proj", Role.INPUT)], rows, tokens=tokens)
 
     def _input(
         self, sites: list[Site], x: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Quantize an input [..., C]; `tokens` are those of its rows, where they are sorted."""
         quantizer = self._quantizers.get(sites[0])
         if quantizer is None or not x.numel():
             return x
@@ -213,89 +169,80 @@ class EmulationHooks:
             if seen is x and version == x._version and used.is_same(quantizer)
         )
         if (found := next(known, None)) is None:
-            rows = x.reshape(-1, x.shape[-1])
-            placed = self._place(sites[0], quantizer, x)
-            if self._has_kernel(placed, x, len(rows) if tokens is None else None):
-                values, summed = _quantize_in_kernel(
-                    rows[None, None], placed, FLUSH_STRIDE, self._find_counted(x.device, tokens)
-                )
-                found = values.reshape(x.shape), summed
-            else:
-                before, after = rows, (fake := placed.fake(rows))
-                if self._kept is not None:
-                    before = self._counted(rows, tokens)
-                    after = fake.map(lambda t: self._counted(t, tokens))
-                damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
-                found = fake.values.to(x.dtype).reshape(x.shape), damage
+            rows = x.reshape(1, 1, -1, x.shape[-1])
+            values, damage = self._quantize(sites[0], quantizer, rows, FLUSH_STRIDE, tokens)
+            found = values.reshape(x.shape), damage
             self._inputs.append((x, x._version, quantizer, *found))
             del self._inputs[:-_REMEMBERED_INPUTS]
         for site in sites:
             self._sums.add(site, found[1])
         return found[0]
 
-    def _has_kernel(self, quantizer: Quantizer, x: torch.Tensor, num_tokens: int | None) -> bool:
-        """Whether the kernel of a GPU quantizes a tensor, whose padding is known (None) or found.
-
-        It is found where the tensor has as many tokens as the batch.
-        """
-        mask = self._prompt
-        is_known = mask is None or num_tokens is None or num_tokens == mask.numel()
-        return is_known and quantizer.fits_kernel and has_emulation_kernel(x.device)
+    def _quantize(
+        self,
+        site: Site,
+        quantizer: Quantizer,
+        x: torch.Tensor,
+        flush_stride: int,
+        tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, DamageRow]:
+        """Quantize [B, H, S, D], and measure what that does to the tokens that count."""
+        placed = self._place(site, quantizer, x.device).for_heads(x.shape[1])
+        num_tokens = x.shape[0] * x.shape[2]
+        # padding is found where a tensor has as many tokens as the batch
+        is_known = self._mask is None or tokens is not None or num_tokens == self._mask.numel()
+        if is_known and placed.fits_kernel and has_emulation_kernel(x.device):
+            counted = self._find_counted(x.device, tokens)
+            return _quantize_in_kernel(x, placed, flush_stride, counted)
+        before, after = x, (fake := placed.fake(x))
+        if self._kept is not None and (tokens is not None or int(self._kept[-1]) < num_tokens):
+            kept = self._kept.to(x.device, non_blocking=True)
+            kept = kept if tokens is None else torch.isin(tokens, kept)
+            clips = None if fake.clips is None else tokens_first(fake.clips)[kept]
+            before = tokens_first(x)[kept]
+            after = FakeQuantized(tokens_first(fake.values)[kept], clips)
+        return fake.values.to(x.dtype), measure_damage(before, after, flush_stride=flush_stride)
 
     def _find_counted(
-        self, device: torch.device, tokens: torch.Tensor | None = None
+        self, device: torch.device, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, int] | None:
         """Give numbers to the tokens of the batch, or to given rows of them, that are no padding.
 
         Returns:
             Numbers, int32 [B * S] or [rows], -1 at padding, and how many count; None: all do.
         """
-        if self._prompt is None or self._kept is None:
+        if self._mask is None or self._kept is None:
             return None
+
+        def number(chosen: torch.Tensor) -> torch.Tensor:
+            return torch.where(chosen, chosen.cumsum(0, dtype=torch.int32) - 1, -1)
+
         if device not in self._numbers:
-            numbers = _number(self._prompt.flatten())
-            self._numbers[device] = numbers.to(device, non_blocking=True)
+            self._numbers[device] = number(self._mask.flatten()).to(device, non_blocking=True)
         numbers, count = self._numbers[device], len(self._kept)
         if tokens is None:
             return numbers, count
-        return _number(numbers[tokens] >= 0), count * (len(tokens) // len(numbers))
+        return number(numbers[tokens] >= 0), count * (len(tokens) // len(numbers))
 
-    def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
-        """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
+    def _place(self, key: Hashable, quantizer: Quantizer, device: torch.device) -> Quantizer:
+        """Copy static scales to a GPU, once; that of a sequence is found in its prompt."""
         if quantizer.round_trip is not None and quantizer.scale is Granularity.TENSOR:
             store: Callable[..., torch.Tensor] = quantizer.round_trip
-            prompt = None if self._prompt is None else self._prompt.to(x.device, non_blocking=True)
+            prompt = None if self._prompt is None else self._prompt.to(device, non_blocking=True)
             return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
-        return self._copy(site, quantizer, x.device)
-
-    def _copy(self, key: Hashable, quantizer: Quantizer, device: torch.device) -> Quantizer:
-        """Copy static scales to a GPU, once."""
         if device.type == "cpu":
             return quantizer
         if (key, device) not in self._placed:
             self._placed[key, device] = quantizer.to(device)
         return self._placed[key, device]
 
-    def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        if self._kept is not None and tokens is not None:
-            rows = rows[torch.isin(tokens, self._kept.to(rows.device, non_blocking=True))]
-        elif self._kept is not None and int(self._kept[-1]) < len(rows):
-            rows = rows[self._kept.to(rows.device, non_blocking=True)]
-        return rows
-
-
-def _number(chosen: torch.Tensor) -> torch.Tensor:
-    """Give numbers to the chosen ones of bool [N], -1 to the others: int32."""
-    return torch.where(chosen, chosen.cumsum(0, dtype=torch.int32) - 1, -1)
-
 
 def _quantize_in_kernel(
     x: torch.Tensor,
     quantizer: Quantizer,
     flush_stride: int,
-    counted: tuple[torch.Tensor, int] | None = None,
+    counted: tuple[torch.Tensor, int] | None,
 ) -> tuple[torch.Tensor, DamageRow]:
-    """Quantize [B, H, S, D], and measure the damage."""
     from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
 
     return kernels.fake_quantize(x, quantizer, flush_stride=flush_stride, counted=counted)
@@ -313,7 +260,7 @@ def has_emulation_kernel(device: torch.device) -> bool:
     return is_trusted(
         device,
         lambda: {
-            name: _quantize_in_kernel(x.to(device), each.to(device), 1)[0]
+            name: _quantize_in_kernel(x.to(device), each.to(device), 1, None)[0]
             for name, each in quantizers.items()
         },
         lambda: {name: each.fake(x).values.to(x.dtype) for name, each in quantizers.items()},
@@ -358,9 +305,7 @@ def emulated(
 
 
 def open_emulation_hooks(
-    model: PreTrainedModel,
-    geometry: ModelGeometry,
-    hooks: EmulationHooks,
+    model: PreTrainedModel, geometry: ModelGeometry, hooks: EmulationHooks
 ) -> AbstractContextManager[None]:
     """Open the hooks of attention and of inputs of linears, where `hooks` need their tensors."""
     for device in gpus_of(model):
@@ -375,43 +320,43 @@ def open_emulation_hooks(
     )
 
 
+# --- several scales on the same tensors -----------------------------------------------------------
+
 SEQUENCE_STRIDE = 4
 """Every 4th sequence is measured."""
 
 
 class MeasurementHooks(EmulationHooks):
-    """Measures kinds of scales on the same K, V and q, which stay unquantized.
+    """Measures the scales of candidates on the same K, V and q, which stay unquantized.
 
-    A `scalable` scale, by kind and site, is measured beside the fitted one: itself times the
-    smallest power of two with which nothing clips. The two round alike every value that neither
-    clips nor underflows, so what differs is what the scale loses.
+    A scale that the engine uses is measured beside the fitted one: itself times the smallest power
+    of two with which nothing clips. The two round alike every value that neither clips nor
+    underflows, so what differs is what the scale loses.
     """
 
-    def __init__(
-        self,
-        kinds: Mapping[str, Mapping[Site, Quantizer]],
-        scalable: Collection[tuple[str, Site]] = frozenset(),
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
         super().__init__({})
-        self._kinds = kinds
-        self._scalable = scalable
+        self._measured: dict[Site, dict[str, Quantizer]] = {}
+        self._scalable: set[tuple[str, Site]] = set()
+        for candidate in candidates:
+            for site, fitted in candidate.fitted.items():
+                if site in candidate.quantizers and site.role is not Role.P:
+                    own = self._measured.setdefault(site, {})
+                    own[candidate.name] = candidate.quantizers[site]
+                if not isinstance(fitted.scale, torch.Tensor):
+                    self._scalable.add((candidate.name, site))
+        self.roles = frozenset(site.role for site in self._measured)
         self._is_measured = False
         self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
         self._totals: dict[tuple[str, Site], torch.Tensor] = {}
 
     @property
     def found(self) -> dict[tuple[str, Site], torch.Tensor]:
-        """The sums of `measure_heads` by kind of scales and site: fp64 [2, H, 6], on the CPU.
+        """The sums of `measure_heads` by candidate and site: fp64 [2, H, 6], on the CPU.
 
         They are those with its scales and, behind them, with the fitted ones.
         """
         return {key: total.cpu() for key, total in self._totals.items()}
-
-    @property
-    def roles(self) -> frozenset[Role]:
-        """Q is seen where a kind of scales has one for it."""
-        sites = {site.role for quantizers in self._kinds.values() for site in quantizers}
-        return frozenset(sites & {Role.K, Role.V, Role.Q})
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch, which is measured if it holds one of the chosen sequences."""
@@ -428,41 +373,94 @@ class MeasurementHooks(EmulationHooks):
             self._totals[key] = sum_damage([*before, *parts])
         self._batch.clear()
 
-    def on_kv(
-        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Measure K and V under every kind of scales."""
-        self._measure(attention.site(Role.K), key)
-        self._measure(attention.site(Role.V), value)
-        return key, value
-
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Measure q before the factor that the model multiplies it by."""
         divisor = attention.query_divisor
-        self._measure(attention.site(Role.Q), query if divisor == 1.0 else query / divisor)
+        self._heads(attention.site(Role.Q), query if divisor == 1.0 else query / divisor)
         return query
 
-    def _measure(self, site: Site, x: torch.Tensor) -> None:
-        if not self._is_measured:
-            return
-        heads = x.transpose(0, 1).flatten(1, 2)  # [B, H, S, D] by head: the tokens that count
-        heads = (
-            heads if self._kept is None else heads[:, self._kept.to(x.device, non_blocking=True)]
-        )
+    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        """Measure K, V or q [B, H, S, D]."""
+        measured = self._measured.get(site, {}) if self._is_measured else {}
+        if not measured:
+            return x
+        heads = x.transpose(0, 1).flatten(1, 2)  # by head: the tokens that count
+        if self._kept is not None:
+            heads = heads[:, self._kept.to(x.device, non_blocking=True)]
+        for name, quantizer in measured.items():
+            key = (name, site)
+            mine = self._place(key, quantizer.for_heads(len(heads)), heads.device)
+            pair = [measure_heads(heads, mine.fake(heads))] * 2
+            if key in self._scalable:
+                fitted = mine.fitted_to(heads)
+                # comparing scales on a GPU would wait for it
+                if heads.device.type != "cpu" or not fitted.is_same(mine):
+                    pair[1] = measure_heads(heads, fitted.fake(heads))
+            self._batch.setdefault(key, []).append(torch.stack(pair))
+        return x
 
-        def measure(quantizer: Quantizer) -> torch.Tensor:
-            fake = quantizer.fake(heads)
-            limit = clip_limit(quantizer.fmt, saturates=quantizer.saturates)
-            return measure_heads(heads, fake.values, fake.scaled, limit)
 
-        for kind, quantizers in self._kinds.items():
-            if (quantizer := quantizers.get(site)) is not None:
-                key = (kind, site)
-                mine = self._copy(key, quantizer.for_heads(len(heads)), heads.device)
-                pair = [measure(mine)] * 2
-                if key in self._scalable:
-                    fitted = mine.fitted_to(heads)
-                    # comparing scales on a GPU would wait for it
-                    if heads.device.type != "cpu" or not fitted.is_same(mine):
-                        pair[1] = measure(fitted)
-                self._batch.setdefault(key, []).append(torch.stack(pair))
+# --- several models in one batch ------------------------------------------------------------------
+
+
+def can_share(candidate: Candidate) -> bool:
+    """Whether a candidate changes nothing but K, V and q, whose rows lie behind one another.
+
+    Rows of experts are sorted, and P is computed in tiles of a model's own attention.
+    """
+    is_plain = not (candidate.weights or candidate.reads or candidate.make_hooks)
+    return is_plain and {site.role for site in candidate.quantizers} <= {Role.K, Role.V, Role.Q}
+
+
+def repeat(batch: Batch, count: int) -> Batch:
+    """Repeat the rows of a batch without media: all of the first model, then those of the next."""
+    ids = batch.input_ids.repeat(count, 1)
+    return replace(batch, input_ids=ids, lengths=batch.lengths * count)
+
+
+class SharedHooks(EmulationHooks):
+    """Gives the hooks of each model its rows of K, V and q."""
+
+    def __init__(self, models: Sequence[tuple[Candidate, EmulationHooks]]) -> None:
+        super().__init__({})
+        self._models = models
+        self.roles = frozenset[Role]().union(*(hooks.roles for _, hooks in models))
+
+    def try_kernels(self, device: torch.device) -> None:
+        """Try what any of them needs."""
+        for _, hooks in self._models:
+            hooks.try_kernels(device)
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Open a batch of `repeat`, for each as if it were its own."""
+        rows = len(batch.lengths) // len(self._models)
+        own = replace(batch, input_ids=batch.input_ids[:rows], lengths=batch.lengths[:rows])
+        for _, hooks in self._models:
+            hooks.begin_batch(own)
+
+    def end_batch(self) -> None:
+        """Close it for each."""
+        for _, hooks in self._models:
+            hooks.end_batch()
+
+    def on_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize K and V of each model [B, H, S, D]."""
+        keys, values = self._each(lambda hooks, k, v: hooks.on_kv(attention, k, v), key, value)
+        return keys, values
+
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Quantize q of each model [B, H, S, D]."""
+        (queries,) = self._each(lambda hooks, q: (hooks.on_query(attention, q),), query)
+        return queries
+
+    def _each(
+        self, call: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor
+    ) -> list[torch.Tensor]:
+        count, made = len(self._models), []
+        rows = zip(*(x.chunk(count) for x in tensors), strict=True)
+        for (candidate, hooks), own in zip(self._models, rows, strict=True):
+            with blaming(candidate.name):
+                made.append(call(hooks, *own))
+        return [torch.cat(parts) for parts in zip(*made, strict=True)]

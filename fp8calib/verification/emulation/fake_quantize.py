@@ -5,6 +5,7 @@ Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
@@ -28,17 +29,11 @@ class FakeQuantized(NamedTuple):
 
     values: torch.Tensor
     """Quantized and dequantized, fp32."""
-    scaled: torch.Tensor | None
-    """x / scale before saturation, fp32, the shape of `values`; None where nothing can exceed the
-    largest value of the format."""
+    clips: torch.Tensor | None
+    """Which elements exceed the largest value of the format: bool, the shape of `values`; None
+    where none can."""
     scale: torch.Tensor | None = None
     """The scale of each element, as `Quantizer.scale_for`; None where a cache type has its own."""
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FakeQuantized:
-        """Apply `change`, which selects elements, to both tensors."""
-        return FakeQuantized(
-            change(self.values), None if self.scaled is None else change(self.scaled)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +99,16 @@ class Quantizer:
         return replace(self, scale=scale * torch.exp2(octaves), saturates=True)
 
     @property
-    def clips(self) -> bool:
-        """Whether values may exceed the largest one: scales of the values themselves cover all."""
+    def clip_limit(self) -> float:
+        """The magnitude in codes above which a value clips.
+
+        It is infinite where scales of the values themselves cover all. An engine that does not
+        saturate turns only values that would round beyond the largest one into others.
+        """
         is_free = isinstance(self.scale, Granularity) and not self.power_of_two
-        return not is_free or self.largest_amax is not None
+        if is_free and self.largest_amax is None:
+            return math.inf
+        return self.fmt.max * AT_THE_EDGE if self.saturates else self.fmt.overflow
 
     @property
     def fits_kernel(self) -> bool:
@@ -137,12 +138,17 @@ class Quantizer:
         if self.round_trip is not None:
             return FakeQuantized(self.round_trip(x), None)
         scale = self.scale_for(x)
-        scaled = self.divide(x, scale)
-        before = scaled if self.clips else None
-        if before is not None:
-            scaled = before.clamp(-self.fmt.max, self.fmt.max)
+        if self.in_model_dtype:
+            scaled = (x / scale.to(x.dtype)).float()
+        else:
+            exact = x if x.device.type != "cpu" and scale.dim() else x.float()
+            scaled = exact * scale.reciprocal() if self.by_reciprocal else exact / scale
+        clips = None
+        if (limit := self.clip_limit) < math.inf:
+            clips = scaled.abs() > limit
+            scaled.clamp_(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)
-        return FakeQuantized(values.mul_(scale), before, scale)
+        return FakeQuantized(values.mul_(scale), clips, scale)
 
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         """Give the scale of each element: fp32, broadcasts to `x`."""
@@ -155,13 +161,6 @@ class Quantizer:
             return (amax * (1 / torch.tensor(self.fmt.max)).item()).clamp(min=self.smallest_scale)
         rule = power_of_two_scale_of if self.power_of_two else scale_of
         return rule(amax, self.fmt, smallest=self.smallest_scale)
-
-    def divide(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Compute x / scale as the engine does: a new fp32 tensor."""
-        if self.in_model_dtype:
-            return (x / scale.to(x.dtype)).float()
-        exact = x if x.device.type != "cpu" and scale.dim() else x.float()
-        return exact * scale.reciprocal() if self.by_reciprocal else exact / scale
 
 
 def _broadcast_amax(

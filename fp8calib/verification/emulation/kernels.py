@@ -16,7 +16,7 @@ import triton.language as tl
 from fp8calib.calibration import kernels
 from fp8calib.numerics.formats import Fp8Format, Specials
 from fp8calib.numerics.schemes import Granularity
-from fp8calib.verification.emulation.damage import SummedDamage, clip_limit
+from fp8calib.verification.emulation.damage import SummedDamage
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 _WIDE = 256
@@ -72,14 +72,18 @@ def fake_quantize(
         "num_columns": num_columns,
     }
     bound = math.inf if quantizer.largest_amax is None else quantizer.largest_amax
-    limit = clip_limit(fmt, saturates=quantizer.saturates) if quantizer.clips else math.inf
     kernels.launch(
         _fake_quantize,
         grid,
         x,
         *(y, scale if is_static else x, x if counted is None else counted[0], sums),
         *(*x.stride()[:3], *y.stride()[:3], length, width),
-        *(limit, bound, quantizer.smallest_scale, (1 / torch.tensor(fmt.max)).item()),
+        *(
+            quantizer.clip_limit,
+            bound,
+            quantizer.smallest_scale,
+            (1 / torch.tensor(fmt.max)).item(),
+        ),
         **constants,
         enable_fp_fusion=False,
         num_warps=8,
@@ -97,22 +101,14 @@ def round_probabilities_(
     scores: torch.Tensor,
     quantizer: Quantizer,
     *,
-    sinks: torch.Tensor | None,
     first_row: int | None,
-    is_counted: torch.Tensor | None,
-) -> tuple[torch.Tensor, SummedDamage | None]:
-    """Turn scores into softmax's numerators, rounded as those of `quantizer`, in place.
+    sinks: torch.Tensor | None,
+    counted: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, SummedDamage | None]:
+    """Turn contiguous scores into softmax's numerators, as `probabilities` does, in place.
 
-    Args:
-        scores: [H, S, keys], fp32 and contiguous.
-        quantizer: its static scale is a power of two, on the device of `scores`.
-        sinks: a score for each head [H] that only the sums contain.
-        first_row: where keys after a query are hidden, the index of the first query.
-        is_counted: 1 for the queries whose damage is measured, int8 [S], on the CPU.
-
-    Returns:
-        What the numerators sum up to before they are rounded, [H, S, 1], not below the smallest
-        normal fp32; and what rounding did.
+    The static scale of `quantizer` is a power of two, on the device of `scores`. Sums are not below
+    the smallest normal fp32.
     """
     heads, length, num_keys = scores.shape
     totals = scores.new_empty(heads, length, 1)
@@ -121,18 +117,20 @@ def round_probabilities_(
     num_columns = triton.next_power_of_2(tile)
     num_rows = max(1, 2048 // num_columns)
     grid = (triton.cdiv(length, num_rows), heads)
-    counted = sums = scores
-    if is_counted is not None:
-        counted = is_counted.to(scores.device, non_blocking=True)
+    is_counted = sums = scores
+    if counted is not None:
+        chosen = torch.zeros(length, dtype=torch.int8)
+        chosen[counted] = 1
+        is_counted = chosen.to(scores.device, non_blocking=True)
         sums = torch.empty(math.prod(grid), 6, dtype=torch.float64, device=scores.device)
     kernels.launch(
         _round_probabilities,
         grid,
         scores,
-        *(totals, quantizer.scale, scores if sinks is None else sinks, counted, sums),
+        *(totals, quantizer.scale, scores if sinks is None else sinks, is_counted, sums),
         *(length, num_keys, num_keys if first_row is None else first_row, tile),
         has_sinks=sinks is not None,
-        measures=is_counted is not None,
+        measures=counted is not None,
         is_tiled=is_tiled,
         **_describe(quantizer.fmt),
         num_rows=num_rows,
@@ -140,10 +138,10 @@ def round_probabilities_(
         enable_fp_fusion=False,
         num_warps=8,
     )
-    if is_counted is None:
-        return totals, None
-    num_elements = heads * int(is_counted.sum()) * num_keys
-    return totals, SummedDamage(sums=sums, num_elements=num_elements, num_chosen=num_elements)
+    if counted is None:
+        return scores, totals, None
+    count = heads * len(counted) * num_keys
+    return scores, totals, SummedDamage(sums=sums, num_elements=count, num_chosen=count)
 
 
 def _describe(fmt: Fp8Format) -> dict[str, float]:

@@ -35,8 +35,7 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities.
 
     Raises:
-        ModelError: the scales are for a number of ranks that this model has not.
-        VerificationError: the engine cannot use such scales.
+        ModelError | VerificationError: the engine cannot use such scales.
     """
     _check_usable(table, numerics)
     table = _round_scales(table, numerics)
@@ -46,14 +45,18 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
             if attention.producer is None:
                 quantizers[attention.site(role)] = Quantizer(
                     fmt=table.fmt,
-                    scale=_kv_scale_values(table, attention, role, numerics),
+                    scale=_find_scale(table, attention, role, numerics),
                     rounding=numerics.kv_rounding,
                     by_reciprocal=numerics.kv_by_reciprocal,
                     in_model_dtype=numerics.kv_in_model_dtype,
                     saturates=table.fmt.name not in numerics.kv_unsaturated,
                 )
         if numerics.quantizes_query and attention.kind == "heads":
-            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
+            quantizers[attention.site(Role.Q)] = Quantizer(
+                fmt=table.fmt,
+                scale=_find_scale(table, attention, Role.Q, numerics),
+                by_reciprocal=numerics.query_by_reciprocal,
+            )
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
             factor = torch.tensor(1 / numerics.probability_factor)
             tile = numerics.find_tile(attention.k_head_dim)
@@ -75,8 +78,8 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         for role in (Role.K, Role.V):
             own = torch.tensor(1.0)
             if table.scales[attention.site(role)].source is not ScaleSource.ABSENT:
-                own = _kv_scale_values(table, attention, role, numerics)
-            factors.append(own / _kv_scale_values(table, producer, role, numerics))
+                own = _find_scale(table, attention, role, numerics)
+            factors.append(own / _find_scale(table, producer, role, numerics))
         if any(bool((factor != 1).any()) for factor in factors):
             found[attention.module] = factors[0], factors[1]
     return found
@@ -146,11 +149,7 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
 
 
 def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
-    """Round scales of some dialects to the dtype that the model is served in.
-
-    Raises:
-        VerificationError: one becomes zero or infinite.
-    """
+    """Round scales of some dialects to the dtype that the model is served in."""
     if table.dialect not in numerics.kv_rounded_dialects:
         return table
     name = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
@@ -167,34 +166,25 @@ def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
     return replace(table, scales=rounded)
 
 
-def _kv_scale_values(
+def _find_scale(
     table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
 ) -> torch.Tensor:
-    if attention.kind == "latent" and takes_latents_unscaled(table, numerics):
+    """Find the scale that the engine uses for K, V or q: 0-dim, or [H, 1, 1] where heads differ."""
+    site, is_query = attention.site(role), role is Role.Q
+    is_unscaled = attention.kind == "latent" and takes_latents_unscaled(table, numerics)
+    if is_query:
+        is_unscaled = numerics.query_unscaled or site not in table.scales
+    if is_unscaled:
         return torch.tensor(1.0)
-    values = table.scales[attention.site(role)].values
+    values = table.scales[site].values
     if table.per_head:
-        return values.max() if numerics.kv_heads_share_largest else values.reshape(-1, 1, 1)
-    return _per_head(values, attention.num_kv_heads)
-
-
-def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Give each head the scale of the first rank that owns it: [H, 1, 1], or 0-dim where equal."""
+        shares_largest = numerics.kv_heads_share_largest and not is_query
+        return values.max() if shares_largest else values.reshape(-1, 1, 1)
     if bool((values == values[0]).all()):
         return values[0].float()
+    num_heads = attention.num_heads if is_query else attention.num_kv_heads
     spread = torch.zeros(num_heads)
-    for rank in reversed(range(len(values))):
+    for rank in reversed(range(len(values))):  # the first rank that owns a head counts
         heads = rank_range(num_heads, len(values), rank)
         spread[heads.start : heads.stop] = values[rank]
     return spread.reshape(-1, 1, 1)
-
-
-def _query_quantizer(table: ScaleTable, attention: Attention, numerics: Numerics) -> Quantizer:
-    scale = table.scales.get(attention.site(Role.Q))
-    if scale is None or numerics.query_unscaled:
-        values = torch.tensor(1.0)
-    elif table.per_head:
-        values = scale.values.reshape(-1, 1, 1)
-    else:
-        values = _per_head(scale.values, attention.num_heads)
-    return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=numerics.query_by_reciprocal)

@@ -9,9 +9,10 @@ in none but the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,6 @@ from fp8calib.numerics.formats import E4M3FN
 from fp8calib.verification.emulation.damage import (
     DamageRow,
     DamageSums,
-    SummedDamage,
     measure_damage,
 )
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
@@ -45,8 +45,12 @@ _MARGIN, TOLERANCE = 1e-3, 1e-4
 the format is at least 1/16 of P."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
+Softened = tuple[torch.Tensor, torch.Tensor, DamageRow | None]
+"""Softmax's numerators [H, S, keys], rounded; what they sum up to before that, [H, S, 1]; and the
+damage to the queries that are measured, if there are any."""
+
+
+class _Chunk(NamedTuple):
     """Some heads and queries of one sequence."""
 
     sequence: int
@@ -54,22 +58,6 @@ class _Chunk:
     rows: slice
     num_keys: int
     """How many keys the last of its queries may see."""
-    is_causal: bool
-    """Whether the keys after a query are hidden, beside what a mask hides."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """What softmax's numerators of a chunk are computed from."""
-
-    scores: torch.Tensor
-    """[H, S, keys], fp32."""
-    first_row: int | None
-    """The index of the first query, where the keys after each query are still to be hidden."""
-    sinks: torch.Tensor | None
-    """A score for each head [H] that only the sums contain."""
-    counted: torch.Tensor | slice | None
-    """The queries whose damage is measured."""
 
 
 def attend_in_fp32(
@@ -83,36 +71,33 @@ def attend_in_fp32(
         kept: the positions in the batch that are no padding; None without padding.
 
     Returns:
-        The output [B, S, H, D], and the damage to P in the first sequence: one on a CPU, one for
-        each chunk on a GPU.
+        The output [B, S, H, D], and the damage to P in chunks of the first sequence.
     """
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
-    measured: list[tuple[torch.Tensor, torch.Tensor]] = []
     damage: list[DamageRow] = []
-    for chunk in _cut(call):
-        sinks = call.options.get("s_aux")
-        inputs = _Inputs(
-            scores=_score(call, chunk),
-            first_row=chunk.rows.start if chunk.is_causal else None,
+    soften: Callable[..., Softened] = _soften
+    if quantizer is not None and has_probability_kernel(call.query.device):
+        from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
+
+        soften = kernels.round_probabilities_
+    # keys after a query are hidden, beside what a mask hides
+    given = call.options.get("is_causal")
+    is_causal = getattr(call.module, "is_causal", True) if given is None else given
+    is_causal = bool(is_causal) and length > 1 and call.mask is None
+    sinks = call.options.get("s_aux")
+    for chunk in _cut(call, is_causal=is_causal):
+        p, total, row = soften(
+            *(_score(call, chunk), quantizer),
+            first_row=chunk.rows.start if is_causal else None,
             sinks=None if sinks is None else sinks[chunk.heads],
             counted=_find_counted(kept, chunk),
         )
-        if quantizer is not None and has_probability_kernel(inputs.scores.device):
-            p, total, rows = _round_in_kernel(inputs, quantizer)
-            damage += rows
-        else:
-            p, total, pairs = _soften(inputs, quantizer)
-            measured += pairs
-            if measured and quantizer is not None and p.device.type != "cpu":
-                damage.append(_measure(measured, quantizer))
-                measured.clear()
+        damage += [] if row is None else [row]
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
             product.div_(total).transpose(0, 1).to(output.dtype)
         )
-    if measured and quantizer is not None:
-        damage.append(_measure(measured, quantizer))
     return output, damage
 
 
@@ -121,8 +106,8 @@ def attending_bytes(device: torch.device, num_heads: int, length: int) -> int:
     scores = num_heads * length**2
     if device.type != "cpu":
         return 4 * 5 * min(scores, _GPU_CHUNK_SIZE)
-    # the rows whose damage is measured, before and after it, and both again where they are joined
-    return 4 * (5 * min(scores, _CHUNK_SIZE) + 4 * scores // _STRIDE)
+    scores = min(scores, _CHUNK_SIZE)
+    return 4 * (5 * scores + 4 * scores // _STRIDE)  # and the rows that are measured
 
 
 def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
@@ -137,26 +122,18 @@ def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
     return bool((a - b).norm() <= _CLOSE * a.norm())
 
 
-def _cut(call: AttentionCall) -> Iterator[_Chunk]:
+def _cut(call: AttentionCall, *, is_causal: bool) -> Iterator[_Chunk]:
     batch, heads, length, _ = call.query.shape
     size, most_rows = _CHUNK_SIZE, _MOST_ROWS
     if call.query.device.type != "cpu":
         size, most_rows = _GPU_CHUNK_SIZE, _GPU_MOST_ROWS
     rows = max(1, min(length, most_rows, size // call.key.shape[2]))
-    is_causal = call.mask is None and _is_causal(call)
-    for sequence in range(batch):
-        for row in range(0, length, rows):
-            end = min(row + rows, length)
-            num_keys = end if is_causal else call.key.shape[2]
-            count = max(1, size // (rows * num_keys))
-            for head in range(0, heads, count):
-                yield _Chunk(
-                    sequence=sequence,
-                    heads=slice(head, min(head + count, heads)),
-                    rows=slice(row, end),
-                    num_keys=num_keys,
-                    is_causal=is_causal,
-                )
+    for sequence, row in itertools.product(range(batch), range(0, length, rows)):
+        end = min(row + rows, length)
+        num_keys = end if is_causal else call.key.shape[2]
+        count = max(1, size // (rows * num_keys))
+        for head in range(0, heads, count):
+            yield _Chunk(sequence, slice(head, min(head + count, heads)), slice(row, end), num_keys)
 
 
 def _group(call: AttentionCall, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
@@ -184,17 +161,24 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
 
 
 def _soften(
-    inputs: _Inputs, quantizer: Quantizer | None
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    scores: torch.Tensor,
+    quantizer: Quantizer | None,
+    *,
+    first_row: int | None,
+    sinks: torch.Tensor | None,
+    counted: torch.Tensor | None,
+) -> Softened:
     """Turn scores into softmax's numerators, in place where torch can.
 
-    Returns:
-        The numerators, rounded; what they sum up to before that, [H, S, 1]; and those of the
-        measured queries before and after it, if there are any.
+    Args:
+        scores: [H, S, keys], fp32.
+        quantizer: of P; None leaves it as it is.
+        first_row: the index of the first query, where the keys after each query are still hidden.
+        sinks: a score for each head [H] that only the sums contain.
+        counted: the queries whose damage is measured, on the CPU.
     """
-    scores, counted = inputs.scores, inputs.counted
-    if inputs.first_row is not None:
-        later = scores[..., inputs.first_row :]  # all see the keys before the first query
+    if first_row is not None:
+        later = scores[..., first_row:]  # all see the keys before the first query
         later.masked_fill_(torch.ones_like(later[0], dtype=torch.bool).triu_(1), -torch.inf)
     tile = 0 if quantizer is None else quantizer.tile
     correction = None
@@ -208,20 +192,21 @@ def _soften(
         largest = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
         p = scores.sub_(largest).exp_()
         total = p.sum(-1, keepdim=True)
-    if inputs.sinks is not None:
-        total += (inputs.sinks.float()[:, None, None] - largest).exp()
-    pairs = []
+    if sinks is not None:
+        total += (sinks.float()[:, None, None] - largest).exp()
+    damage = None
     if quantizer is not None:
-        before = None if counted is None else _take_rows(p, counted)
+        rows = None if counted is None else counted.to(p.device, non_blocking=True)
+        before = None if rows is None else p.index_select(1, rows)
         if p.device.type == "cpu":
             p = round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
         else:
             p = quantizer.fake(p).values
-        if before is not None and counted is not None:
-            pairs.append((before, _take_rows(p, counted)))
+        if before is not None and rows is not None:
+            damage = measure_damage(before, FakeQuantized(p.index_select(1, rows), None))
     if correction is not None:
         p.mul_(correction)
-    return p, total.clamp_(min=_TINY), pairs
+    return p, total.clamp_(min=_TINY), damage
 
 
 def _find_running(scores: torch.Tensor, tile: int) -> torch.Tensor:
@@ -242,67 +227,18 @@ def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     return mask[sequence, heads, rows, : chunk.num_keys]
 
 
-def _is_causal(call: AttentionCall) -> bool:
-    given = call.options.get("is_causal")
-    is_causal = getattr(call.module, "is_causal", True) if given is None else given
-    return bool(is_causal) and call.query.shape[2] > 1
-
-
-def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | slice | None:
+def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | None:
     """Find the measured rows of a chunk, all of the first sequence and none of them padding."""
     if chunk.sequence > 0:
         return None
     if kept is None:
-        return slice(None, None, _STRIDE)
+        return torch.arange(0, chunk.rows.stop - chunk.rows.start, _STRIDE)
     is_inside = (kept >= chunk.rows.start) & (kept < chunk.rows.stop)
     counted: torch.Tensor = kept[is_inside][::_STRIDE] - chunk.rows.start
     return counted if len(counted) else None
 
 
-def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    """Take the measured rows; on a CPU as a copy, because P is rounded in place there."""
-    taken: torch.Tensor
-    if isinstance(rows, slice):
-        taken = x[:, rows]
-    else:
-        taken = x.index_select(1, rows.to(x.device, non_blocking=True))
-    return taken.clone() if x.device.type == "cpu" else taken
-
-
-def _measure(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer
-) -> torch.Tensor:
-    """Measure the damage to the rows of some chunks, given before and after it."""
-    before, after = pairs[0]
-    if len(pairs) > 1:
-        before, after = (
-            torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)
-        )
-    return measure_damage(before, FakeQuantized(after, None), quantizer.fmt)
-
-
 # --- the kernel -----------------------------------------------------------------------------------
-
-
-def _round_in_kernel(
-    inputs: _Inputs, quantizer: Quantizer
-) -> tuple[torch.Tensor, torch.Tensor, list[SummedDamage]]:
-    """Do what `_soften` does, and sum up the damage."""
-    from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
-
-    scores, counted = inputs.scores, inputs.counted
-    is_counted = None
-    if counted is not None:
-        is_counted = torch.zeros(scores.shape[1], dtype=torch.int8)
-        is_counted[counted if isinstance(counted, slice) else counted.cpu()] = 1
-    total, row = kernels.round_probabilities_(
-        scores,
-        quantizer,
-        sinks=inputs.sinks,
-        first_row=inputs.first_row,
-        is_counted=is_counted,
-    )
-    return scores, total, [] if row is None else [row]
 
 
 @cache
@@ -323,26 +259,23 @@ def make_p_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[
     p = torch.exp(scores - _find_running(scores, quantizer.tile))
     below, above = (quantizer.fake(p * factor).values for factor in (1 - _MARGIN, 1 + _MARGIN))
     scores.masked_fill_(below != above, -torch.inf)
-    inputs = _Inputs(
-        scores=scores,
-        first_row=260,
-        sinks=torch.tensor([8.0, 12.0]),
-        counted=slice(None, None, _STRIDE),
-    )
 
-    def copy(device: torch.device) -> _Inputs:
-        sinks = None if inputs.sinks is None else inputs.sinks.to(device)
-        return replace(inputs, scores=scores.to(device, copy=True), sinks=sinks)
-
-    def by_kernel() -> Results:
-        p, total, rows = _round_in_kernel(copy(device), quantizer.to(device))
+    def run(device: torch.device, soften: Callable[..., Softened]) -> Results:
+        p, total, row = soften(
+            *(scores.to(device, copy=True), quantizer.to(device)),
+            first_row=260,
+            sinks=torch.tensor([8.0, 12.0]).to(device),
+            counted=torch.arange(0, 40, _STRIDE),
+        )
+        assert row is not None  # noqa: S101 -- rows are counted
         sums = DamageSums[str]()
-        sums.add("damage", rows[0])
+        sums.add("damage", row)
         sums.settle()
         return {"P": p, "sums of P": total, **sums.totals}
 
-    def by_torch() -> Results:
-        p, total, pairs = _soften(copy(torch.device("cpu")), quantizer)
-        return {"P": p, "sums of P": total, "damage": _measure(pairs, quantizer)}
+    def by_kernel() -> Results:
+        from fp8calib.verification.emulation import kernels  # noqa: PLC0415 -- it needs Triton
 
-    return by_kernel, by_torch
+        return run(device, kernels.round_probabilities_)
+
+    return by_kernel, lambda: run(torch.device("cpu"), _soften)

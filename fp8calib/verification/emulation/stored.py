@@ -180,7 +180,7 @@ class DequantizedWeight(WeightChange):
             _require_shape(parameter.name, piece, found)
             became = found.float() if self.again is None else self.again.fake(found).values
             clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
-            damage.append(measure_damage(piece, FakeQuantized(became, clipped), self.fmt))
+            damage.append(measure_damage(piece, FakeQuantized(became, clipped)))
             piece.copy_(became)
         yield parameter, sum_damage(damage), self.scales
 
@@ -197,16 +197,14 @@ def find_clipped(
         fmt: the format.
 
     Returns:
-        As `FakeQuantized.scaled`: beyond `fmt.max` where clipped, zero elsewhere; None where
-        nothing is clipped.
+        As `FakeQuantized.clips`: bool; None where nothing is clipped.
     """
     rounding = 1 + torch.finfo(exact.dtype).eps / 2
     beyond = exact.abs().float() > limits * rounding
     if not bool(beyond.any()):
         return None
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
-    beyond &= found.abs() >= limits * at_the_end
-    return beyond.float() * (2 * fmt.max)
+    return beyond & (found.abs() >= limits * at_the_end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

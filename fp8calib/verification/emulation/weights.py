@@ -131,7 +131,7 @@ class Requantized(WeightChange):
         if self.again is not None:
             values, scale = self.again.fake(values).values, self.again.scale_for(exact)
         assert scale is not None  # noqa: S101 -- no cache type stores weights
-        damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
+        damage = measure_damage(weight, fake._replace(values=values))
         weight.copy_(values)
         return damage, torch.stack(torch.aminmax(scale))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from fp8calib.errors import cut_list, format_ranges
 from fp8calib.verification.figures import format_mean_kld, format_ratio
-from fp8calib.verification.judge.fits import LEAST_DB, get_loss, list_losing, list_unfit
+from fp8calib.verification.judge.fits import LEAST_DB, list_losing, list_unfit
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -25,16 +26,20 @@ from fp8calib.verification.report import (
 
 _MOST_NAMED = 6
 """More layers are named as ranges."""
-_MOST_DESCRIBED = 3
-_FAR_BELOW = 4
-"""An amax below the range of its scale by this factor shows that the scale is too large."""
-_SMALLEST_SHARE = 1e-6
+_SEVERAL = {
+    "clips": "clip",
+    "is partly zeroed": "are partly zeroed",
+    "is distorted": "are distorted",
+}
 _LEAST_TOP1 = 0.75
 """Below this agreement of the most likely tokens, a candidate answers like another model."""
 _CHANCE = 0.9
 """A perplexity above vocabulary ** 0.9 is that of a model which knows next to nothing."""
 _SMALLEST_VOCABULARY = 256
 """Bytes alone are 256 tokens; a model with a smaller vocabulary is a toy that may know nothing."""
+_ALIKE = 1.05
+"""Sizes within this factor are alike: then the KLD decides."""
+_BROKEN = "Nothing can be told: the unquantized model predicts no better than chance."
 
 
 def conclude(report: VerifyReport) -> VerifyReport:
@@ -56,13 +61,17 @@ def conclude(report: VerifyReport) -> VerifyReport:
     elif not decided:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in report.candidates)
         decided = [_decide(f"{verdicts or 'nothing was compared'}.")]
-    unfit = (_describe_unfit(one.name, report) for one in others)
-    details = [*_list_collapses(report), *(each.details for each in decided), *unfit]
+    collapses = (  # they make every other figure meaningless
+        f"{'Scale 1.0' if one.name == SCALE_ONE else one.name} predicts another token than the "
+        f"unquantized model {1 - one.top1_agreement:.0%} of the time."
+        for one in report.candidates
+        if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1
+    )
+    unfit = ((one.name, list_unfit(report.list_rows(one.name))) for one in others)
+    misfits = (f"{name}: {_describe_unfit(rows)}." for name, rows in unfit if rows)
+    lines = (*collapses, *filter(None, (each.details for each in decided)), *misfits)
+    update = {"headline": " ".join(e.headline for e in decided), "details": "\n".join(lines)}
     used = (each for each in decided if each.remedy is Remedy.USE)
-    update = {
-        "headline": " ".join(each.headline for each in decided),
-        "details": "\n".join(filter(None, details)),
-    }
     decision = next(used, decided[-1]).model_copy(update=update)
     return report.model_copy(update={"decision": decision, "kv": need})
 
@@ -80,9 +89,6 @@ def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
     return bool(roles) and roles <= {"k", "v", "q", "p"}
 
 
-_BROKEN = "Nothing can be told: the unquantized model predicts no better than chance."
-
-
 def explain_broken(ppl: float, vocabulary: int) -> str:
     """Say why the unquantized model knows next to nothing; empty where it knows something."""
     if vocabulary < _SMALLEST_VOCABULARY or ppl <= vocabulary**_CHANCE:
@@ -93,77 +99,30 @@ def explain_broken(ppl: float, vocabulary: int) -> str:
     )
 
 
-def _list_collapses(report: VerifyReport) -> Iterator[str]:
-    """Say what makes every other figure meaningless."""
-    for one in report.candidates:
-        if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
-            yield (
-                f"{'Scale 1.0' if one.name == SCALE_ONE else one.name} predicts another token than "
-                f"the unquantized model {1 - one.top1_agreement:.0%} of the time."
-            )
+def _describe_unfit(rows: Sequence[LayerResult]) -> str:
+    """Describe where scales do not fit: `k of layer 3 clips and v of layer 5 is partly zeroed`."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for row in rows:
+        lost = "is partly zeroed" if row.fit else "is distorted"
+        # else the scale is too large: with a fitted one, which clips nothing, less is lost
+        lost = "clips" if (row.fit.clips if row.fit else row.clipped) else lost
+        layers.setdefault((lost, row.role), set()).add(row.layer)
+    roles: dict[tuple[str, str], list[str]] = {}
+    for (lost, role), indices in layers.items():
+        roles.setdefault((lost, _join_layers(sorted(indices))), []).append(role)
+    return " and ".join(
+        f"{' and '.join(named)} of {where} {_SEVERAL[lost] if named[1:] else lost}"
+        for (lost, where), named in roles.items()
+    )
 
 
-# --- scales that do not fit -----------------------------------------------------------------------
-
-
-def find_unfit(candidate: str, report: VerifyReport) -> set[str]:
-    """Find the tensors of which the scales of a candidate lose what others would keep."""
-    return {row.site for row in list_unfit(report.list_rows(candidate))}
-
-
-def _describe_unfit(candidate: str, report: VerifyReport) -> str:
-    described = [_describe_row(row) for row in list_unfit(report.list_rows(candidate))]
-    rest = len(described) - _MOST_DESCRIBED
-    more = f", and {rest} more" if rest > 0 else ""
-    shown = "; ".join(described[:_MOST_DESCRIBED])
-    return f"{candidate}: {shown}{more}." if described else ""
-
-
-def _clips(row: LayerResult) -> bool:
-    """Whether the amax, of the tensor or of a head, is above the range of its scale.
-
-    Otherwise the scale is too large: with a fitted one, which clips nothing, less is lost.
-    """
-    if row.fit is None:
-        return row.clipped > 0
-    return bool(row.fit.clipped or row.fit.damage.clipped)
-
-
-def _describe_row(row: LayerResult) -> str:
-    """Describe what a scale that does not fit loses."""
-    clips, fit, heads = _clips(row), row.fit, ""
-    if fit is None:
-        # Values become zero beside a large amax whatever the scale is, so this shows a scale that
-        # is too large only if the amax is small.
-        is_far_below = row.largest is not None and row.amax * _FAR_BELOW <= row.largest
-        if not clips and not (row.flushed and is_far_below):
-            return f"{_describe_place(row)} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
-        share = row.clipped if clips else row.flushed
-    else:
-        worst = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
-        share = row.clipped if clips else row.flushed
-        if share < worst / 2:
-            share, heads = worst, " of one head"
-    verb = "clip" if clips else "become zero"
-    lost = f"{_format_percent(share)} of the values{heads} {verb}"
-    if not share:
-        lost = f"this costs {get_loss(row):.1f} dB"
-    where = _describe_place(row)
-    if row.role == "q" and row.scale == 1.0:
-        return f"{where}: there is no q_scale, so the engine uses 1.0; {lost}"
-    return f"{where}: its scale is too {'small' if clips else 'large'}; {lost}"
-
-
-def _describe_place(row: LayerResult) -> str:
-    amax = row.amax if row.fit is None else row.fit.damage.amax
-    shown = "" if row.scale is None else f", scale {row.scale:.3g}"
-    return f"{row.site} (layer {row.layer}, amax {amax:.3g}{shown})"
-
-
-def _format_percent(share: float) -> str:
-    if share < _SMALLEST_SHARE:
-        return f"less than {_SMALLEST_SHARE:.4%}"
-    return f"{share:.1%}" if share >= 0.001 else f"{float(f'{share:.1g}') * 100:g}%"
+def _join_layers(layers: Sequence[int]) -> str:
+    """Name layers in a sentence, as ranges where they are many."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if len(layers) > _MOST_NAMED:
+        return f"layers {format_ranges(layers)}"
+    return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
 
 
 # --- the KV cache ---------------------------------------------------------------------------------
@@ -179,7 +138,7 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     losing = list_losing(report.list_rows(SCALE_ONE))
     if need.answer == "no":
         return _decide_without(report, need, losing, scaled)
-    where, paired = f"At scale 1.0 {describe_losing(losing)}", need.added_by_one
+    where, paired = f"At scale 1.0 {_describe_unfit(losing)}", need.added_by_one
     changed = "" if paired is None else format_difference(paired)
     if need.answer == "cannot-tell":
         if paired is not None:
@@ -198,17 +157,20 @@ def _decide_kv(report: VerifyReport, need: KvNeed, scaled: Sequence[CandidateRes
     if fitting := [one for one in scaled if not unfit[one.name]]:
         return _choose_scaled(report, where, fitting)
     queries = [row for row in losing if row.role == "q"]
-    repaired = [one for one in scaled if _needs_query_only(unfit[one.name])]
+    repaired = [
+        one
+        for one in scaled  # all that they leave unfit is q at scale 1.0
+        if all(row.role == "q" and row.scale == 1.0 for row in unfit[one.name])
+    ]
     if repaired and queries:
         best = min(repaired, key=get_kld).name
         layers = _join_layers(sorted({row.layer for row in queries}))
         headline = f"{_NEEDED}, and {best} has no scale for q of {layers}."
         return _decide(headline, where, remedy=Remedy.SCALE_QUERY, candidate=best)
-    misfits = (f"In {name} {describe_losing(rows)}." for name, rows in unfit.items())
     of_query = " with --query-scale yes" if not scaled and len(queries) == len(losing) else ""
     others = ", and those of the candidates do not fit" if scaled else ""
     headline = f"{_NEEDED}{others}: calibrate{of_query}."
-    return _decide(headline, where, *misfits, remedy=Remedy.CALIBRATE)
+    return _decide(headline, where, remedy=Remedy.CALIBRATE)
 
 
 def _decide_without(
@@ -222,7 +184,7 @@ def _decide_without(
     why = "At scale 1.0 no K, V or q loses anything that another scale would keep."
     if need.added_by_one is not None and need.sites:
         kept, changed = "scales that fit", format_difference(need.added_by_one)
-        why = f"At scale 1.0 {describe_losing(losing)}, but the KLD changes by {changed}."
+        why = f"At scale 1.0 {_describe_unfit(losing)}, but the KLD changes by {changed}."
     details = [
         f"FP8 costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)} with {kept} "
         f"(perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)} at scale 1.0).",
@@ -232,34 +194,27 @@ def _decide_without(
         paired = _find_pair(report, each.name, SCALE_ONE)
         by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
         details.append(f"Against scale 1.0, {each.name} {describe_pair(paired)}{by_chance}.")
+    fails, passing, fault = _fails(one, report), _list_passing(scaled, report), ""
     is_unknown = one.verdict is Verdict.CANNOT_TELL
-    is_warned = report.has_gate and one.verdict is Verdict.WARN
-    passing = _list_passing(scaled, report)
-    if is_warned:
+    if fails:
+        fault = _spell_failure(one, report)
+    elif is_unknown:
+        fault = "cannot be judged by this text"
+    elif report.has_gate and one.verdict is Verdict.WARN:
+        fault = f"gets a warning of the {one.gate} gate"
         passing = [each for each in passing if each.verdict is not Verdict.WARN]
-    if (_fails(one, report) or is_unknown or is_warned) and passing:
+    if fault and passing:
         best = min(passing, key=get_kld).name
-        verdict = "cannot be judged by this text"
-        if _fails(one, report):
-            verdict = _spell_failure(one, report)
-        elif is_warned:
-            verdict = f"gets a warning of the {one.gate} gate"
-        headline = f"Scale 1.0 {verdict}: use {best}."
+        headline = f"Scale 1.0 {fault}: use {best}."
         return _decide(headline, *details, remedy=Remedy.USE, candidate=best)
-    if _fails(one, report):
-        headline = f"{_NOT_NEEDED}, but an FP8 cache {_spell_failure(one, report)}."
-        lines = (*details, _LEAVE_LAYERS)
-        return _decide(headline, *lines, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
+    if fails:
+        headline, details = f"{_NOT_NEEDED}, but an FP8 cache {fault}.", [*details, _LEAVE_LAYERS]
+        return _decide(headline, *details, remedy=Remedy.FIND_LAYERS, candidate=SCALE_ONE)
     if is_unknown:
         return _decide(f"{_NOT_NEEDED}, but {_spell_doubt('an FP8 cache', report)}.", *details)
     if SCALE_ONE in report.unusable:
         return _decide(f"{_NOT_NEEDED}, but the engine cannot load it.", *details, _OTHER_ENGINE)
     return _decide(f"{_NOT_NEEDED}.", *details, remedy=Remedy.SERVE, candidate=SCALE_ONE)
-
-
-def _needs_query_only(losing: Sequence[LayerResult]) -> bool:
-    """Whether all that the scales of a candidate leave unfit is q at scale 1.0."""
-    return all(row.role == "q" and row.scale == 1.0 for row in losing)
 
 
 def _choose_scaled(
@@ -273,8 +228,7 @@ def _choose_scaled(
         return _decide(headline, where, _OTHER_ENGINE)
     passing = _list_passing(fitting, report)
     best = min(passing or loadable, key=get_kld)
-    name = best.name
-    kld = format_mean_kld(best.kld_mean, best.kld_se)
+    name, kld = best.name, format_mean_kld(best.kld_mean, best.kld_se)
     cost = f"{name} costs KLD {kld}"
     if _fails(best, report):
         headline = f"{_NEEDED}, and with {name} it still {_spell_failure(best, report)}."
@@ -286,76 +240,12 @@ def _choose_scaled(
     removed = format_difference(_find_pair(report, name, SCALE_ONE))
     # `where` has the cost of the scales that fit best
     gain = [] if kld in where else [f"{cost}: {removed} against scale 1.0."]
-    others = _compare_with_best(best, passing, report)
-    warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
+    others, warned = _compare_with_best(best, passing, report)
     headline = f"{_NEEDED}: use {name}{warned}."
     return _decide(headline, where, *gain, *others, remedy=Remedy.USE, candidate=name)
 
 
-def describe_losing(rows: Sequence[LayerResult]) -> str:
-    """Describe where scales do not fit: `k of layer 3 clips and v of layer 5 is partly zeroed`."""
-    found: dict[tuple[str, bool], set[int]] = {}
-    for row in rows:
-        found.setdefault((row.role, _clips(row)), set()).add(row.layer)
-    joined: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    for (role, clips), those in found.items():
-        joined.setdefault((clips, tuple(sorted(those))), []).append(role)
-    clauses = []
-    for (clips, layers), roles in joined.items():
-        one, several = ("clips", "clip") if clips else ("is partly zeroed", "are partly zeroed")
-        verb = one if len(roles) == 1 else several
-        clauses.append(f"{' and '.join(roles)} of {_join_layers(layers)} {verb}")
-    return " and ".join(clauses)
-
-
-def _join_layers(layers: Sequence[int]) -> str:
-    """Name layers in a sentence, as ranges where they are many."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if len(layers) > _MOST_NAMED:
-        return f"layers {format_ranges(layers)}"
-    return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
-
-
 # --- FP8 weights ----------------------------------------------------------------------------------
-
-
-def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:
-    """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
-    failed = [one for one in found if one.name not in report.unusable and _fails(one, report)]
-    unusable = [
-        f"The engine cannot use {one.name}." for one in found if one.name in report.unusable
-    ]
-    only = found[0] if len(found) == 1 else None
-    if passing := _list_passing(found, report):
-        best = min(passing, key=get_kld)
-        warned = ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
-        headline = _judge(only, report) if only else f"Use {best.name}{warned}: {_cost(best)}."
-        others = _compare_with_best(best, passing, report)
-        return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
-    if failed:
-        worst = min(failed, key=get_kld).name
-        none = "No candidate passes." if report.has_gate else "Each candidate loses much."
-        headline = _judge(only, report) if only else none
-        rows = list_unfit(report.list_rows(worst))
-        wrong = [r for r in rows if r.role in {"k", "v"} or _is_wrong_weight(r)]
-        advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
-        remedy = Remedy.FIND_LAYERS
-        if wrong:  # no scheme loses as much
-            names = cut_list([each.site for each in wrong], 3)
-            advice = (
-                f"The scales of {names} are wrong, or the weights are "
-                "another model's: quantize it again."
-            )
-            remedy = Remedy.CHECK
-        return _decide(headline, advice, *unusable, remedy=remedy, candidate=worst)
-    unknown = "This text cannot judge the candidates."
-    return _decide(_judge(only, report) if only else unknown, *unusable)
-
-
-def _is_wrong_weight(row: LayerResult) -> bool:
-    return row.role == "weight" and (row.sqnr_db or 0.0) < LEAST_DB
-
 
 _VERDICTS = {
     Verdict.PASS: "passes",
@@ -366,11 +256,48 @@ _VERDICTS = {
 }
 
 
+def _decide_weights(report: VerifyReport, found: Sequence[CandidateResult]) -> Decision:
+    """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
+    left = [one for one in found if one.name not in report.unusable]
+    unusable = [f"The engine cannot use {one.name}." for one in found if one not in left]
+    failed = [one for one in left if _fails(one, report)]
+    only = _judge(found[0], report) if len(found) == 1 else ""
+    if passing := _list_passing(found, report):
+        best = min(passing, key=get_kld)
+        others, warned = _compare_with_best(best, passing, report)
+        headline = only or f"Use {best.name}{warned}: {_cost(best)}."
+        return _decide(headline, *unusable, *others, remedy=Remedy.USE, candidate=best.name)
+    if not failed:
+        return _decide(only or "This text cannot judge the candidates.", *unusable)
+    worst = min(failed, key=get_kld).name
+    none = "No candidate passes." if report.has_gate else "Each candidate loses much."
+    advice = "Leave the most sensitive layers in 16 bits, or use another scheme."
+    remedy = Remedy.FIND_LAYERS
+    wrong = [  # no scheme loses as much
+        row.site
+        for row in list_unfit(report.list_rows(worst))
+        if row.role in {"k", "v"} or (row.role == "weight" and (row.sqnr_db or 0.0) < LEAST_DB)
+    ]
+    if wrong:
+        advice = f"The scales of {cut_list(wrong, 3)} are wrong, or the weights are "
+        advice += "another model's: quantize it again."
+        remedy = Remedy.CHECK
+    return _decide(only or none, advice, *unusable, remedy=remedy, candidate=worst)
+
+
 def _judge(one: CandidateResult, report: VerifyReport) -> str:
     if report.has_gate or one.verdict in {Verdict.NO_DIFFERENCE, Verdict.CANNOT_TELL}:
         return f"{one.name} {_VERDICTS[one.verdict]}: {_cost(one)}."
     much = "loses much:" if one.verdict is Verdict.FAIL else "costs"
     return f"{one.name} {much} {_cost(one)}."
+
+
+def _cost(one: CandidateResult) -> str:
+    kld = format_mean_kld(one.kld_mean, one.kld_se)
+    return f"KLD {kld}, perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)}"
+
+
+# --- both -----------------------------------------------------------------------------------------
 
 
 def _spell_failure(one: CandidateResult, report: VerifyReport) -> str:
@@ -384,17 +311,13 @@ def _spell_doubt(what: str, report: VerifyReport) -> str:
     return f"this text cannot tell what {what} costs"
 
 
-def _cost(one: CandidateResult) -> str:
-    kld = format_mean_kld(one.kld_mean, one.kld_se)
-    return f"KLD {kld}, perplexity ratio {format_ratio(one.ppl_ratio, one.ppl_ratio_se)}"
-
-
 def _compare_with_best(
     best: CandidateResult, passing: Sequence[CandidateResult], report: VerifyReport
-) -> list[str]:
-    """Say how the others that pass compare with the one to use."""
+) -> tuple[list[str], str]:
+    """Say how the others that pass compare with the one to use, and that it gets a warning."""
     pairs = ((one.name, _find_pair(report, one.name, best.name)) for one in passing if one != best)
-    return [f"Against {best.name}, {name} {describe_pair(pair)}." for name, pair in pairs]
+    others = [f"Against {best.name}, {name} {describe_pair(pair)}." for name, pair in pairs]
+    return others, ", with a warning" * (report.has_gate and best.verdict is Verdict.WARN)
 
 
 def _find(report: VerifyReport, name: str) -> CandidateResult:
@@ -413,16 +336,47 @@ def _fails(one: CandidateResult, report: VerifyReport) -> bool:
 
 def _list_passing(found: Sequence[CandidateResult], report: VerifyReport) -> list[CandidateResult]:
     """List the candidates that the engine loads and that pass."""
-    return [
-        one
-        for one in found
-        if one.name not in report.unusable
-        and not _fails(one, report)
-        and one.verdict is not Verdict.CANNOT_TELL
-    ]
+    usable = (one for one in found if one.name not in report.unusable and not _fails(one, report))
+    return [one for one in usable if one.verdict is not Verdict.CANNOT_TELL]
 
 
 def get_kld(one: CandidateResult) -> float:
     """Give the mean divergence of an emulated candidate, which is always known."""
     assert one.kld_mean is not None  # noqa: S101
     return one.kld_mean
+
+
+# --- the smallest ---------------------------------------------------------------------------------
+
+
+def choose_smallest(report: VerifyReport, sizes: Mapping[str, int]) -> Decision:
+    """Decide on the smallest candidate that passes without a warning.
+
+    Scales of a KV cache that does not need them are no choice: they are another rounding alone.
+
+    Args:
+        report: all candidates.
+        sizes: those that can be chosen, by the last part of their path, and their bytes.
+    """
+    found = {Path(each.name).name: each for each in report.candidates}
+    good = {Verdict.PASS, Verdict.NO_DIFFERENCE}
+    usable = {n: one for n, one in found.items() if one.name not in report.unusable}
+    passing = {n: one for n, one in usable.items() if n in sizes and one.verdict in good}
+    if report.kv is not None and report.kv.answer == "no" and SCALE_ONE in passing:
+        scaled = {n for n, one in passing.items() if has_kv_only(one.name, report.layers)}
+        passing = {n: one for n, one in passing.items() if n not in scaled - {SCALE_ONE}}
+    details = report.decision.details
+    if not passing:
+        name, nearest = min(found.items(), key=lambda item: get_kld(item[1]))
+        verdict = f"{nearest.verdict}: {nearest.verdict_why}"
+        hint = "`quantize --scheme w8a16` or `gptq` may lose less."
+        return _decide(
+            f"No choice passes the gate; the nearest, {name}, gets {verdict}. {hint}", details
+        )
+    least = min(sizes[name] for name in passing)
+    best = min((passing[n] for n in passing if sizes[n] <= least * _ALIKE), key=get_kld)
+    is_model = best.name == SCALE_ONE
+    headline = f"Serve {'the model itself' if is_model else best.name}: KLD "
+    headline += f"{format_mean_kld(best.kld_mean, best.kld_se)}."
+    remedy = Remedy.SERVE if is_model else Remedy.USE
+    return _decide(headline, details, remedy=remedy, candidate=best.name)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median_high
 from typing import Literal
 
-from fp8calib.model.shapes import Site
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
-from fp8calib.verification.emulation.candidate import Candidate
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.report import (
-    SCALE_ONE,
-    KvNeed,
-    LayerResult,
-    PairedAnswer,
-    PairedResult,
-)
+from fp8calib.verification.report import KvNeed, LayerResult, PairedAnswer, PairedResult
 
 LEAST_DB = 15.0
 """Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
@@ -31,16 +22,8 @@ _LOST_DB = 6.0
 """A site this far below the median of the other sites of its kind stands out."""
 FLUSHED = 0.02
 """A tensor that spans many octaves loses this share of values however well its scale fits."""
-KV_AND_Q = frozenset({"k", "v", "q"})
-Rows = Mapping[str, Sequence[LayerResult]]
-"""By candidate: what quantization did to its tensors."""
 _MEAN_LOSS_DB = 0.4
 """Many small losses count too: this is a tenth more noise in the mean over all sites."""
-
-
-def loses(row: LayerResult) -> bool:
-    """Whether a scale loses more than another rounding of the same values would."""
-    return row.fit is not None and (row.fit.loss_db >= LEAST_LOSS_DB or row.fit.clipped > CLIPPED)
 
 
 def is_damaged(row: LayerResult) -> bool:
@@ -72,17 +55,15 @@ def list_unfit(rows: Sequence[LayerResult]) -> list[LayerResult]:
 
 def describe_damage(rows: Sequence[LayerResult]) -> str:
     """Describe the first site of a candidate that is destroyed; empty without one."""
-    found = max(filter(is_damaged, rows), key=get_loss, default=None) or next(
-        (
-            row
-            for row in rows
-            if row.fit is None
-            if row.clipped > MOST_CLIPPED
-            or _is_lost(row)
-            or (row.role in KV_AND_Q and row.flushed > FLUSHED and _stands_out(row, rows))
-        ),
-        None,
+    unmeasured = (
+        row
+        for row in rows
+        if row.fit is None
+        if row.clipped > MOST_CLIPPED
+        or _is_lost(row)
+        or (row.role in {"k", "v", "q"} and row.flushed > FLUSHED and _stands_out(row, rows))
     )
+    found = max(filter(is_damaged, rows), key=_get_loss, default=None) or next(unmeasured, None)
     if found is None:
         return ""
     measured = found.fit or found
@@ -105,60 +86,30 @@ def _stands_out(row: LayerResult, rows: Sequence[LayerResult]) -> bool:
     only one layer.
     """
     kind = {"k", "v"} if row.role in {"k", "v"} else {row.role}
-    others = [
-        other.sqnr_db
-        for other in rows
-        if other is not row and other.role in kind and other.sqnr_db is not None
-    ]
-    usual_db = median_high(others) if others else 0.0
-    if row.sqnr_db is None or row.sqnr_db >= usual_db - _LOST_DB:
+    alike = (other for other in rows if other is not row and other.role in kind)
+    others = [other.sqnr_db for other in alike if other.sqnr_db is not None]
+    if row.sqnr_db is None or not others or row.sqnr_db >= median_high(others) - _LOST_DB:
         return False
     is_hurt = row.role == "weight" or row.clipped > 0 or row.flushed > FLUSHED
     return row.sqnr_db >= LEAST_DB and is_hurt
 
 
-# --- the need of scales --------------------------------------------------------------------------
-
-FITTED = "scales that fit"
-"""Names the divergences of a KV cache whose scales fit every tensor."""
-
-
-def get_loss(row: LayerResult) -> float:
+def _get_loss(row: LayerResult) -> float:
     """Give what a scale loses against the fitted one, in dB; 0 where that is unknown."""
     return 0.0 if row.fit is None else row.fit.loss_db
 
 
 def list_losing(rows: Sequence[LayerResult]) -> list[LayerResult]:
-    """List the sites that lose more than rounding alone varies, the largest loss first."""
+    """List the sites of K, V and q that lose more than rounding alone varies, the most first."""
     measured = [row for row in rows if row.fit is not None]
-    losing = list(filter(loses, measured))
-    if not losing and measured and fmean(map(get_loss, measured)) >= _MEAN_LOSS_DB:
-        losing = [row for row in measured if get_loss(row) >= _MEAN_LOSS_DB]
-    return sorted(losing, key=lambda row: (-get_loss(row), row.layer, "kvq".index(row.role)))
-
-
-def find_fitting(candidates: Sequence[Candidate], rows: Rows) -> str:
-    """Name the first candidate with KV scales that all fit; empty without one."""
-    cached = (each.name for each in candidates if not each.weights and each.name != SCALE_ONE)
-    return next((n for n in cached if is_measured(rows[n]) and not list_losing(rows[n])), "")
-
-
-def is_measured(rows: Sequence[LayerResult]) -> bool:
-    """Whether any scale of a candidate was measured beside a fitted one."""
-    return any(row.fit is not None for row in rows)
-
-
-def find_unknown_cost(candidates: Sequence[Candidate], rows: Rows) -> Mapping[Site, Quantizer]:
-    """Give quantizers with scales that fit, if only they tell what scale 1.0 adds to FP8's cost.
-
-    Where scale 1.0 loses nothing, it adds nothing; where the scales of a candidate fit, that
-    candidate tells.
-    """
-    others = [each for each in candidates if each.name != SCALE_ONE]
-    is_asked = not others or any(not each.weights for each in others)
-    if not is_asked or not list_losing(rows.get(SCALE_ONE, ())) or find_fitting(others, rows):
-        return {}
-    return next(each.fitted for each in candidates if each.name == SCALE_ONE)
+    losing = [
+        row
+        for row in measured
+        if _get_loss(row) >= LEAST_LOSS_DB or (row.fit and row.fit.clipped > CLIPPED)
+    ]
+    if not losing and measured and fmean(map(_get_loss, measured)) >= _MEAN_LOSS_DB:
+        losing = [row for row in measured if _get_loss(row) >= _MEAN_LOSS_DB]
+    return sorted(losing, key=lambda row: (-_get_loss(row), row.layer, "kvq".index(row.role)))
 
 
 def assess_need(

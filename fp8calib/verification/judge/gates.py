@@ -96,38 +96,23 @@ def load_gate(text: str) -> Gate:
     raise UsageError(f"--gate {text}: {why}", hint=_FILE_HINT)
 
 
-def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
-    """Give the verdict and the reason; thresholds are widened by one standard error.
+def judge(summary: Summary, gate: Gate, damage: str = "") -> tuple[Verdict, str]:
+    """Give the verdict and the reason.
 
-    With an error that is unknown, or larger than the gate's margin, only a failure is certain. With
-    fewer than eight sequences, the interval of 95 % (Student's t) must not cross a threshold. The
-    error is the larger one of that of the losses and that which the KLD implies: the losses of a
-    few tokens may be alike by chance.
+    The ratio may hide damage: the text may not need what is damaged, and losses may cancel out. A
+    destroyed tensor, which `damage` describes, is a failure of its own. A mean divergence above
+    `kld_limit` is a warning: on text that the model writes itself, the divergence is the logarithm
+    of the ratio.
     """
-    if gate.kld_fail_above is not None:
-        found = _judge_kld(summary, gate.kld_fail_above)
-        if found is not None:
-            return found
-    if summary.log_ratio_se is None:
-        why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
-        return Verdict.CANNOT_TELL, why
-    verdict, why = _judge_ratio(summary.log_ratio, summary.log_ratio_se, gate)
-    error = max(summary.log_ratio_se, summary.implied_log_ratio_se)
-    is_failure = summary.log_ratio - error > math.log(gate.fail_above)
-    if error > gate.margin and not is_failure:
-        verdict = Verdict.CANNOT_TELL
-        why = f"has an error above the gate's margin of {gate.margin:.3f}: use more text"
-        if summary.log_ratio_se <= gate.margin:
-            why = (
-                f"is of {summary.tokens:,} tokens, too few: their KLD implies an error of "
-                f"{error:.3f}, above the gate's margin of {gate.margin:.3f}: use more text"
-            )
-    if verdict is not Verdict.CANNOT_TELL and summary.clusters < _LEAST_CLUSTERS:
-        width = max(_widen(summary.log_ratio_se, summary), summary.implied_log_ratio_se)
-        limits = (math.log(gate.pass_at), math.log(gate.fail_above))
-        if any(abs(summary.log_ratio - limit) < width for limit in limits):
-            verdict, why = Verdict.CANNOT_TELL, _ask_for_more(summary)
-    return verdict, f"ratio {format_ratio(summary.ppl_ratio, summary.ppl_ratio_se)} {why}"
+    found = None if gate.kld_fail_above is None else _judge_kld(summary, gate.kld_fail_above)
+    verdict, why = found or _judge_ratio(summary, gate)
+    if damage and verdict is not Verdict.FAIL:
+        return Verdict.FAIL, f"{why}, but {damage}"
+    kld, has_passed = summary.kld_mean, verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
+    if has_passed and gate.kld_fail_above is None and kld is not None and kld > gate.kld_limit[0]:
+        shown = format_mean_kld(kld, summary.kld_se)
+        return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
+    return verdict, why
 
 
 def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | None:
@@ -136,21 +121,56 @@ def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | Non
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
     kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
     if summary.clusters < _LEAST_CLUSTERS and summary.kld_se is not None:
-        width = _widen(summary.kld_se, summary)
+        width = t_quantile(summary.clusters - 1) * summary.kld_se
         if abs(summary.kld_mean - fail_above) < width:
             return Verdict.CANNOT_TELL, f"{kld} {_ask_for_more(summary)}"
-    if summary.kld_mean <= fail_above:
-        return None
-    if summary.kld_se is None:
+    if summary.kld_mean > fail_above and summary.kld_se is None:
         return Verdict.CANNOT_TELL, f"{kld}, whose error is unknown: use more and other text"
-    if summary.kld_mean - summary.kld_se <= fail_above:
+    if summary.kld_mean - (summary.kld_se or 0.0) > fail_above:
+        return Verdict.FAIL, f"{kld} is above {fail_above:g} by more than one standard error"
+    if summary.kld_mean > fail_above:
         return Verdict.WARN, f"{kld} is within one standard error of {fail_above:g}"
-    return Verdict.FAIL, f"{kld} is above {fail_above:g} by more than one standard error"
+    return None
 
 
-def _widen(error: float, summary: Summary) -> float:
-    """Give half of the interval of 95 %, as paired comparisons do."""
-    return t_quantile(summary.clusters - 1) * error
+def _judge_ratio(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
+    """Judge the logarithm of the ratio; thresholds are widened by one standard error.
+
+    The error of the logarithm stays meaningful where the ratio is large: a ratio of 500 ± 600 is
+    500, up to a factor of 3.3 either way. With an error that is unknown, or larger than the gate's
+    margin, only a failure is certain. With fewer than eight sequences, the interval of 95 %
+    (Student's t) must not cross a threshold. The error is the larger one of that of the losses and
+    that which the KLD implies: the losses of a few tokens may be alike by chance.
+    """
+    ratio, se, implied = summary.log_ratio, summary.log_ratio_se, summary.implied_log_ratio_se
+    if se is None:
+        why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
+        return Verdict.CANNOT_TELL, why
+    pass_at, fail_above = math.log(gate.pass_at), math.log(gate.fail_above)
+    limits = (
+        (pass_at, Verdict.PASS, f"is at most {gate.pass_at:g}"),
+        (pass_at + se, Verdict.PASS, f"is within one standard error of {gate.pass_at:g}"),
+        (fail_above, Verdict.WARN, f"is between {gate.pass_at:g} and {gate.fail_above:g}"),
+        (fail_above + se, Verdict.WARN, f"is within one standard error of {gate.fail_above:g}"),
+        (math.inf, Verdict.FAIL, f"is above {gate.fail_above:g} by more than one standard error"),
+    )
+    verdict, why = next((verdict, why) for limit, verdict, why in limits if ratio <= limit)
+    if abs(ratio) <= se and abs(ratio) + se <= pass_at:
+        verdict, why = Verdict.NO_DIFFERENCE, "is within one standard error of 1"
+    error = max(se, implied)
+    if error > gate.margin and ratio - error <= fail_above:
+        verdict = Verdict.CANNOT_TELL
+        why = f"has an error above the gate's margin of {gate.margin:.3f}: use more text"
+        if se <= gate.margin:
+            why = (
+                f"is of {summary.tokens:,} tokens, too few: their KLD implies an error of "
+                f"{error:.3f}, above the gate's margin of {gate.margin:.3f}: use more text"
+            )
+    elif summary.clusters < _LEAST_CLUSTERS:
+        width = max(t_quantile(summary.clusters - 1) * se, implied)
+        if any(abs(ratio - limit) < width for limit in (pass_at, fail_above)):
+            verdict, why = Verdict.CANNOT_TELL, _ask_for_more(summary)
+    return verdict, f"ratio {format_ratio(summary.ppl_ratio, summary.ppl_ratio_se)} {why}"
 
 
 def _ask_for_more(summary: Summary) -> str:
@@ -158,43 +178,3 @@ def _ask_for_more(summary: Summary) -> str:
         f"rests on {summary.clusters} independent parts of the text: use at least "
         f"{_LEAST_CLUSTERS} sequences, by more text or a smaller --seq-len"
     )
-
-
-def correct_if_misleading(
-    verdict: Verdict, why: str, *, damage: str, summary: Summary, gate: Gate
-) -> tuple[Verdict, str]:
-    """Correct a verdict if the perplexity ratio hides damage.
-
-    The text may not need what is damaged, and losses may cancel out. `damage` describes a tensor
-    that is destroyed: a failure of its own. A mean divergence above `kld_limit` is a warning: on
-    text that the model writes itself, the divergence is the logarithm of the ratio.
-    """
-    if damage and verdict is not Verdict.FAIL:
-        return Verdict.FAIL, f"{why}, but {damage}"
-    if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
-        return verdict, why
-    kld = summary.kld_mean
-    if gate.kld_fail_above is None and kld is not None and kld > gate.kld_limit[0]:
-        shown = format_mean_kld(kld, summary.kld_se)
-        return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
-    return verdict, why
-
-
-def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:
-    """Judge the logarithm of a ratio, whose error stays meaningful where the ratio is large.
-
-    A ratio of 500 ± 600 is 500, up to a factor of 3.3 either way.
-    """
-    pass_at, fail_above = math.log(gate.pass_at), math.log(gate.fail_above)
-    if abs(ratio) <= error and abs(ratio) + error <= pass_at:
-        return Verdict.NO_DIFFERENCE, "is within one standard error of 1"
-    limits = (
-        (pass_at, Verdict.PASS, f"is at most {gate.pass_at:g}"),
-        (pass_at + error, Verdict.PASS, f"is within one standard error of {gate.pass_at:g}"),
-        (fail_above, Verdict.WARN, f"is between {gate.pass_at:g} and {gate.fail_above:g}"),
-        (fail_above + error, Verdict.WARN, f"is within one standard error of {gate.fail_above:g}"),
-    )
-    for limit, verdict, why in limits:
-        if ratio <= limit:
-            return verdict, why
-    return Verdict.FAIL, f"is above {gate.fail_above:g} by more than one standard error"

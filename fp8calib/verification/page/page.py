@@ -16,8 +16,7 @@ from fp8calib.errors import name_ranges
 from fp8calib.text import Table
 from fp8calib.verification import tables
 from fp8calib.verification.figures import format_db, format_kld, format_mean_kld, format_ratio
-from fp8calib.verification.judge.decide import find_unfit
-from fp8calib.verification.judge.fits import LEAST_DB
+from fp8calib.verification.judge.fits import LEAST_DB, list_unfit
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.page import charts
 from fp8calib.verification.page.charts import Curve, Figure, Point, Style
@@ -164,8 +163,7 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     """List the sections in their order on the page, those without content too."""
     free, names = cycle(charts.STYLES), [one.name for one in report.candidates]
     styles = {name: charts.BASELINE if name == SCALE_ONE else next(free) for name in names}
-    lost = {name: find_unfit(name, report) for name in names}
-    hurt = [row for row in report.layers if row.site in lost[row.candidate]]
+    hurt = [row for name in names for row in list_unfit(report.list_rows(name))]
     if gate is not None:
         yield PageSection(title=f"The {gate.name} gate", figures=list(_draw_gauges(report, gate)))
     yield PageSection(
