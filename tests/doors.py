@@ -27,12 +27,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan, Share
 from fp8calib.engines.transformers import report
 from fp8calib.formats import compute
-from fp8calib.model import geometry_from_config
+from fp8calib.model import geometry_from_config, topology
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import Attention, Role, Site
 from fp8calib.model.tensor_parallel import check_linears
-from fp8calib.model.topology import find
 from fp8calib.numerics import positions
 from fp8calib.numerics.formats import E4M3FN
 
@@ -180,13 +179,13 @@ def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
 
 def find_text_decoder(model: Any) -> tuple[str, Any]:
     """Find the module that runs text, and its path."""
-    return find.find_text_decoder(model)
+    return topology.find_text_decoder(model)
 
 
 def find_geometry(model: Any) -> Any:
     """Find the layers, attention and linears of a model in memory."""
     names = {name: name for name, _ in model.named_parameters()}
-    geometry, _ = find.find_geometry(model, names, checkpoint_dtype="float32")
+    geometry, _ = topology.find_geometry(model, names, checkpoint_dtype="float32")
     return geometry
 
 

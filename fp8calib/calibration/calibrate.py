@@ -198,7 +198,7 @@ def _reading_files(
         check_other_weights(checkpoint, names)
         return hash_unquantized(checkpoint.stored) if is_hashed else {}
 
-    if device.type != "cuda" or not checkpoint.weight_files:
+    if device.type != "cuda" or not checkpoint.files:
         hashes = read()
         yield lambda: hashes
         return

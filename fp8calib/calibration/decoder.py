@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fp8calib.calibration.embeddings import copy_ids
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
-from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
+from fp8calib.model.topology import find_text_decoder, name_cache_argument
 
 _OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8calib.calibration.hooks import changed_input
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 _ROWS_AT_ONCE = 1024

@@ -28,7 +28,7 @@ from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.calibration.layer_steps import HiddenStateStore, LayerState
 from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.statistic import SiteStats, merge_sites
-from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.model.shapes import Site

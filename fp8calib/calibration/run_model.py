@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fp8calib.calibration.memory_plan import MemoryPlan
 from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.model.dtype import DTYPES
+from fp8calib.model.device import DTYPES
 from fp8calib.model.load import ModelSource, load_model
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource

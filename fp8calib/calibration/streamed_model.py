@@ -29,7 +29,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Layer
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 

@@ -19,9 +19,8 @@ from transformers.core_model_loading import build_glob_alternation
 from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.embeddings import embeddings_by_row
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error, tied_names
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.prepared import PreparedModel, is_run, mismatch_error, missing_error, tied_names
+from fp8calib.model.topology import find_text_decoder
 
 
 class HeldTensors(Checkpoint):

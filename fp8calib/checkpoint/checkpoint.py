@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Self
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.links import refuse_external_link
+from fp8calib.checkpoint.locations import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile, TensorReader
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
-
-
-class UnlistedTensor(NamedTuple):
-    """A tensor of a listed file that the index does not map to that file."""
-
-    file_name: str
-    name: str
 
 
 class Checkpoint(TensorReader):
@@ -34,9 +27,8 @@ class Checkpoint(TensorReader):
         folder: the checkpoint's folder.
         index: the weight index; None if one file holds all tensors.
         files: the files that hold the tensors.
-        weight_files: their paths.
         tensors: the tensors, in the order of the files and of the data in each file.
-        unlisted: tensors of these files that the index does not name.
+        unlisted: tensors of these files that the index does not map to them: file and tensor.
         form: how the stored weights are quantized, if reading decodes them; else empty.
         has_weights: whether tensors can be read; otherwise only their names and shapes are known.
     """
@@ -47,18 +39,17 @@ class Checkpoint(TensorReader):
     def __init__(
         self, folder: Path, *, files: Collection[TensorFile] = (), index: WeightIndex | None = None
     ) -> None:
-        self.folder = folder
+        self.folder = self.place = folder
         self.index = index
         self.files = tuple(files)
-        self.weight_files = tuple(file.path for file in files)
         self._files: dict[str, TensorFile] = {}
-        unlisted = []
+        unlisted: list[tuple[str, str]] = []
         for file in files:
             for name in file.tensors:
                 if index is None or index.weight_map.get(name) == file.path.name:
                     self._files[name] = file
                 else:
-                    unlisted.append(UnlistedTensor(file.path.name, name))
+                    unlisted.append((file.path.name, name))
         self.unlisted = tuple(unlisted)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
             {name: file.tensors[name] for name, file in self._files.items()}
@@ -90,21 +81,12 @@ class Checkpoint(TensorReader):
         return self
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether an index maps tensors to files."""
-        return self.index is not None
-
-    @property
     def total_size_bytes(self) -> int:
         """The bytes of all listed tensors."""
         return sum(entry.size_bytes for entry in self.tensors.values())
 
     def load_config(self) -> dict[str, object]:
-        """Load `config.json`, its keys in the file's order.
-
-        Raises:
-            ModelError: there is none, or it is not a JSON object.
-        """
+        """Load `config.json`, its keys in the file's order."""
         path = self.folder / CONFIG_NAME
         if not path.is_file():
             message = f"{self.folder}: there is no config.json"
@@ -142,16 +124,12 @@ class Checkpoint(TensorReader):
 
 
 def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that holds a tensor twice: readers differ in which copy they use.
-
-    Raises:
-        ModelError: a tensor is in two shards.
-    """
-    for item in checkpoint.unlisted:
-        if item.name in checkpoint.tensors:
+    """Refuse a checkpoint that holds a tensor twice: readers differ in which copy they use."""
+    for file_name, name in checkpoint.unlisted:
+        if name in checkpoint.tensors:
             raise ModelError(
-                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, but the index "
-                "names another file for it",
+                f"{checkpoint.folder}: {name} is also in {file_name}, but the index names another "
+                "file for it",
                 hint="remove the copy, or download the checkpoint again",
             )
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.json_files import parse_unique_keys
-from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
 
 _DTYPES_BY_SIZE = {

@@ -1,4 +1,4 @@
-"""Tell paths on this machine from ids on the Hub."""
+"""Tell paths on this machine from ids on the Hub; refuse links that lead out of a folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ HUB_FILES = [
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone, or a file name, is a path."""
+_READ_SUFFIXES = (".json", ".safetensors", ".npz")
 _exists = os.path.exists
 """Unlike the method of Path, this is false if a name is too long or a folder may not be read."""
 
@@ -42,11 +43,7 @@ def may_be_on_hub(path: Path) -> bool:
 
 
 def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
-    """Refuse a path that does not exist.
-
-    Raises:
-        UsageError: naming it, and the option that it was given to.
-    """
+    """Refuse a path that does not exist."""
     try:
         exists = path.exists()
     except (OSError, ValueError) as error:
@@ -67,3 +64,29 @@ def suggest_path(path: Path, *, of_folders: bool = False) -> str:
         return ""
     like = get_close_matches(path.name, names, n=1)
     return f"did you mean {shorten(str(path.parent / like[0]))}? " if like else ""
+
+
+def refuse_external_links(folder: Path) -> None:
+    """Refuse a folder in which a file to be read is a link out of it; it may itself be a link."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ_SUFFIXES:
+            refuse_external_link(path)
+
+
+def refuse_external_link(path: Path) -> None:
+    """Refuse one file of a folder if it is a link out of the folder.
+
+    The author of a checkpoint must not choose which other files of the machine are read. Allowed
+    are links within the folder, and links to blobs of the Hugging Face cache
+    (`models--ORG--NAME/blobs/HASH`), which make up downloaded snapshots.
+    """
+    if not path.is_symlink() or not path.is_file():
+        return
+    target = path.resolve()
+    is_cached = target.match("models--*/blobs/*")
+    if not is_cached and not target.is_relative_to(path.parent.resolve()):
+        raise ModelError(
+            f"{path.parent}: {shorten(path.name)} is a link out of the folder, to "
+            f"{shorten(str(path.readlink()))}",
+            hint="copy or hard-link the file, or name the folder that holds it",
+        )

@@ -1,7 +1,11 @@
-"""Atomic output: folders and files are written under a temporary name, then renamed."""
+"""Atomic output: folders and files are written under a temporary name, then renamed.
+
+Also the room on a disk, and what the system says where a file cannot be written.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,9 +18,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fp8calib.checkpoint.disk import explain_os_error, find_existing
 from fp8calib.checkpoint.json_files import is_result
-from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError
+from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
 """A file with a JSON object: `tag`, which identifies the run for a later one, and the progress
@@ -27,6 +30,7 @@ _REPLACED = ".{}.fp8calib-old"
 """The name of an old output, until the new one is in its place."""
 _MAX_NAME_BYTES = 200
 """File systems allow 255; the rest is for what is put around a name."""
+_OTHER_DISK_HINT = "free some space, or use a folder on another disk"
 
 
 @contextmanager
@@ -62,18 +66,14 @@ def output_folder(
         on_old: called with the folder of an interrupted run before anything in it is changed.
         kept_after: the exceptions after which the folder stays.
     """
-
-    def check() -> None:
-        check_output(path, owned, force, inputs=inputs)
-
-    check()
+    check_output(path, owned, force, inputs=inputs)
     target = path.resolve()
     staging = _name_beside(target, "{}.partial" if tag else ".{}.fp8calib-tmp")
     old = _name_beside(target, _REPLACED)
     with explained(path), _made(target.parent), _locked(staging):
         if old.exists() and not target.exists():  # a run was killed between two renames
             old.rename(target)
-            check()
+            check_output(path, owned, force, inputs=inputs)
         shutil.rmtree(old, ignore_errors=True)
         staging.mkdir(exist_ok=True)
         if tag:
@@ -85,7 +85,7 @@ def output_folder(
             with explained(path):
                 yield staging
                 is_kept = bool(tag)  # until it is renamed, a later run can still continue
-                check()  # again: hours may have passed
+                check_output(path, owned, force, inputs=inputs)  # hours may have passed
                 _put_in_place(staging, target)
             is_kept = False
             remove_progress_file(path)
@@ -208,15 +208,6 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn an OSError into an ExportError of `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-
-
-@contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """Make a folder and its parents; remove those that are empty at the end."""
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
@@ -273,7 +264,7 @@ def check_output(
                 "replace",
                 hint=f"name a folder in it, such as {path / 'out'}",
             )
-        _refuse_unwritable(find_existing(target.parent), path)
+        _refuse_unwritable(_find_existing(target.parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
@@ -289,11 +280,7 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
 
 
 def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
-    """Refuse a folder whose entries `names` would be lost.
-
-    Raises:
-        UsageError: `names` is not empty.
-    """
+    """Refuse a folder whose entries `names` would be lost."""
     if names:
         shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
         message = f"{path}: the folder holds files that this command does not write: {shown}"
@@ -304,16 +291,13 @@ def check_output_file(path: Path, *, force: bool = True) -> None:
     """Refuse a path that `write_file_atomic` could not write; write nothing.
 
     Without `force`, a file that exists is refused too.
-
-    Raises:
-        UsageError: it is a folder or a device, or cannot be written.
     """
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
         if path.exists() and not force:
             raise UsageError(f"{path}: exists", hint="use --force to replace it, or move it")
-        _refuse_unwritable(find_existing(path.resolve().parent), path)
+        _refuse_unwritable(_find_existing(path.resolve().parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error
 
@@ -335,21 +319,70 @@ def write_file_atomic(path: Path, data: bytes) -> None:
     check_output_file(path)
     target = path.resolve()
     temporary = _name_beside(target, f".{{}}.tmp-{secrets.token_hex(4)}")
-    try:
-        with _made(target.parent):
-            try:
-                with temporary.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise explain_os_error(error, path, needed_bytes=len(data)) from error
+    with explained(path, needed_bytes=len(data)), _made(target.parent):
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
     """List the files in a folder and below, sorted."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return tuple(sorted(path.relative_to(folder).as_posix() for path in files))
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def require_free_space(path: Path, size_bytes: int) -> None:
+    """Check that the disk of `path` (which need not exist) has room for `size_bytes`.
+
+    Raises:
+        ExportError: there is too little room; the message gives the bytes needed and free.
+    """
+    free_bytes = _count_free(path)
+    if free_bytes < size_bytes:
+        needed, free = format_size(size_bytes), format_size(free_bytes)
+        message = f"{path}: {needed} are needed and {free} are free on its disk"
+        raise ExportError(message, hint=_OTHER_DISK_HINT)
+
+
+def format_size(size_bytes: int) -> str:
+    """Format a number of bytes for people, in powers of 1000."""
+    size = float(size_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@contextmanager
+def explained(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError into an ExportError of `path`; `needed_bytes` is a lower bound."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        message = f"{path}: cannot be written: {error.strerror or error}{where}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ExportError(message, hint="nothing was written") from error
+        if needed_bytes:
+            message += f"; more than {format_size(needed_bytes)} are needed"
+            with suppress(OSError):
+                message += f", {format_size(_count_free(path))} are free"
+        raise ExportError(message, hint=_OTHER_DISK_HINT) from error
+
+
+def _count_free(path: Path) -> int:
+    return shutil.disk_usage(_find_existing(path.resolve())).free
+
+
+def _find_existing(path: Path) -> Path:
+    """Find the path itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -10,6 +10,7 @@ import errno
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -17,11 +18,10 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import format_size, require_free_space
 from fp8calib.checkpoint.header import encode_header
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.output import explained, write_file_atomic
+from fp8calib.checkpoint.output import explained, format_size, require_free_space, write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError
@@ -72,7 +72,7 @@ class OverlayPlan:
 def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
     """Decide which files an overlay of `source`, without some tensors, will hold; write nothing."""
     weights, scales_name = {_SINGLE_WEIGHTS_NAME: source.files[0]}, _SINGLE_SCALES_NAME
-    if source.is_sharded:
+    if source.index:
         weights = {
             file.path.name: file
             for file in source.files
@@ -116,7 +116,7 @@ def write_overlay(
         ModelError: the source's config.json is missing or invalid.
         ExportError: a tensor name exists already, or the disk is full.
     """
-    present = {*source.tensors, *(tensor.name for tensor in source.unlisted)}.difference(without)
+    present = {*source.tensors, *(name for _, name in source.unlisted)}.difference(without)
     if taken := [name for name in scales if name in present]:
         message = f"{source.folder}: the checkpoint already has a tensor {taken[0]}"
         raise ExportError(message, hint="start from the model without scales")
@@ -128,7 +128,17 @@ def write_overlay(
         copy_side_files(plan.side_files, destination)
     described = {"format": "pt", **(metadata or {})}
     save_tensors(destination / plan.scales_name, scales, metadata=described)
-    index = _make_index(source, plan, scales, without)
+    kept = {name: entry for name, entry in source.tensors.items() if name not in without}
+    weight_map = dict.fromkeys(sorted(kept), _SINGLE_WEIGHTS_NAME)
+    if source.index:
+        listed = source.index.weight_map.items()
+        weight_map = {name: file for name, file in listed if name not in without}
+    sizes = [entry.size_bytes for entry in kept.values()]
+    sizes += [tensor.numel() * tensor.element_size() for tensor in scales.values()]
+    index = {
+        "metadata": {**(source.index.metadata if source.index else {}), "total_size": sum(sizes)},
+        "weight_map": weight_map | dict.fromkeys(sorted(scales), plan.scales_name),
+    }
     written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
     for name, document in written.items():
         write_file_atomic(destination / name, encode_json(document))
@@ -143,18 +153,26 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
     """
     sides: dict[str, Path] = {}
     skipped: dict[str, str] = {}
-    weights = {path.name for path in source.weight_files}
-    modules = _name_modules(source.folder / _MODULES_NAME)
+    weights = {file.path.name for file in source.files}
+    listed: object = None
+    with suppress(OSError, ValueError, RecursionError):
+        listed = json.loads((source.folder / _MODULES_NAME).read_bytes())
+    # the folders of modules, such as a dense layer, of sentence-transformers
+    modules = {
+        module.get("path")
+        for module in (listed if isinstance(listed, list) else [])
+        if isinstance(module, dict) and isinstance(module.get("path"), str)
+    }
     for path in sorted(source.folder.iterdir()):
         if path.name.startswith(".") or path.name in {CONFIG_NAME, CARD_NAME, *weights}:
             continue
         if path.name in {_TEMPLATES_FOLDER, *modules} and path.is_dir():
             files = [f for f in path.iterdir() if f.is_file() and not f.name.startswith(".")]
-            # Of a module, such as a dense layer, weights in one format are enough.
+            # of a module, weights in one format are enough
             if path.name in modules and any(file.suffix == ".safetensors" for file in files):
                 files = [file for file in files if file.suffix not in _WEIGHT_SUFFIXES]
             sides |= {f"{path.name}/{file.name}": file for file in sorted(files)}
-        elif reason := _skip_reason(path, is_indexed=source.is_sharded):
+        elif reason := _skip_reason(path, is_indexed=source.index is not None):
             skipped[path.name] = reason
         elif path.name != INDEX_NAME:
             sides[path.name] = path
@@ -162,12 +180,7 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
 
 
 def copy_side_files(side_files: Mapping[str, Path], destination: Path) -> None:
-    """Copy files to their paths below `destination`; links are followed.
-
-    Raises:
-        ExportError: the disk cannot hold them.
-        OSError: a file cannot be read or written.
-    """
+    """Copy files to their paths below `destination`; links are followed."""
     require_free_space(destination, sum(path.stat().st_size for path in side_files.values()))
     for name, path in side_files.items():
         target = destination / name
@@ -195,17 +208,6 @@ def _skip_reason(path: Path, *, is_indexed: bool) -> str:
     ):
         reason = "larger than 100 MB"
     return reason
-
-
-def _name_modules(path: Path) -> frozenset[str]:
-    """Name the folders of the modules that sentence-transformers lists in `modules.json`."""
-    try:
-        modules = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return frozenset()
-    listed = modules if isinstance(modules, list) else []
-    folders = (module.get("path") for module in listed if isinstance(module, dict))
-    return frozenset(name for name in folders if isinstance(name, str))
 
 
 def _add_weights(
@@ -251,23 +253,3 @@ def _copy_without(source: TensorFile, target: Path, without: Collection[str]) ->
             for start in range(0, entry.size_bytes, _COPY_CHUNK_BYTES):
                 stop = min(start + _COPY_CHUNK_BYTES, entry.size_bytes)
                 new.write(source.read_bytes(name, start, stop).numpy().data)
-
-
-def _make_index(
-    source: Checkpoint,
-    plan: OverlayPlan,
-    scales: Mapping[str, torch.Tensor],
-    without: Collection[str],
-) -> dict[str, object]:
-    metadata = dict(source.index.metadata) if source.index else {}
-    kept = {name: entry for name, entry in source.tensors.items() if name not in without}
-    metadata["total_size"] = sum(entry.size_bytes for entry in kept.values()) + sum(
-        tensor.numel() * tensor.element_size() for tensor in scales.values()
-    )
-    weight_map = (
-        {name: file for name, file in source.index.weight_map.items() if name not in without}
-        if source.index
-        else dict.fromkeys(sorted(kept), _SINGLE_WEIGHTS_NAME)
-    )
-    weight_map.update(dict.fromkeys(sorted(scales), plan.scales_name))
-    return {"metadata": metadata, "weight_map": weight_map}

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry, encode_header, read_header
+from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.output import write_file_atomic
-from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.errors import ModelError, shorten
 from fp8calib.numerics.arrays import decode_floats
 
@@ -36,8 +36,10 @@ class TensorReader(ABC):
     an IndexError if the tensor has no such part.
     """
 
+    place: Path
+    """The file or folder that errors name."""
     tensors: Mapping[str, TensorEntry]
-    """The tensors, in the order of their data."""
+    """The tensors as they are read, in the order of their data."""
 
     @abstractmethod
     def find_file(self, name: str) -> TensorFile:
@@ -47,98 +49,104 @@ class TensorReader(ABC):
     def close(self) -> None:
         """Close all files; a later read opens its file again."""
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor is read in.
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor | None:  # noqa: ARG002
+        """Give rows of a tensor that is computed; None for one that is read from a file."""
+        return None
 
-        Raises:
-            ModelError: the tensor's numbers are smaller than a byte, which cannot be read.
-        """
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor is read in."""
         from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES  # noqa: PLC0415 -- imports torch
 
-        return TORCH_DTYPES[self._require_bytes(name).dtype]
-
-    def _require_bytes(self, name: str) -> TensorEntry:
-        file = self.find_file(name)
-        entry = file.tensors[name]
-        if entry.dtype in PACKED_BITS:
-            what = f"{shorten(name)} is {entry.dtype}, smaller than a byte, and cannot be read"
-            hint = "use a checkpoint in 8 bits or more"
-            raise ModelError(f"{file.path}: {what}", hint=hint)
-        return entry
+        return TORCH_DTYPES[self._find_numbers(name).dtype]
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
-        file, dtype = self.find_file(name), self.dtype(name)
-        entry = file.tensors[name]
-        room = _make_room(entry.size_bytes + _CACHE_LINE_BYTES)
+        entry, dtype = self._entry(name), self.dtype(name)
+        if (made := self.make_rows(name, slice(None))) is not None:
+            return made.reshape(entry.shape)
+        room = np.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
         # Its address modulo 64 is that in a mapped file: the rounding of matrix products depends on
         # alignment, and programs that map the file then compute the same last bits.
-        shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
-        if entry.start % dtype.itemsize:
-            shift = 0  # such a tensor cannot be used unaligned
+        shift = (entry.start - room.ctypes.data) % _CACHE_LINE_BYTES
+        if entry.start % dtype.itemsize:  # such a tensor cannot be used unaligned
+            shift = -room.ctypes.data % _CACHE_LINE_BYTES
         data = room[shift : shift + entry.size_bytes]
-        file.fill(data.numpy(), entry.start)
-        return data.view(dtype).reshape(entry.shape)
+        self.find_file(name).fill(data, entry.start)
+        return _as_tensor(data).view(dtype).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension."""
-        entry, dtype = self.find_file(name).tensors[name], self.dtype(name)
+        entry, dtype = self._entry(name), self.dtype(name)
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
             raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
+        if (made := self.make_rows(name, slice(start, stop))) is not None:
+            return made
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
         data = self.read_bytes(name, start * row_bytes, stop * row_bytes)
         return data.view(dtype).reshape(stop - start, *entry.shape[1:])
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read consecutive rows and columns of one matrix of a 3-D tensor."""
-        file, dtype = self.find_file(name), self.dtype(name)
-        entry = file.tensors[name]
+        entry, dtype = self._entry(name), self.dtype(name)
         count, height, width = entry.shape
         if index >= count or rows.stop > height or columns.stop > width:
             message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
             raise IndexError(message)
-        first = (index * height + rows.start) * width + columns.start
-        data = _make_room(len(rows) * len(columns) * dtype.itemsize)
+        if (made := self.make_rows(name, slice(index, index + 1))) is not None:
+            return made[0, rows.start : rows.stop, columns.start : columns.stop]
+        file, first = self.find_file(name), (index * height + rows.start) * width + columns.start
+        data = np.empty(len(rows) * len(columns) * dtype.itemsize, dtype=np.uint8)
         # Whole rows are one piece of the file.
-        pieces = 1 if len(columns) == width else len(rows)
-        for number, piece in enumerate(data.chunk(pieces)):
-            file.fill(piece.numpy(), entry.start + (first + number * width) * dtype.itemsize)
-        return data.view(dtype).reshape(len(rows), len(columns))
+        pieces = data.reshape(1 if len(columns) == width else len(rows), -1)
+        for number, piece in enumerate(pieces):
+            file.fill(piece, entry.start + (first + number * width) * dtype.itemsize)
+        return _as_tensor(data).view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8."""
-        file, offset = self._locate(name, start, stop)
-        data = _make_room(stop - start)
-        file.fill(data.numpy(), offset)
+        return _as_tensor(self.read_array(name, start, stop))
+
+    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Read the same bytes as an array, of a file without torch."""
+        entry = self._entry(name)
+        if not 0 <= start <= stop <= entry.size_bytes:
+            raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
+        row_bytes = max(entry.size_bytes // max((entry.shape or (1,))[0], 1), 1)
+        first = start // row_bytes
+        if (made := self.make_rows(name, slice(first, -(-stop // row_bytes)))) is not None:
+            import torch  # noqa: PLC0415 -- slow
+
+            rows: NDArray[np.uint8] = made.contiguous().view(torch.uint8).flatten().numpy()
+            return rows[start - first * row_bytes : stop - first * row_bytes]
+        data = np.empty(stop - start, dtype=np.uint8)
+        self.find_file(name).fill(data, entry.start + start)
         return data
 
-    def read_floats(self, name: str) -> NDArray[np.float32]:
-        """Read a whole tensor as fp32 without torch; of complex numbers the real part."""
-        return self._read_floats(name, self._require_bytes(name).dtype)
+    def read_floats(self, name: str, dtype: str = "") -> NDArray[np.float32]:
+        """Read a whole tensor as fp32 without torch; of complex numbers the real part.
+
+        Its dtype is that of the file unless `dtype` is given.
+        """
+        entry = self._find_numbers(name)
+        data = self.read_array(name, 0, entry.size_bytes)
+        return decode_floats(data, dtype or entry.dtype).reshape(entry.shape)
 
     def read_scale(self, name: str) -> NDArray[np.float32]:
         """Read a scale as fp32 without torch: numbers, or the exponents of MXFP8."""
-        dtype = self._require_bytes(name).dtype
-        return self._read_floats(name, "F8_E8M0" if dtype == "U8" else dtype)
+        return self.read_floats(name, "F8_E8M0" if self._entry(name).dtype == "U8" else "")
 
-    def _read_floats(self, name: str, dtype: str) -> NDArray[np.float32]:
-        entry = self.find_file(name).tensors[name]
-        data = self.read_array(name, 0, entry.size_bytes)
-        return decode_floats(data, dtype).reshape(entry.shape)
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self.tensors:
+            raise ModelError(f"{self.place}: there is no tensor {name!a:.200}")
+        return self.tensors[name]
 
-    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Read the bytes `start` to `stop` (exclusive) of a tensor's data without torch."""
-        file, offset = self._locate(name, start, stop)
-        data = np.empty(stop - start, dtype=np.uint8)
-        file.fill(data, offset)
-        return data
-
-    def _locate(self, name: str, start: int, stop: int) -> tuple[TensorFile, int]:
-        file = self.find_file(name)
-        entry = file.tensors[name]
-        if not 0 <= start <= stop <= entry.size_bytes:
-            raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
-        return file, entry.start + start
+    def _find_numbers(self, name: str) -> TensorEntry:
+        entry = self._entry(name)
+        if entry.dtype in PACKED_BITS:
+            what = f"{shorten(name)} is {entry.dtype}, smaller than a byte, and cannot be read"
+            hint = "use a checkpoint in 8 bits or more"
+            raise ModelError(f"{self.find_file(name).path}: {what}", hint=hint)
+        return entry
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +159,7 @@ class TensorFile(TensorReader):
     """A safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = self.place = path
         self.header = read_header(path)
         self.tensors = self.header.tensors
         self._file: io.FileIO | None = None
@@ -162,10 +170,8 @@ class TensorFile(TensorReader):
         if (ranged := find_ranged_file(self.path)) is not None:
             ranged.fetch((self.tensors[name].start, self.tensors[name].stop) for name in names)
 
-    def find_file(self, name: str) -> TensorFile:
-        """Find the file itself, which holds the tensor."""
-        if name not in self.tensors:
-            raise ModelError(f"{self.path}: there is no tensor {name!a:.200}")
+    def find_file(self, name: str) -> TensorFile:  # noqa: ARG002
+        """Give the file itself."""
         return self
 
     def close(self) -> None:
@@ -196,11 +202,11 @@ class TensorFile(TensorReader):
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
-def _make_room(size_bytes: int) -> torch.Tensor:
-    """Make a uint8 tensor that is aligned for every dtype."""
+def _as_tensor(data: NDArray[np.uint8]) -> torch.Tensor:
     import torch  # noqa: PLC0415 -- slow
 
-    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    # of an empty array it makes a tensor that cannot be viewed in another dtype
+    return torch.from_numpy(data) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def nonfinite_tensor_error(name: str, value: float, index: Sequence[int]) -> ModelError:
@@ -217,31 +223,11 @@ def save_tensors(
     """Write a safetensors file atomically; equal tensors and metadata give equal bytes.
 
     Tensors that share memory are written separately.
-
-    Raises:
-        ExportError: the file cannot be written.
     """
     from safetensors.torch import save as serialize  # noqa: PLC0415 -- imports torch
 
-    separate = _separate(tensors)
-    if len(metadata) > 1:
-        raw = _insert_metadata(serialize(separate), metadata)
-    else:
-        raw = serialize(separate, dict(metadata) or None)
-    write_file_atomic(path, raw)
-
-
-def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Rewrite the header: safetensors orders several metadata keys differently in each process."""
-    length = int.from_bytes(raw[:8], "little")
-    header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(raw[8 : 8 + length])}
-    return encode_header(header) + raw[8 + length :]
-
-
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give every tensor a contiguous storage of its own, as the format requires."""
     taken: set[int] = set()
-    separate: dict[str, torch.Tensor] = {}
+    separate: dict[str, torch.Tensor] = {}  # each contiguous and alone in its storage
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         storage = plain.untyped_storage()
@@ -249,4 +235,9 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             plain = plain.clone()
         taken.add(plain.untyped_storage().data_ptr())
         separate[name] = plain
-    return separate
+    raw = serialize(separate)
+    if metadata:  # by hand: safetensors orders several keys differently in each process
+        start = 8 + int.from_bytes(raw[:8], "little")
+        header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(raw[8:start])}
+        raw = encode_header(header) + raw[start:]
+    write_file_atomic(path, raw)

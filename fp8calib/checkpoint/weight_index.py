@@ -60,11 +60,7 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
 
 
 def read_index(path: Path) -> WeightIndex:
-    """Read and check an index, except that its files exist.
-
-    Raises:
-        ModelError: it is not JSON, has no weight_map, or maps a tensor to an invalid file name.
-    """
+    """Read and check an index, except that its files exist."""
     document = load_json_object(path, parse=parse_unique_keys)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not isinstance(weight_map, dict) or not weight_map:
@@ -80,11 +76,7 @@ def read_index(path: Path) -> WeightIndex:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Tell whether a folder holds no weights in any form, nor an index of some.
-
-    Raises:
-        ModelError: it is no folder, or is empty.
-    """
+    """Tell whether a folder holds no weights in any form, nor an index of some."""
     names = _list_names(folder)
     weights = (name for name in names if name.endswith((".safetensors", ".gguf")))
     return INDEX_NAME not in names and not list_pickled(names) and not any(weights)

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import calibrate, quantize
 from fp8calib.commands import options as shared
 from fp8calib.commands.calibrate import CalibrateRequest

@@ -227,7 +227,7 @@ def _check_outputs(job: CalibrationJob, *, dry_run: bool) -> None:
         return
     folder = job.folder / job.recipe.quantize.folder
     if folder.is_dir():
-        known = {path.name for path in checkpoint.weight_files} | {SINGLE_FILE_NAME}
+        known = {file.path.name for file in checkpoint.files} | {SINGLE_FILE_NAME}
         known |= plan_overlay(checkpoint.stored).names
         refuse_unknown_entries(folder, {path.name for path in folder.iterdir()} - known)
     try:
@@ -315,7 +315,7 @@ def _quantize(
         split_static,
     )
     from fp8calib.quantization.plan import make_plan
-    from fp8calib.quantization.select import select
+    from fp8calib.quantization.select import find_selection
     from fp8calib.quantization.write import write_checkpoint
 
     started = time.monotonic()
@@ -323,7 +323,7 @@ def _quantize(
     unmeasured = list_unmeasured(stats, *split_static(settings, selection))
     if unmeasured:
         settings = replace(settings, ignore=(*settings.ignore, *unmeasured))
-        selection = select(checkpoint, ignore=settings.ignore)
+        selection = find_selection(checkpoint, ignore=settings.ignore).require()
     scales = find_scales(stats, checkpoint, settings, selection, job.recipe.scales.choice)
     plan = make_plan(checkpoint, settings, selection, scales=scales)
     job.reporter.stage("quantizing", plan.data_bytes, unit="bytes")

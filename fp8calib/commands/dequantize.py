@@ -9,9 +9,14 @@ from dataclasses import KW_ONLY, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.locations import find_local_model
-from fp8calib.checkpoint.output import PROGRESS_NAME, check_output, list_files, output_folder
+from fp8calib.checkpoint.output import (
+    PROGRESS_NAME,
+    check_output,
+    format_size,
+    list_files,
+    output_folder,
+)
 from fp8calib.commands import options as shared
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import ProgressCallback, Reporter, as_function, option, request_class

@@ -39,7 +39,7 @@ from fp8calib.data.sequences import Batch, DataPlan, Share, select_batches
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.write import list_outputs
 from fp8calib.machine import PeakMemory
-from fp8calib.model.dtype import DTYPES
+from fp8calib.model.device import DTYPES
 from fp8calib.numerics.formats import E4M3FN
 
 if TYPE_CHECKING:  # most recipes quantize nothing

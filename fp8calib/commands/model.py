@@ -26,8 +26,7 @@ from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
-from fp8calib.model.device import choose_device
-from fp8calib.model.dtype import DTYPES, choose_dtype
+from fp8calib.model.device import DTYPES, choose_device, choose_dtype
 from fp8calib.model.live_model import ConfigCheckpoint, LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import (
     ModelSource,

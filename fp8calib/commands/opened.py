@@ -23,8 +23,8 @@ from fp8calib.engines.numerics import SPARSE_LATENTS
 from fp8calib.engines.registry import REFERENCE, find_emulated
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource
+from fp8calib.model.prepared import list_leftovers
 from fp8calib.model.shapes import Role
-from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme

@@ -9,11 +9,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.output import format_size
 from fp8calib.commands import SCHEMA_VERSION
 from fp8calib.errors import cut_list
 from fp8calib.model.shapes import Frozen
-from fp8calib.quantization.all_zero import AllZeroWeight
+from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 

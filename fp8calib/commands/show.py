@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.checkpoint.locations import require_path
+from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import Record, Result

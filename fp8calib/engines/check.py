@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.ranges import find_ranged_file
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales

@@ -15,7 +15,7 @@ from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_d
 from fp8calib.calibration.calibration_stats import METADATA_KEY, spell_export
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
-from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.locations import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.errors import ModelError, UsageError, name_ranges
 from fp8calib.formats.dialect import Dialect, ParsedScales, ScaleFiles

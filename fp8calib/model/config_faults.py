@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -37,7 +38,7 @@ from fp8calib.model.geometry_from_config import (
     parse_config,
     restore_floats,
 )
-from fp8calib.model.plain_sections import GENERATION_NAME
+from fp8calib.model.plain_model import GENERATION_NAME
 
 _SAMPLING = {
     "temperature": (0.0, 2.0),
@@ -74,9 +75,13 @@ def find_config_fault(config: Mapping[str, object]) -> str:
     if not is_known(config):
         return ""
     plain = restore_floats(without_quantization(config))
-    if why := _try(partial(parse_config, plain)):
-        return why
-    return _try(partial(_build, plain)) if complete_heads(plain) != plain else ""
+
+    def build() -> None:
+        with torch.device("meta"):
+            AutoModel.from_config(parse_config(plain))
+
+    why = _try(lambda: parse_config(plain))
+    return why or (_try(build) if complete_heads(plain) != plain else "")
 
 
 def list_other_faults(
@@ -107,32 +112,23 @@ def list_other_faults(
         read = GenerationConfig.from_pretrained
         if why := _try(lambda: read(folder, local_files_only=True).validate()):
             yield f"transformers refuses {GENERATION_NAME}: {why}"
-        yield from _list_odd_sampling(folder)
+        document: Mapping[str, object] = {}
+        with suppress(ModelError):  # which transformers refuses too
+            document = load_json_object(folder / GENERATION_NAME)
+        for key, (least, most) in _SAMPLING.items():
+            value = document.get(key)
+            if isinstance(value, int | float) and not least <= value <= most:
+                yield f"{GENERATION_NAME} says {key}: {value}, outside {least:g} to {most:g}"
     for key, section in islice(find_quantization_configs(config), 1):
-        if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors" and (
-            why := _try(partial(_read_quantization, section))
-        ):
-            yield f"compressed-tensors refuses {key}: {why}"
+        if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
+            from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
+                QuantizationConfig,
+            )
+
+            if why := _try(partial(QuantizationConfig.model_validate, {**section})):
+                yield f"compressed-tensors refuses {key}: {why}"
     for parsed, own in parts:
         yield from _list_odd_values(parsed, own)
-
-
-def _build(config: Mapping[str, Any]) -> None:
-    with torch.device("meta"):
-        AutoModel.from_config(parse_config(config))
-
-
-def _run(parsed: Any) -> None:
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(parsed)(torch.zeros(1, 2, dtype=torch.long))
-
-
-def _read_quantization(section: Mapping[str, object]) -> None:
-    from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
-        QuantizationConfig,
-    )
-
-    QuantizationConfig.model_validate({**section})
 
 
 def _try(act: Callable[[], object]) -> str:
@@ -150,6 +146,11 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
     first_k_dense_replace of glm4_moe_lite: TypeError, run).
     """
+
+    def run() -> None:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(plain)(torch.zeros(1, 2, dtype=torch.long))
+
     has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
     is_off = (*_OFF, *(() if has_windows else ("sliding_window",)))
     for key in (each for each, value in config.items() if value is None and each not in is_off):
@@ -162,20 +163,9 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
             if is_general or key.endswith("_token_id") or key.startswith("_"):
                 continue
             # a field of the class that is None by itself counts if a forward pass fails by it
-            if hasattr(plain, key) and "NoneType" not in _try(partial(_run, plain)):
+            if hasattr(plain, key) and "NoneType" not in _try(run):
                 continue
         yield f"config.json says {key}: null, and an engine may compute with it"
-
-
-def _list_odd_sampling(folder: Path) -> Iterator[str]:
-    try:
-        document = load_json_object(folder / GENERATION_NAME)
-    except ModelError:
-        return  # which transformers refuses too
-    for key, (least, most) in _SAMPLING.items():
-        value = document.get(key)
-        if isinstance(value, int | float) and not least <= value <= most:
-            yield f"{GENERATION_NAME} says {key}: {value}, outside {least:g} to {most:g}"
 
 
 def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
@@ -185,12 +175,14 @@ def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     with two kinds of `layer_types`. `parsed` is the config as transformers reads it.
     """
     default = type(parsed)()
-    types = _base_types()
+    hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
+    types = {each.name: hints[each.name] for each in fields(PretrainedConfig)}
+    types["torch_dtype"] = types["dtype"]
     for key, value in config.items():
         if value is None:
             continue
         try:
-            type_validator(key, value, types.get({"torch_dtype": "dtype"}.get(key, key), Any))
+            type_validator(key, value, types.get(key, Any))
         except TypeError:
             yield f"config.json says {key}: {shorten(str(value))}, which is of another type"
         if isinstance(value, int | float) and value < 0 and not key.endswith("_token_id"):
@@ -203,13 +195,6 @@ def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     for key in _SIZES:
         if getattr(parsed, key, None) == 0 and getattr(default, key, None) != 0:
             yield f"config.json says {key}: 0"
-
-
-@cache
-def _base_types() -> Mapping[str, Any]:
-    """Give the types of the fields that every config has."""
-    hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
-    return {field.name: hints[field.name] for field in fields(PretrainedConfig)}
 
 
 def wraps_text(name: object, config: Mapping[str, object]) -> bool:

@@ -1,23 +1,31 @@
-"""The device that `--device` names, and the threads of the CPU."""
+"""The device and the dtype of the forward pass, and the threads of the CPU."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
 from fp8calib.errors import UsageError
-from fp8calib.machine import ProcessRank
+from fp8calib.machine import ProcessRank, available_bytes
+from fp8calib.text import GIB
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
+_HEADROOM = 1.2
 
 
 def choose_device(name: str) -> str:
-    """Convert a name to the one torch uses (`cpu`, `cuda:0`); `auto` is the first GPU, or the CPU.
-
-    Raises:
-        UsageError: it is not a device, or the machine does not have it.
-    """
+    """Convert a name to that of torch (`cpu`, `cuda:0`); `auto` is the first GPU, or the CPU."""
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -36,11 +44,7 @@ def choose_device(name: str) -> str:
 def choose_rank_device(
     device: str, process_rank: ProcessRank, *, device_map: str | None = None
 ) -> str:
-    """Choose the device of one process: every process on a machine gets a GPU of its own.
-
-    Raises:
-        UsageError: there are fewer GPUs than processes, or --device-map is given.
-    """
+    """Choose the device of one process: every process on a machine gets a GPU of its own."""
     if process_rank.size == 1:
         return device
     if device_map is not None:
@@ -70,3 +74,40 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
+
+
+def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tuple[str, str]:
+    """Resolve `auto` to a dtype.
+
+    On a GPU it is the checkpoint's dtype. On a CPU it is bfloat16 if the processor multiplies it in
+    hardware or if float32 does not fit into memory, else float32. Nothing is timed.
+
+    Returns:
+        The name of the dtype, and the reason for people.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise UsageError(f"--dtype {requested}: not one of auto, {', '.join(DTYPES)}")
+        return requested, "as requested"
+    stored = stored_dtype(checkpoint)
+    if device != "cpu":
+        is_known = stored in DTYPES
+        return (stored, "the checkpoint's") if is_known else ("bfloat16", f"for {stored} weights")
+    flags = _cpu_flags()
+    flag = next((name for name in _BF16_FLAGS if name in flags), None)
+    if flag is not None:
+        return "bfloat16", f"the processor has {flag}"
+    num_elements = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    needed = num_elements * 4 * _HEADROOM
+    available = available_bytes()
+    if needed > available:
+        return "bfloat16", (
+            f"float32 needs {needed / GIB:.1f} GiB and {available / GIB:.1f} GiB are free"
+        )
+    return "float32", f"the processor has neither {' nor '.join(_BF16_FLAGS)}"
+
+
+def _cpu_flags() -> list[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^flags.*:(.*)", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
+    return found[1].split() if found else []

@@ -90,27 +90,33 @@ UNSERVED_STACKS: Mapping[str, str] = {
 """Model types whose stacks are known but not split, and why."""
 
 
-def find_stack(layout: ExpertLayout, name: str) -> Stack | None:
-    """Find the stack that a tensor of this name holds; None if it holds none."""
-    return next((stack for stack in layout.stacks if name.endswith(stack.ending)), None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStacks:
+    """What is known of a model's tensors with three axes or more."""
+
+    layout: ExpertLayout | None = None
+    """How it stacks the experts of a layer; None where it does not, or in a way of its own."""
+    model_type: str = ""
+    """That of the text model, and its hidden size."""
+    hidden_size: object = None
+    buffers: frozenset[str] = frozenset()
+    """The last two parts of the names of its buffers, which are no weights."""
 
 
-def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
-    """Find the first model type in a config that has a layout: the type, its layout, hidden size.
-
-    Without one, the type is empty, and layout and hidden size are None.
-    """
+def find_layout(config: Mapping[str, object]) -> KnownStacks:
+    """Look for the first model type in a config that has a layout here."""
     for inner in list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
-            return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
-    return "", None, None
+            return KnownStacks(
+                layout=EXPERT_LAYOUTS[kind], model_type=kind, hidden_size=inner["hidden_size"]
+            )
+    return KnownStacks()
 
 
-def list_types(config: Mapping[str, object]) -> set[str]:
-    """List every `model_type` of a config and of the configs inside it."""
-    types = (inner.get("model_type") for inner in list_configs(config))
-    return {kind for kind in types if isinstance(kind, str)}
+def cut_name(name: str) -> str:
+    """Give the last two parts of a tensor's name: wrappers and checkpoints have other roots."""
+    return ".".join(name.split(".")[-2:])
 
 
 def list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

@@ -28,11 +28,12 @@ from fp8calib.errors import (
     UnusableConfigError,
     shorten,
 )
-from fp8calib.model.dtype import DTYPES
+from fp8calib.model.device import DTYPES
+from fp8calib.model.expert_layouts import ExpertLayout, KnownStacks, Order, cut_name
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
+from fp8calib.model.prepared import compare_names, tied_names
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.model.stored_parameters import find_absent, find_leftovers, tied_names
-from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
 _MAX_SIZE = 1 << 31
@@ -64,7 +65,8 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         weights = WeightSource(skeleton, checkpoint)
-        names = {name: weights.spell(name) for name in find_absent(weights)}
+        absent, leftovers = compare_names(weights)
+        names = {name: weights.spell(name) for name in absent}
         names |= weights.single_tensors
         try:
             geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
@@ -76,13 +78,42 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
         is_wrapped = source.config.get_text_config() is not source.config
         if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
-            found["leftovers"] = tuple(find_leftovers(weights))
+            found["leftovers"] = tuple(name for each in leftovers.values() for name in each)
             found["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=found)
     except Fp8CalibError:
         raise
     except Exception as error:
         raise _unusable(folder, error, kind=ModelError) from error
+
+
+def ask_class(folder: Path, config: Mapping[str, object]) -> KnownStacks:
+    """Build the model without weights, and look at its experts and its buffers.
+
+    The class is one of transformers'; of another model nothing is known.
+    """
+    try:
+        skeleton = build_skeleton(make_source(folder, config))
+    except ModelError:
+        return KnownStacks()
+    # `use_experts_implementation` of transformers 5.23 sets these (`integrations/moe.py`).
+    flags = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
+    found = {
+        tuple(getattr(module, flag) for flag in flags)
+        for module in skeleton.modules()
+        if all(hasattr(module, flag) for flag in flags)
+    }
+    layouts = {
+        (True, False, True, False): ExpertLayout(order=Order.OUT_IN),
+        (True, False, True, True): ExpertLayout(order=Order.IN_OUT),
+    }
+    text, buffers = skeleton.config.get_text_config(), skeleton.named_buffers()
+    return KnownStacks(
+        layout=layouts.get(found.pop()) if len(found) == 1 else None,
+        model_type=text.model_type,
+        hidden_size=getattr(text, "hidden_size", 0),
+        buffers=frozenset(cut_name(name) for name, each in buffers if each.ndim > 2),
+    )
 
 
 def is_known(config: Mapping[str, object]) -> bool:
@@ -123,11 +154,7 @@ def restore_floats(value: object) -> Any:
 
 
 def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
-    """Read a config as transformers does, without its quantization.
-
-    Raises:
-        ModelError: its type is unknown, or it cannot be read.
-    """
+    """Read a config as transformers does, without its quantization."""
     try:
         plain = restore_floats(without_quantization(config))
     except RecursionError as error:

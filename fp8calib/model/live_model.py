@@ -9,9 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,8 +23,7 @@ from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource, attend_causally, build_skeleton
-from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_linear, name_class
+from fp8calib.model.topology import find_text_decoder, is_linear, name_class
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -65,41 +62,12 @@ class LiveCheckpoint(Checkpoint):
         """Give the config as `save_pretrained` writes it."""
         return dict(self._config)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, on the CPU."""
-        return self._find(name).cpu().contiguous()
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the leading dimension, on the CPU."""
-        return self._find(name)[start:stop].cpu().contiguous()
-
-    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read a part of one matrix of a 3-D tensor."""
-        matrix = self._find(name)[index]
-        return matrix[rows.start : rows.stop, columns.start : columns.stop].cpu().contiguous()
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the bytes `start` to `stop` of the data: uint8."""
-        tensor = self._find(name)
-        item = tensor.element_size()
-        first = start // item
-        part = tensor.reshape(-1)[first : -(-stop // item)].cpu().contiguous().view(torch.uint8)
-        return part[start - first * item : stop - first * item]
-
-    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Read the same bytes as an array."""
-        data: NDArray[np.uint8] = self.read_bytes(name, start, stop).numpy()
-        return data
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` gives."""
-        return self._find(name).dtype
-
-    def _find(self, name: str) -> torch.Tensor:
-        if name not in self._live:
-            raise ModelError(f"{self.folder}: there is no tensor {name!r}")
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Give rows of a tensor on the CPU, of one without axes the only number."""
         tensor = self._live[name]
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.reshape(tensor.shape or (1,))[rows].cpu().contiguous()
 
 
 class ConfigCheckpoint(LiveCheckpoint):
@@ -111,19 +79,20 @@ class ConfigCheckpoint(LiveCheckpoint):
         super().__init__(build_skeleton(source))
         self.folder = source.folder
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, by the config."""
-        return self._live[name].dtype
-
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:  # noqa: ARG002
         """Read nothing, so that the fingerprint is that of the config and the shapes."""
         return b""
 
-    def _find(self, name: str) -> torch.Tensor:
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor:  # noqa: ARG002
+        """Refuse to read."""
         raise ModelError(
             f"{self.folder}: there are no weights, so {name} cannot be read",
             hint="a plan of the run (--dry-run) is all that a config alone gives",
         )
+
+
+_MERGE = "merge adapters into the weights, and pass that model (PEFT: merge_and_unload)"
+_UNQUANTIZED = "pass the unquantized model, or the path of a checkpoint"
 
 
 def check_live_model(model: PreTrainedModel, *, can_be_sharded: bool = False) -> None:
@@ -143,59 +112,48 @@ def check_live_model(model: PreTrainedModel, *, can_be_sharded: bool = False) ->
             f"{name} is neither a path nor a PreTrainedModel of transformers",
             hint=wrapped if isinstance(model, nn.Module) else "",
         )
-    hint = "pass the unquantized model, or the path of a checkpoint"
-    sections = [section for _, section in find_quantization_configs(model.config.to_dict())]
-    if getattr(model, "hf_quantizer", None) is not None or any(sections):
-        raise ModelError(f"{name}: the model in memory is quantized", hint=hint)
+    can_be_sharded = can_be_sharded and isinstance(model, FSDPModule)
+    for fault, hint in _list_faults(model, can_be_sharded=can_be_sharded):
+        raise ModelError(f"{name}: {fault}", hint=hint)
+
+
+def _list_faults(model: PreTrainedModel, *, can_be_sharded: bool) -> Iterator[tuple[str, str]]:
+    """List why a model cannot be run as it is, with what to do."""
+    if getattr(model, "hf_quantizer", None) is not None or any(
+        section for _, section in find_quantization_configs(model.config.to_dict())
+    ):
+        yield "the model in memory is quantized", _UNQUANTIZED
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError(f"{name}: the model in memory has adapters", hint=_MERGE)
-    _refuse_changed_linears(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is not a decoder-only language model")
-    for parameter, value in model.named_parameters():
-        is_gathered = can_be_sharded and isinstance(model, FSDPModule) and _is_cut_once(value)
-        if (isinstance(value, DTensor) and not is_gathered) or value.is_meta or not value.numel():
-            where = "offloaded" if value.is_meta else "sharded over processes"
-            raise ModelError(
-                f"{name}: {parameter} is {where}, so the model cannot be run here",
-                hint="gather the weights first, or pass the path of a checkpoint",
-            )
-        if value.dtype not in _NAMES or not value.dtype.is_floating_point:
-            raise ModelError(f"{name}: {parameter} is {value.dtype}: quantized", hint=hint)
-
-
-def _is_cut_once(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded along one dimension of its mesh, and not also by its heads."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    return sum(not each.is_replicate() for each in placements) <= 1
-
-
-_MERGE = "merge adapters into the weights, and pass that model (PEFT: merge_and_unload)"
-
-
-def _refuse_changed_linears(model: PreTrainedModel) -> None:
-    """Refuse linears that compute with more than the parameters of their class.
-
-    Raises:
-        ModelError: naming the first one.
-    """
+        yield "the model in memory has adapters", _MERGE
     for path, module in model.named_modules():
         if hasattr(module, "base_layer"):  # PEFT wraps the linear
-            raise ModelError(f"{path}: {type(module).__name__} is an adapter", hint=_MERGE)
+            yield f"{path}: {type(module).__name__} is an adapter", _MERGE
         if not is_linear(module):
             continue
-        extra = [
-            name
-            for name in (*module._parameters, *module._modules)
-            if name not in ("weight", "bias")
-        ]
+        own = (*module._parameters, *module._modules)
+        extra = [each for each in own if each not in ("weight", "bias")]
         if "weight" not in module._parameters:  # parametrized, weight norm, pruned
-            raise ModelError(
+            yield (
                 f"{path}: its weight is computed from {', '.join(extra) or 'other tensors'}",
-                hint="make it a parameter first (torch: remove_parametrizations, prune.remove)",
+                "make it a parameter first (torch: remove_parametrizations, prune.remove)",
             )
         if extra:
-            raise ModelError(f"{path}: beside weight and bias it has {extra[0]}", hint=_MERGE)
+            yield f"{path}: beside weight and bias it has {extra[0]}", _MERGE
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "it is not a decoder-only language model", ""
+    for parameter, value in model.named_parameters():
+        # sharded along one dimension of its mesh, and not also by its heads
+        placements = value.placements if isinstance(value, DTensor) else ()
+        is_cut_once = sum(not each.is_replicate() for each in placements) <= 1
+        is_elsewhere = isinstance(value, DTensor) and not (can_be_sharded and is_cut_once)
+        if is_elsewhere or value.is_meta or not value.numel():
+            where = "offloaded" if value.is_meta else "sharded over processes"
+            yield (
+                f"{parameter} is {where}, so the model cannot be run here",
+                "gather the weights first, or pass the path of a checkpoint",
+            )
+        if value.dtype not in _NAMES or not value.dtype.is_floating_point:
+            yield f"{parameter} is {value.dtype}: quantized", _UNQUANTIZED
 
 
 @contextmanager
@@ -207,8 +165,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in [*model.modules()]:
-            attributes, copies = _take_state(module)
-            stack.callback(_restore, module, {**module._buffers}, copies, attributes)
+            stack.callback(_restore, module, *_take_state(module))
             if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
                 module._compiled_call_impl = None
             for name, child in [*module._modules.items()]:
@@ -220,8 +177,8 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
                     module._modules[name] = original
         decoder = find_text_decoder(model)[1]
         owners = (model.config, model.config.get_text_config(decoder=True), decoder.config)
-        for config in {id(owner): owner for owner in owners}.values():
-            stack.callback(_restore_config, config, dict(vars(config)))
+        for attributes in {id(owner): vars(owner) for owner in owners}.values():
+            stack.callback(_refill, attributes, attributes.copy())
         model.eval()
         attend_causally(model)
         yield
@@ -231,28 +188,25 @@ _SHARED = ("_parameters", "_buffers", "_modules")
 """Parameters stay where they are; buffers are restored with their values."""
 
 
-def _take_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Take the attributes of a module with copies of its sets of hooks, and copies of its buffers.
+def _take_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Take the attributes of a module with copies of its sets of hooks; its buffers; and copies.
 
     A forward pass may change in place only the buffers that are not stored.
     """
     own = {name: value for name, value in vars(module).items() if name not in _SHARED}
     attributes = {n: v.copy() if isinstance(v, dict | set) else v for n, v in own.items()}
-    return attributes, {
+    copies = {
         name: value.clone()
         for name, value in module._buffers.items()
         if name in module._non_persistent_buffers_set and value is not None
     }
+    return attributes, {**module._buffers}, copies
 
 
 def _restore(
-    module: nn.Module,
-    buffers: dict[str, Any],
-    copies: dict[str, torch.Tensor],
-    attributes: dict[str, Any],
+    module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any], copies: dict[str, Any]
 ) -> None:
-    module._buffers.clear()
-    module._buffers.update(buffers)
+    _refill(module._buffers, buffers)
     for name, before in copies.items():
         value = buffers[name]
         with torch.inference_mode(value.is_inference()):  # else it cannot be written
@@ -262,12 +216,12 @@ def _restore(
         del own[name]
     for name, value in attributes.items():
         if isinstance(value, dict | set) and isinstance(own.get(name), type(value)):
-            own[name].clear()  # handles of hooks refer to the object itself
-            own[name].update(value)
+            _refill(own[name], value)
         else:
             own[name] = value
 
 
-def _restore_config(config: Any, attributes: dict[str, Any]) -> None:
-    vars(config).clear()
-    vars(config).update(attributes)
+def _refill(container: Any, before: Any) -> None:
+    """Restore a dict or set that others refer to, such as the handles of hooks."""
+    container.clear()
+    container.update(before)

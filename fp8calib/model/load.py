@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -30,16 +31,14 @@ from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, let_layers_differ
 from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
-from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.prepared import is_run, mismatch_error, missing_error
+from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TEKKEN, _PIECES = "tekken.json", "tokenizer.model"
 """Mistral's own file, which transformers reads with the package mistral-common."""
-_TOKENIZER_FILES = (
-    *("tokenizer.json", _PIECES, "vocab.json", "vocab.txt", "spiece.model", _TEKKEN),
-)
+_TOKENIZER_FILES = ("tokenizer.json", _PIECES, "vocab.json", "vocab.txt", "spiece.model", _TEKKEN)
 _TRUST = "add --trust-remote-code if you trust that code"
 
 _MODEL_CLASSES = (
@@ -117,12 +116,36 @@ def open_source(
     with Checkpoint(folder) if is_bare else Checkpoint.open(folder) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
-    config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
-        folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
+        folder=folder,
+        config=_load_config(folder, raw, trust_remote_code),
+        raw_config=raw,
+        trust_remote_code=trust_remote_code,
     )
-    _model_class(source)
+    _model_class(source)  # which refuses what is not decoder-only
     return source
+
+
+def _load_config(folder: Path, raw: Mapping[str, object], trust: bool) -> PreTrainedConfig:
+    name = raw.get("model_type")
+    is_known = isinstance(name, str) and name in transformers.CONFIG_MAPPING
+    if "auto_map" in raw and not is_known and not trust:
+        raise ModelError(
+            f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
+        )
+    hint = "a newer version may know it (pip install --upgrade transformers), or the published file"
+    what = f"{folder}/config.json: transformers {transformers.__version__} cannot use it"
+    with _explained(what, hint="" if is_known else hint):
+        return let_layers_differ(AutoConfig.from_pretrained(folder, trust_remote_code=trust))
+
+
+@contextmanager
+def _explained(what: str, *, hint: str = "") -> Iterator[None]:
+    """Turn any error of transformers into a ModelError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{what}: {_explain_load_error(error)}", hint=hint) from error
 
 
 def _explain_load_error(error: BaseException) -> str:
@@ -133,34 +156,6 @@ def _explain_load_error(error: BaseException) -> str:
     if "`CONVERSION` entries" in line:  # it refers to a report that is not printed
         return "tensors that it joins (experts, fused weights) are missing or differ in shape"
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
-
-
-def _load_config(
-    folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
-) -> PreTrainedConfig:
-    name, version = raw.get("model_type"), f"transformers {transformers.__version__}"
-    is_known = isinstance(name, str) and name in transformers.CONFIG_MAPPING
-    if not is_known and "auto_map" not in raw and isinstance(name, str):
-        raise ModelError(
-            f"{folder}/config.json: {version} does not know model_type {name}",
-            hint="a newer version may know it: pip install --upgrade transformers",
-        )
-    if not is_known and "auto_map" not in raw:
-        raise ModelError(
-            f"{folder}/config.json has no model_type",
-            hint="use the config.json that the model was published with",
-        )
-    if not is_known and not trust_remote_code:
-        raise ModelError(
-            f"{folder}: model_type {name} needs the Python code of the checkpoint", hint=_TRUST
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return let_layers_differ(config)
-    except Exception as error:
-        raise ModelError(
-            f"{folder}/config.json: {version} cannot use it: {_explain_load_error(error)}"
-        ) from error
 
 
 def _model_class(source: ModelSource) -> Any:
@@ -218,42 +213,34 @@ class _LazyTensor:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Load the tokenizer.
-
-    Raises:
-        ModelError: it is missing, or cannot be read.
-    """
-    has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
-        source.folder.glob("*.tiktoken")
-    )
-    if not has_files:
+    """Load the tokenizer."""
+    folder, own = source.folder, (*_TOKENIZER_FILES, "*.tiktoken")
+    if not any(next(folder.glob(name), None) for name in own):
         raise ModelError(
-            f"{source.folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
+            f"{folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
             hint="copy the tokenizer to this folder, or use data with input_ids; from Python, pass "
             "tokenizer= with a model in memory",
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=source.trust_remote_code
+            folder, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:
         why = _explain_load_error(error)
         if "trust_remote_code" in str(error):
             hint = _TRUST
-        elif _is_sentencepiece(source.folder / _PIECES) and find_spec("sentencepiece") is None:
+        elif _is_sentencepiece(folder / _PIECES) and find_spec("sentencepiece") is None:
             why = f"{_PIECES} is a SentencePiece model"  # transformers says that tiktoken reads it
             hint = "pip install sentencepiece protobuf, which read it, or copy a tokenizer.json"
-        elif (source.folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
-            load_json_object(source.folder / _TEKKEN)  # a damaged one is named as such
+        elif (folder / _TEKKEN).is_file() and find_spec("mistral_common") is None:
+            load_json_object(folder / _TEKKEN)  # a damaged one is named as such
             hint = "pip install mistral-common, which reads tekken.json, or copy a tokenizer.json"
         elif "pip install" in str(error):
             hint = "install the package that it names, or copy a tokenizer.json"
         else:
             hint = "copy all files of the tokenizer that the model was published with"
-        raise ModelError(
-            f"{source.folder}: the tokenizer cannot be loaded: {why}", hint=hint
-        ) from error
-    own_file = source.folder / "chat_template.json"  # where older processors keep the template
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {why}", hint=hint) from error
+    own_file = folder / "chat_template.json"  # where older processors keep the template
     if not getattr(tokenizer, "chat_template", None) and own_file.is_file():
         template = load_json_object(own_file).get("chat_template")
         if isinstance(template, list):  # several, as the tokenizer's own file has them
@@ -264,10 +251,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 def _is_sentencepiece(path: Path) -> bool:
     """Tell a SentencePiece model, a protobuf of pieces, from a vocabulary of tiktoken, a text."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(1) == b"\n"
+    return path.is_file() and path.read_bytes()[:1] == b"\n"
 
 
 def load_processor(source: ModelSource) -> Any:
@@ -277,33 +261,31 @@ def load_processor(source: ModelSource) -> Any:
         ModelError: it is missing, or cannot be loaded.
         UsageError: it needs a package that is not installed.
     """
-    missing = ModelError(
-        f"{source.folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
-        hint="copy the files that the model was published with",
-    )
+    folder, cause = source.folder, None
+    what = f"{folder}: the processor of its media"
     try:
         processor = AutoProcessor.from_pretrained(
-            source.folder, trust_remote_code=source.trust_remote_code
+            folder, trust_remote_code=source.trust_remote_code
         )
+        if hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
+            return processor
     except ImportError as error:
         raise UsageError(
-            f"{source.folder}: the processor of its media needs a package that is not installed: "
-            f"{_explain_load_error(error)}",
+            f"{what} needs a package that is not installed: {_explain_load_error(error)}",
             hint='pip install "fp8calib[images,audio]", or the package that it names',
         ) from error
     except Exception as error:
-        if not any((source.folder / name).is_file() for name in _PROCESSOR_FILES):
-            raise missing from error
-        raise ModelError(
-            f"{source.folder}: the processor of its media cannot be loaded: "
-            f"{_explain_load_error(error)}",
-            hint=_TRUST
-            if "trust_remote_code" in str(error)
-            else "copy the files again that the model was published with",
-        ) from error
-    if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
-        raise missing
-    return processor
+        cause = error
+        if any((folder / name).is_file() for name in _PROCESSOR_FILES):
+            asks = "trust_remote_code" in str(error)
+            raise ModelError(
+                f"{what} cannot be loaded: {_explain_load_error(error)}",
+                hint=_TRUST if asks else "copy the files again that the model was published with",
+            ) from error
+    raise ModelError(
+        f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
+        hint="copy the files that the model was published with",
+    ) from cause
 
 
 def load_model(
@@ -323,7 +305,6 @@ def load_model(
         CalibrationError: the memory of the device, or of all devices, is too small.
         ModelError: a weight is missing or has another shape, or transformers fails to load it.
     """
-    placement = device_map if device_map is not None else (None if device == "cpu" else device)
     model_class = _model_class(source)
     place: Path | None = source.folder
     options: dict[str, Any] = {}
@@ -335,7 +316,7 @@ def load_model(
             place,
             config=_config_of(model_class, source.config),
             dtype=dtype,
-            device_map=placement,
+            device_map=device_map or (None if device == "cpu" else device),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=source.trust_remote_code,
@@ -387,24 +368,16 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
     Args:
         source: the model.
         dtype: the dtype it computes in; None means the config's.
-
-    Raises:
-        ModelError: transformers cannot build the class from this config.
     """
     found = _model_class(source)
     config = deepcopy(_config_of(found, source.config))  # transformers writes the dtype into it
     options = {} if dtype is None else {"dtype": dtype}
-    try:
-        with torch.device("meta"):
-            if found is transformers.AutoModelForCausalLM:
-                model = found.from_config(config, trust_remote_code=True, **options)
-            else:
-                model = found._from_config(config, **options)
-    except Exception as error:
-        raise ModelError(
-            f"{source.folder}: transformers cannot build {source.config.model_type}: "
-            f"{_explain_load_error(error)}"
-        ) from error
+    what = f"{source.folder}: transformers cannot build {source.config.model_type}"
+    with _explained(what), torch.device("meta"):
+        if found is transformers.AutoModelForCausalLM:
+            model = found.from_config(config, trust_remote_code=True, **options)
+        else:
+            model = found._from_config(config, **options)
     built: PreTrainedModel = model.eval()
     attend_causally(built)
     return built

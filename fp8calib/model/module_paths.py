@@ -44,11 +44,7 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
 
 
 def match_modules(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[str]:
-    """Find the modules that match any of the patterns of `observe.ignore`.
-
-    Raises:
-        RecipeError: a pattern matches nothing, or is not a valid regular expression.
-    """
+    """Find the modules that match any of the patterns of `observe.ignore`."""
     matched: set[str] = set()
     for pattern in patterns:
         try:
@@ -65,11 +61,7 @@ def match_modules(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[
 
 
 def refuse_costly(expression: str) -> None:
-    """Refuse an expression of a checkpoint that could take exponential time.
-
-    Raises:
-        ValueError: it is too long, or repeats a group.
-    """
+    """Refuse an expression of a checkpoint that could take exponential time."""
     if len(expression) > _LONGEST or _REPEATED_GROUP.search(expression):
         raise ValueError(
             "fp8calib does not evaluate this expression, which could take exponential time"
@@ -77,11 +69,7 @@ def refuse_costly(expression: str) -> None:
 
 
 def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:
-    """Tell whether a regular expression matches the start, or the whole, of one of `paths`.
-
-    Raises:
-        ValueError: it is not a regular expression.
-    """
+    """Tell whether a regular expression matches the start, or the whole, of one of `paths`."""
     match = re.fullmatch if is_whole else re.match
     try:
         return any(match(expression, path) for path in paths)

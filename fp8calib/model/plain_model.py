@@ -1,29 +1,139 @@
 """The geometry of common dense models, from config.json and names alone.
 
 Importing transformers and building its class takes ten times as long as all else that `check` does.
-Here are the classes that most checkpoints have, a row each. Whatever a row does not settle (another
-key, a null, an odd value, another name of a tensor) is left to transformers
-(`fp8calib.model.geometry_from_config`, `fp8calib.model.config_faults`), with which a test compares
-drawn configs.
+Here are the classes that most checkpoints have, a row each, and patterns of the settings that the
+libraries certainly accept. Whatever does not fit (another key, a null, an odd value, another name
+of a tensor) is left to transformers (`fp8calib.model.geometry_from_config`,
+`fp8calib.model.config_faults`), with which a test compares drawn configs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.checkpoint import open_leniently, stored_dtype
-from fp8calib.checkpoint.model_config import MAX_LAYERS, QUANTIZATION_KEYS, find_dtype
-from fp8calib.model.plain_sections import has_plain_sections
+from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.model_config import (
+    MAX_LAYERS,
+    QUANTIZATION_KEYS,
+    find_dtype,
+    find_quantization_configs,
+)
+from fp8calib.errors import ModelError
 from fp8calib.model.shapes import Attention, Layer, Linear, ModelGeometry, Part
 
+GENERATION_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number in a closed range; True is none."""
+
+    kind: tuple[type, ...]
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """A list of items, or an object of any keys, whose values all fit."""
+
+    kind: type
+    pattern: object
+    least: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object that has the required keys, and no others than these and the optional ones."""
+
+    required: Mapping[str, object]
+    optional: Mapping[str, object] = field(default_factory=dict)
+
+
+def _fits(value: object, pattern: object) -> bool:
+    """Tell whether a value of a JSON file is as a pattern says.
+
+    A tuple has alternatives, a type stands for all its values, everything else for itself.
+    """
+    if isinstance(pattern, tuple):
+        return any(_fits(value, each) for each in pattern)
+    if isinstance(pattern, _Number):
+        return (
+            isinstance(value, int | float)
+            and type(value) in pattern.kind
+            and pattern.least <= value <= pattern.most
+        )
+    if isinstance(pattern, _Many):
+        items = [*value.values()] if isinstance(value, dict) else value
+        return (
+            isinstance(value, pattern.kind)
+            and isinstance(items, list)
+            and len(items) >= pattern.least
+            and all(_fits(item, pattern.pattern) for item in items)
+        )
+    if isinstance(pattern, _Object):
+        known = {**pattern.optional, **pattern.required}
+        return (
+            isinstance(value, dict)
+            and pattern.required.keys() <= value.keys() <= known.keys()
+            and all(_fits(item, known[key]) for key, item in value.items())
+        )
+    if isinstance(pattern, type):
+        return type(value) is pattern
+    return type(value) is type(pattern) and value == pattern
+
+
+_SIZE = _Number((int,), 1, (1 << 31) - 1)
+_TOKEN = _Number((int,), 0, (1 << 31) - 1)
+_TOKENS = (_TOKEN, _Many(list, _TOKEN, least=1))
+_SMALL = _Number((float,), 1e-12, 0.999)
+_POSITIVE = _Number((int, float), 1e-12, 1e12)
+_ACTIVATION = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _DTYPES = ("bfloat16", "float16", "float32")
-_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+# --- models --------------------------------------------------------------------------------------
+
+_LLAMA3 = {
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    "original_max_position_embeddings": _SIZE,
+    "rope_type": "llama3",
+}
+_REQUIRED = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "vocab_size", "max_position_embeddings"), _SIZE),
+    "num_hidden_layers": _Number((int,), 1, MAX_LAYERS),
+}
+_COMMON = {
+    "head_dim": _SIZE,
+    **dict.fromkeys(("use_cache", "tie_word_embeddings"), bool),
+    "hidden_act": _ACTIVATION,
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), _SMALL),
+    "attention_dropout": _Number((int, float), 0, 0.999),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPES),
+    **dict.fromkeys(("bos_token_id", "unk_token_id"), _TOKEN),
+    "eos_token_id": _TOKENS,
+    "pad_token_id": (_TOKEN, None),
+    **dict.fromkeys(("transformers_version", "_name_or_path", "_model_name_or_path"), str),
+    "rope_theta": _POSITIVE,
+    "rope_scaling": (None, _Object(_LLAMA3)),
+    "rope_parameters": (
+        None,
+        _Object({"rope_type": "default", "rope_theta": _POSITIVE}),
+        _Object({**_LLAMA3, "rope_theta": _POSITIVE}),
+    ),
+}
+_WINDOW = (_SIZE, None)
+_WINDOWS_OFF = {
+    "use_sliding_window": False,
+    "sliding_window": _WINDOW,
+    "max_window_layers": _SIZE,
+    "layer_types": _Many(list, "full_attention"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,99 +142,31 @@ class _Family:
 
     name: str
     """The prefix of its classes."""
-    norms: tuple[str, ...] = _LLAMA_NORMS
+    keys: Mapping[str, object]
+    """Patterns of its own keys."""
     biased: tuple[str, ...] = ()
     """Projections that have a bias whatever the config says."""
-    head_norm: str = ""
-    """`head`: q and k have a norm of one head each; `all`: of all heads."""
+    has_head_norms: bool = False
+    """Whether q and k have a norm of one head each."""
     head_dim: int | None = None
     """Without `head_dim` in the config; None for the hidden size by the heads."""
-    pads: bool = False
-    """Whether it has a padding token of its own, which a null switches off."""
-    is_tied: bool = False
-    """Without `tie_word_embeddings` in the config."""
-    window_period: int = 0
-    """Every layer has a window but each of this period, without `layer_types`; 0 for no types."""
-    keys: tuple[str, ...] = ()
-    """Keys of its own, see `_KINDS`."""
+    window: int | None = None
+    """The window of every layer without `sliding_window` in the config."""
 
 
 FAMILIES = {
-    "llama": _Family(name="Llama", keys=("attention_bias", "mlp_bias", "pretraining_tp")),
-    "mistral": _Family(name="Mistral", keys=("sliding_window",)),
-    "qwen2": _Family(
-        name="Qwen2",
-        biased=("q_proj", "k_proj", "v_proj"),
-        keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    "llama": _Family(
+        name="Llama", keys={"attention_bias": bool, "mlp_bias": bool, "pretraining_tp": _SIZE}
     ),
+    "mistral": _Family(name="Mistral", keys={"sliding_window": _WINDOW}, window=4096),
+    "qwen2": _Family(name="Qwen2", keys=_WINDOWS_OFF, biased=("q_proj", "k_proj", "v_proj")),
     "qwen3": _Family(
         name="Qwen3",
-        head_norm="head",
+        keys={**_WINDOWS_OFF, "attention_bias": bool},
+        has_head_norms=True,
         head_dim=128,
-        keys=(
-            *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            "attention_bias",
-        ),
-    ),
-    "gemma2": _Family(
-        name="Gemma2",
-        norms=_GEMMA_NORMS,
-        head_dim=256,
-        pads=True,
-        is_tied=True,
-        window_period=2,
-        keys=(
-            *("attention_bias", "sliding_window", "layer_types", "hidden_activation"),
-            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-        ),
-    ),
-    "granite": _Family(
-        name="Granite",
-        keys=(
-            *("attention_bias", "mlp_bias", "embedding_multiplier", "logits_scaling"),
-            *("residual_multiplier", "attention_multiplier"),
-        ),
-    ),
-    "olmo2": _Family(
-        name="Olmo2",
-        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        head_norm="all",
-        pads=True,
-        keys=("attention_bias",),
     ),
 }
-_REQUIRED = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
-)
-_KINDS = {
-    **dict.fromkeys(_REQUIRED, "size"),
-    **dict.fromkeys(("head_dim", "pretraining_tp", "query_pre_attn_scalar"), "size"),
-    "max_window_layers": "size",
-    "sliding_window": "window",
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_cache", "tie_word_embeddings"), "switch"),
-    "use_sliding_window": "off",
-    **dict.fromkeys(("hidden_act", "hidden_activation"), "activation"),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range"), "small"),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "float"),
-    **dict.fromkeys(("embedding_multiplier", "logits_scaling", "rope_theta"), "number"),
-    **dict.fromkeys(("residual_multiplier", "attention_multiplier"), "number"),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "unk_token_id"), "token"),
-    "pad_token_id": "padding",
-    "attention_dropout": "dropout",
-    **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
-    **dict.fromkeys(("transformers_version", "_name_or_path", "_model_name_or_path"), "text"),
-}
-_COMMON = frozenset(
-    (
-        *_REQUIRED,
-        *("head_dim", "use_cache", "tie_word_embeddings", "hidden_act", "rms_norm_eps"),
-        *("initializer_range", "rope_theta", "attention_dropout", "dtype", "torch_dtype"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
-        *("transformers_version", "_name_or_path", "_model_name_or_path"),
-    )
-)
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _PROJECTION = r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)"
 _SCALE = re.compile(
     rf"model\.layers\.(\d+)\.(?:{_PROJECTION}\.(?:weight_scale|weight_scale_inv|input_scale)"
@@ -133,29 +175,20 @@ _SCALE = re.compile(
 """Tensors that fill no parameter, and that transformers renames into none."""
 
 
-def is_plain(folder: Path, config: Mapping[str, object]) -> bool:
-    """Tell whether transformers and compressed-tensors accept a folder's configs, without doubts.
-
-    False says nothing: they have to be asked.
-    """
-    return _find_family(config) is not None and has_plain_sections(folder, config)
-
-
-def read_plain_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry | None:
+def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry | None:
     """Give what `read_geometry` finds; None where it has to be asked."""
     family = _find_family(config)
     if family is None:
         return None
     checkpoint = open_leniently(folder)
-    shapes = dict(_list_parameters(family, config))
+    layers, shapes = _build(family, config)
     leftovers = [name for name in checkpoint.tensors if name not in shapes]
     scales = [_SCALE.fullmatch(name) for name in leftovers]
-    layers = int(str(config["num_hidden_layers"]))
-    if not all(found is not None and int(found[1]) < layers for found in scales):
+    if not all(found is not None and int(found[1]) < len(layers) for found in scales):
         return None
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied = {}
-    if config.get("tie_word_embeddings", family.is_tied):
+    if config.get("tie_word_embeddings", False):
         if embedding not in checkpoint:
             return None
         tied = {head: embedding}
@@ -164,9 +197,9 @@ def read_plain_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeom
     dtype = find_dtype(config) or stored_dtype(checkpoint)
     return ModelGeometry(
         architecture=f"{family.name}ForCausalLM",
-        model_type=str(config["model_type"]),
+        model_type=config["model_type"],
         checkpoint_dtype=dtype if dtype in _DTYPES else "bfloat16",
-        layers=tuple(_make_layer(family, config, index) for index in range(layers)),
+        layers=tuple(layers),
         matrices={
             name: (shape[0], shape[1])
             for name, shape in shapes.items()
@@ -184,83 +217,30 @@ def _split_numbers(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def _find_family(config: Mapping[str, object]) -> _Family | None:
+def _find_family(config: Mapping[str, Any]) -> _Family | None:
     """Find the row of a config of which every key is understood."""
-    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    family = FAMILIES.get(str(plain.pop("model_type", None)))
-    if family is None or plain.pop("architectures", None) != [f"{family.name}ForCausalLM"]:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
         return None
-    ropes = plain.pop("rope_scaling", None), plain.pop("rope_parameters", None)
-    known = {key for key in plain if key in _COMMON or key in family.keys}
-    if known != plain.keys() or not all(key in plain for key in _REQUIRED):
+    names = {"model_type": str, "architectures": [f"{family.name}ForCausalLM"]}
+    pattern = _Object({**_REQUIRED, **names}, {**_COMMON, **family.keys})
+    if not _fits({k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}, pattern):
         return None
-    if not all(_is_usual(_KINDS[key], plain[key]) for key in plain if key != "layer_types"):
-        return None
-    values: Any = plain
-    heads, head_dim = values["num_attention_heads"], _head_dim(family, values)
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    has_theta = "rope_theta" in config
+    has_scaling, has_parameters = (
+        config.get(key) is not None for key in ("rope_scaling", "rope_parameters")
+    )
     fits = (
-        not any(isinstance(values.get(f"{key}_token_id"), list) for key in ("bos", "unk"))
-        and (not family.pads or values.get("pad_token_id", 0) is not None)
-        and (values.get("pad_token_id") or 0) < values["vocab_size"]
-        and values["num_hidden_layers"] <= MAX_LAYERS
-        and values["hidden_size"] % heads == heads % values["num_key_value_heads"] == 0
-        and head_dim % 2 == 0
-        and (not family.window_period or values.get("sliding_window") is not None)
-        and _has_usual_types(family, values)
-        and _has_usual_rope(values, *ropes)
+        (config.get("pad_token_id") or 0) < config["vocab_size"]
+        and config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
+        and _head_dim(family, config) % 2 == 0
+        and len(config.get("layer_types", range(num_layers))) == num_layers
+        # the base of the angles is beside `rope_scaling`, or in `rope_parameters`
+        and not (has_parameters and (has_scaling or has_theta))
+        and not (has_scaling and not has_theta)
     )
     return family if fits else None
-
-
-def _is_usual(kind: str, value: object) -> bool:
-    """Tell whether transformers accepts a value, and engines have no reason not to."""
-    if isinstance(value, list):
-        return kind == "token" and bool(value) and all(_is_usual(kind, each) for each in value)
-    if kind in ("token", "padding", "size", "window") and value is not None:
-        return type(value) is int and (0 if kind in ("token", "padding") else 1) <= value < 1 << 31
-    if isinstance(value, str):
-        texts = {"activation": ("silu", "gelu", "gelu_pytorch_tanh", "relu"), "dtype": _DTYPES}
-        return kind == "text" or value in texts.get(kind, ())
-    if isinstance(value, bool):
-        return kind == "switch" or (kind == "off" and not value)
-    if kind in ("number", "dropout") and isinstance(value, int | float):
-        return 0 < value < 1e12 if kind == "number" else 0 <= value < 1
-    is_float = isinstance(value, float) and 0 < value < (1 if kind == "small" else 1e12)
-    return (kind in ("small", "float") and is_float) or (
-        kind in ("padding", "window") and value is None
-    )
-
-
-def _has_usual_types(family: _Family, config: Mapping[str, Any]) -> bool:
-    types = config.get("layer_types")
-    if types is None:
-        return "layer_types" not in config
-    usual = {_FULL, _WINDOW} if family.window_period else {_FULL}
-    is_list = isinstance(types, list) and len(types) == config["num_hidden_layers"]
-    return is_list and all(isinstance(each, str) and each in usual for each in types)
-
-
-def _has_usual_rope(config: Mapping[str, Any], scaling: object, parameters: object) -> bool:
-    """Accept plain angles, and those of Llama 3, in the keys of transformers 4 or of 5."""
-    if scaling is not None and parameters is not None:
-        return False
-    if scaling is None and parameters is None:
-        return True
-    given = {**parameters} if isinstance(parameters, dict) else {}
-    if isinstance(scaling, dict):
-        given = {**scaling, "rope_theta": config.get("rope_theta")}
-    elif "rope_theta" in config:
-        return False
-    kind = given.pop("rope_type", None)
-    wanted: tuple[str, ...] = ("rope_theta",)
-    if kind == "llama3":
-        wanted = ("rope_theta", *_LLAMA3)
-    elif kind != "default" or scaling is not None:
-        return False
-    if given.keys() != set(wanted) or not all(_is_usual("number", each) for each in given.values()):
-        return False
-    original = given.get("original_max_position_embeddings", 1)
-    return type(original) is int
 
 
 def _head_dim(family: _Family, config: Mapping[str, Any]) -> int:
@@ -268,98 +248,168 @@ def _head_dim(family: _Family, config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim", default))
 
 
-def _list_projections(
+def _build(
     family: _Family, config: Mapping[str, Any]
-) -> Iterator[tuple[str, int, int, int]]:
-    """List the linears of a layer: path, outputs, inputs and heads (0 where it has none)."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+) -> tuple[list[Layer], dict[str, tuple[int, ...]]]:
+    """Build the layers, and give the shape of every parameter of the class, in its order."""
+    hidden, inner, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = _head_dim(family, config)
-    yield "self_attn.q_proj", heads * head_dim, hidden, heads
-    yield "self_attn.k_proj", kv_heads * head_dim, hidden, kv_heads
-    yield "self_attn.v_proj", kv_heads * head_dim, hidden, kv_heads
-    yield "self_attn.o_proj", hidden, heads * head_dim, 0
-    yield "mlp.gate_proj", inner, hidden, 0
-    yield "mlp.up_proj", inner, hidden, 0
-    yield "mlp.down_proj", hidden, inner, 0
-
-
-def _list_parameters(
-    family: _Family, config: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """List every parameter of the class, with its shape."""
-    hidden = config["hidden_size"]
-    projections = list(_list_projections(family, config))
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    projections = (  # path, outputs, inputs, and heads or rows of the outputs
+        ("self_attn.q_proj", heads * head_dim, hidden, heads),
+        ("self_attn.k_proj", kv_heads * head_dim, hidden, kv_heads),
+        ("self_attn.v_proj", kv_heads * head_dim, hidden, kv_heads),
+        ("self_attn.o_proj", hidden, heads * head_dim, hidden),
+        ("mlp.gate_proj", inner, hidden, inner),
+        ("mlp.up_proj", inner, hidden, inner),
+        ("mlp.down_proj", hidden, inner, hidden),
+    )
+    window = None
+    if family.window is not None:
+        window = config.get("sliding_window", family.window)
+    layers: list[Layer] = []
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        for path, rows, columns, _ in projections:
-            if path == "mlp.gate_proj" and family.head_norm:
-                yield from _list_head_norms(family, config, layer)
-            yield f"{layer}.{path}.weight", (rows, columns)
-            switch = "mlp_bias" if path.startswith("mlp") else "attention_bias"
-            if config.get(switch, False) or path.removeprefix("self_attn.") in family.biased:
-                yield f"{layer}.{path}.bias", (rows,)
-        for norm in family.norms:
-            yield f"{layer}.{norm}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (config["vocab_size"], hidden)
-
-
-def _list_head_norms(
-    family: _Family, config: Mapping[str, Any], layer: str
-) -> Iterator[tuple[str, tuple[int]]]:
-    for name, key in (("q_norm", "num_attention_heads"), ("k_norm", "num_key_value_heads")):
-        heads = config[key] if family.head_norm == "all" else 1
-        yield f"{layer}.self_attn.{name}.weight", (heads * _head_dim(family, config),)
-
-
-def _make_layer(family: _Family, config: Mapping[str, Any], index: int) -> Layer:
-    module, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
-    window = config.get("sliding_window")
-    if family.name == "Mistral":
-        window = config.get("sliding_window", 4096)
-    elif not family.window_period or _layer_type(family, config, index) != _WINDOW:
-        window = None
-    return Layer(
-        index=index,
-        module=module,
-        mixer=f"{family.name}Attention",
-        attention=Attention(
-            module=attention,
-            checkpoint_module=attention,
+        linears = []
+        for path, rows, columns, count in projections:
+            section, _, name = path.partition(".")
+            weight = f"{layer}.{path}.weight"
+            if name == "gate_proj" and family.has_head_norms:
+                for norm in ("q_norm", "k_norm"):
+                    shapes[f"{layer}.self_attn.{norm}.weight"] = (head_dim,)
+            shapes[weight] = (rows, columns)
+            switch = "mlp_bias" if section == "mlp" else "attention_bias"
+            if config.get(switch, False) or name in family.biased:
+                shapes[f"{layer}.{path}.bias"] = (rows,)
+            linears.append(
+                Linear(
+                    module=f"{layer}.{path}",
+                    section="mlp" if section == "mlp" else "attention",
+                    root=f"{layer}.{section}",
+                    in_features=columns,
+                    out_features=rows,
+                    shard="row" if name in ("o_proj", "down_proj") else "column",
+                    parts=(Part(name=name, count=count, unit=rows // count, per_group=count),),
+                    weight_name=weight,
+                    checkpoint_name=weight,
+                )
+            )
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (hidden,)
+        attention = Attention(
+            module=f"{layer}.self_attn",
+            checkpoint_module=f"{layer}.self_attn",
             kind="heads",
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            k_head_dim=_head_dim(family, config),
-            v_head_dim=_head_dim(family, config),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            k_head_dim=head_dim,
+            v_head_dim=head_dim,
             sliding_window=window,
+        )
+        mixer = f"{family.name}Attention"
+        layers.append(
+            Layer(
+                index=index,
+                module=layer,
+                mixer=mixer,
+                attention=attention,
+                linears=tuple(linears),
+            )
+        )
+    return layers, {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+# --- sampling and quantization -------------------------------------------------------------------
+
+_FORMATS = ("float-quantized", "naive-quantized", "dense")
+_GENERATION = _Object(
+    {},
+    {
+        **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), bool),
+        **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
+        **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKEN),
+        "eos_token_id": _TOKENS,
+        **dict.fromkeys(("top_k", "max_length", "max_new_tokens"), _SIZE),
+        "temperature": _Number((float,), 1e-3, 2),
+        "top_p": _Number((float,), 1e-3, 1),
+        "repetition_penalty": _Number((float,), 1e-3, 10),
+        "transformers_version": str,
+    },
+)
+_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax", "mse", "memoryless_mse")
+_ONE_VALUE: Mapping[str, object] = {
+    "symmetric": True,
+    "observer_kwargs": {},
+    **dict.fromkeys(("actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"), None),
+}
+
+
+def _scheme(strategy: str, *, is_dynamic: bool = False, **sizes: object) -> _Object:
+    """Make the pattern of a scheme of FP8."""
+    required = {"num_bits": 8, "type": "float", "strategy": strategy, **sizes}
+    if is_dynamic:
+        return _Object({**required, "dynamic": True}, {**_ONE_VALUE, "observer": None})
+    return _Object(required, {**_ONE_VALUE, "dynamic": False, "observer": _OBSERVERS})
+
+
+_TENSOR = _scheme("tensor")
+_SECTION = _Object(
+    {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS,
+        "quantization_status": "compressed",
+        "config_groups": _Many(
+            dict,
+            _Object(
+                {
+                    "targets": _Many(list, str, least=1),
+                    "weights": (
+                        _TENSOR,
+                        _scheme("channel"),
+                        _scheme("block", block_structure=[128, 128]),
+                    ),
+                },
+                {
+                    "input_activations": (
+                        None,
+                        _TENSOR,
+                        _scheme("token", is_dynamic=True),
+                        _scheme("group", is_dynamic=True, group_size=128),
+                    ),
+                    "output_activations": None,
+                    "format": _FORMATS,
+                },
+            ),
         ),
-        linears=tuple(
-            _make_linear(module, path, rows, columns, heads)
-            for path, rows, columns, heads in _list_projections(family, config)
-        ),
-    )
+    },
+    {
+        "kv_cache_scheme": (None, _TENSOR),
+        "ignore": _Many(list, str),
+        "version": str,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    },
+)
+"""What `quantize`, overlays and llm-compressor write for FP8."""
 
 
-def _layer_type(family: _Family, config: Mapping[str, Any], index: int) -> str:
-    types = config.get("layer_types")
-    return (
-        str(types[index]) if types else (_WINDOW if (index + 1) % family.window_period else _FULL)
-    )
+def is_plain(folder: Path, config: Mapping[str, object]) -> bool:
+    """Tell whether transformers and compressed-tensors accept a folder's configs, without doubts.
 
-
-def _make_linear(layer: str, path: str, rows: int, columns: int, heads: int) -> Linear:
-    section, _, name = path.rpartition(".")
-    count = heads or rows
-    return Linear(
-        module=f"{layer}.{path}",
-        section="mlp" if section == "mlp" else "attention",
-        root=f"{layer}.{section}",
-        in_features=columns,
-        out_features=rows,
-        shard="row" if name in ("o_proj", "down_proj") else "column",
-        parts=(Part(name=name, count=count, unit=rows // count, per_group=count),),
-        weight_name=f"{layer}.{path}.weight",
-        checkpoint_name=f"{layer}.{path}.weight",
-    )
+    False says nothing: they have to be asked.
+    """
+    if _find_family(config) is None:
+        return False
+    section = next((section for _, section in find_quantization_configs(config)), {})
+    method = str(section.get("quant_method")).replace("_", "-")
+    if method == "compressed-tensors" and not _fits(section, _SECTION):
+        return False
+    path = folder / GENERATION_NAME
+    try:
+        return not path.is_file() or _fits(load_json_object(path), _GENERATION)
+    except ModelError:
+        return False

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, stored_dtype
+from fp8calib.checkpoint.header import INTEGERS
+from fp8calib.errors import ModelError, cut_list
 from fp8calib.model.module_paths import group_by_pattern, list_paths, match_modules
 from fp8calib.model.shapes import ModelGeometry, Role, Site
-from fp8calib.model.stored_parameters import (
-    check_stored_parameters,
-    find_absent,
-    list_leftovers,
+from fp8calib.model.topology import (
+    find_geometry,
+    find_text_decoder,
+    is_experts,
+    is_linear,
+    is_matrix,
 )
-from fp8calib.model.topology.find import find_geometry, find_text_decoder
-from fp8calib.model.topology.linears import is_experts
-from fp8calib.model.topology.search import is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
 
 
@@ -102,7 +105,7 @@ def list_skipped(
     yield from _list_inside(prepared)
     weights = prepared.weights
     drafters = {path for site in observed for path in list_paths(site.module)}
-    absent = sorted(group_by_pattern(find_absent(weights)), key=dot_natural_key)
+    absent = sorted(group_by_pattern(compare_names(weights)[0]), key=dot_natural_key)
     for names, why in (
         (
             [name for name in weights.unused if name not in drafters],
@@ -157,3 +160,158 @@ def _list_inside(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
                 applied[f"{name}.{leaf}"] = kind
     for name, paths in group_by_pattern(applied).items():
         yield name, f"{applied[paths[0]]} applies it itself, outside any linear: not observed"
+
+
+# --- stored parameters ---------------------------------------------------------------------------
+
+
+class UnfilledModelError(ModelError):
+    """The checkpoint and the model's class or config do not fit together."""
+
+
+def check_stored_parameters(weights: WeightSource) -> None:
+    """Refuse a checkpoint that does not hold the model that its config describes.
+
+    Raises:
+        UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head,
+            holds one in another shape, or has values for one that the config switches off.
+        ModelError: the checkpoint holds integers for a parameter.
+    """
+    model, stored = weights.model, weights.source
+    runs = is_run(model)
+    absent, leftovers = compare_names(weights)
+    if missing := [name for name in absent if runs(name)]:
+        raise missing_error(stored.folder, missing)
+    known = model.state_dict()
+    for name, tensor in weights.single_tensors.items():
+        entry = stored.tensors[tensor]
+        found = entry.shape
+        if name in known and tuple(found) != tuple(known[name].shape):
+            raise mismatch_error(stored.folder, name, found, known[name].shape)
+        if name in known and known[name].is_floating_point() and entry.dtype in INTEGERS:
+            raise ModelError(
+                f"{name} is stored in {entry.dtype}: the model is quantized, although its config "
+                "does not state it",
+                hint="use the unquantized model that it was made from",
+            )
+    if unused := list(_find_switched_off(weights, leftovers)):
+        raise UnfilledModelError(
+            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, but its config gives "
+            "the model no such parameter",
+            hint="use the config.json that the weights were saved with",
+        )
+
+
+def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Make a function that tells whether a parameter belongs to the text decoder or the lm_head."""
+    path, _ = find_text_decoder(model)
+    head = model.get_output_embeddings()
+    in_head = set() if head is None else set(head.modules())
+    return lambda name: (
+        name.startswith(f"{path}." if path else "") or _find_module(model, name) in in_head
+    )
+
+
+def list_leftovers(weights: WeightSource) -> list[str]:
+    """List the tensors that the model has no parameter for; numbers that differ are `*`.
+
+    Tensors below the paths of `weights.unused`, and buffers that models now compute, are not
+    listed.
+    """
+    covered = set(weights.unused)
+    leftovers = (name for names in compare_names(weights)[1].values() for name in names)
+    others = (name for name in leftovers if covered.isdisjoint(list_paths(name)))
+    return sorted(group_by_pattern(others), key=dot_natural_key)
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Find, for each tied parameter, the other parameters that share its memory."""
+    groups: dict[str, list[str]] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(source, [source]).append(target)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
+    """Make the error for parameters that a checkpoint lacks."""
+    return UnfilledModelError(
+        f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
+        "with random weights instead",
+        hint="download the weights again, or use the config.json that they were saved with",
+    )
+
+
+def mismatch_error(
+    folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
+) -> ModelError:
+    """Make the error for a parameter whose shapes in checkpoint and config differ."""
+    return UnfilledModelError(
+        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
+        hint="config.json and weights belong to two models; download both again",
+    )
+
+
+def compare_names(weights: WeightSource) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Compare the names of parameters and tensors, as transformers does.
+
+    Returns:
+        The parameters that no tensor fills; and the tensors that fill no parameter, by the names
+        that they would have in the model. The class tells which names do not count.
+    """
+    model, unmatched = weights.model, weights.unmatched
+    stored = {made for group in weights.parameters.values() for made in group}
+    known = model.state_dict(keep_vars=True)
+    filled = {id(known[name]) for name in stored if name in known}  # one object with two names
+    tied = tied_names(model)
+    computed = {name for name, _ in model.named_buffers()}
+    info = LoadStateDictInfo(
+        missing_keys={
+            name
+            for name, value in known.items()
+            if id(value) not in filled and stored.isdisjoint((name, *tied.get(name, ())))
+        },
+        unexpected_keys={
+            name for name in unmatched if computed.isdisjoint(_spellings(model, name))
+        },
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(info)
+    unexpected = sorted(info.unexpected_keys, key=dot_natural_key)
+    return sorted(info.missing_keys), {name: unmatched[name] for name in unexpected}
+
+
+def _find_switched_off(
+    weights: WeightSource, leftovers: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Find tensors for parameters that the config switches off, if their values have an effect.
+
+    Their modules are built without a parameter, such as a bias, that they could have.
+    """
+    model = weights.model
+    runs = is_run(model)
+    for name, tensors in leftovers.items():
+        leaf = name.rpartition(".")[2]
+        owners = (_find_module(model, each) for each in _spellings(model, name) if runs(each))
+        parameters = [owner._parameters for owner in owners if owner is not None]
+        if any(leaf in own and own[leaf] is None for own in parameters):
+            neutral = 1.0 if leaf == "weight" else 0.0
+            for stored in tensors:
+                if bool((weights.source.read(stored) != neutral).any()):
+                    yield stored
+
+
+def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str]:
+    """Give a name, and the name that it has in a checkpoint of the bare decoder."""
+    return name, f"{model.base_model_prefix}.{name}"
+
+
+def _find_module(model: PreTrainedModel, name: str) -> nn.Module | None:
+    """Find the module that a parameter of this name would belong to."""
+    try:
+        owner: nn.Module = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+    return owner

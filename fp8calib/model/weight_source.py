@@ -8,8 +8,9 @@ can load.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, cut_list, first_line
 from fp8calib.model.expert_layouts import EXPERT_LAYOUTS, Order
+from fp8calib.model.layouts import gate_up_parts
 from fp8calib.model.module_paths import list_paths
+from fp8calib.model.shapes import Linear, Part
+from fp8calib.model.tensor_parallel import owned_channels, owned_rows
+from fp8calib.model.topology import is_transposed
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 _EXPERT = r"\.experts\.\d*."
@@ -45,13 +50,20 @@ _Part = tuple[str, str | None]
 
 
 class WeightSource:
-    """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype."""
+    """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype.
+
+    Attributes:
+        model: the model, with or without weights.
+        source: the checkpoint that tensors are read from.
+        single_tensors: parameter -> name of its tensor, for each that is one whole tensor.
+        parameters: parameter or buffer -> all parameters that are made from the same tensors.
+        unmatched: name that the model has no parameter for -> the tensors that would be loaded
+            into it.
+    """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self.model = model
-        """The model, with or without weights."""
         self.source = checkpoint
-        """The checkpoint that tensors are read from."""
         self._loaded: Mapping[str, torch.Tensor] = {}
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
@@ -64,7 +76,6 @@ class WeightSource:
             for pattern in entry.source_patterns
         }
         self._parts = _map_names(model, checkpoint, conversions)
-        self._known = model.state_dict().keys()
         # not the changes of a prefix that the checkpoint does not have
         self._renamings = [
             entry.reverse_transform()
@@ -77,16 +88,18 @@ class WeightSource:
             for parameter, parts in self._parts.items()
             if len(parts) == 1 and parts[0][1] is None
         }
-        """Parameter -> name of its tensor, for each parameter that is one whole tensor."""
-
-    @property
-    def unmatched(self) -> Mapping[str, tuple[str, ...]]:
-        """Name that the model has no parameter for -> the tensors that would be loaded into it."""
-        return {
-            target: tuple(name for name, _ in parts)
-            for target, parts in self._parts.items()
-            if target not in self._known
-        }
+        known = model.state_dict().keys()
+        self.parameters: dict[str, tuple[str, ...]] = {}
+        self.unmatched: dict[str, tuple[str, ...]] = {}
+        for name, parts in self._parts.items():
+            pattern = parts[0][1]
+            if name not in known:
+                self.unmatched[name] = tuple(tensor for tensor, _ in parts)
+            elif pattern is None:
+                self.parameters[name] = (name,)
+            else:
+                first, *others = self._converters[pattern].target_patterns
+                self.parameters[name] = (name, *(name.replace(first, other) for other in others))
 
     @property
     def unused(self) -> list[str]:
@@ -95,8 +108,7 @@ class WeightSource:
         Vectors are ignored: old checkpoints hold buffers that models now compute.
         """
         unused = {name for names in self.unmatched.values() for name in names}
-        used = {name for parts in self._parts.values() for name, _ in parts} - unused
-        inside = {path for name in used for path in list_paths(name)}
+        inside = {path for name in self.tensor_names(self.parameters) for path in list_paths(name)}
         outside = {
             next(path for path in list_paths(name) if path not in inside)
             for name in unused
@@ -115,14 +127,12 @@ class WeightSource:
         """
         renamings = [each for each in self._renamings if not isinstance(each, PrefixChange)]
         found = []
-        for parameter, parts in self._parts.items():
-            if parameter not in self._known:
-                continue
+        for parameter in self.parameters:
             own = str(rename_source_key(parameter, renamings, [], reverse=True)[0])
             path = own.rpartition(".")[0].rpartition(".")[0]
             found += [
                 name
-                for name, pattern in parts
+                for name, pattern in self._parts[parameter]
                 if not (name == own if pattern is None else name.startswith(f"{path}."))
             ]
         return found
@@ -153,34 +163,15 @@ class WeightSource:
         other._loaded = loaded
         return other
 
-    @property
-    def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """Parameter or buffer -> all parameters that are made from the same tensors."""
-        made: dict[str, tuple[str, ...]] = {}
-        for name, ((_, pattern), *_) in self._parts.items():
-            if name in self._known:
-                targets = [name] if pattern is None else self._converters[pattern].target_patterns
-                others = (name.replace(targets[0], other) for other in targets[1:])
-                made[name] = (name, *others)
-        return made
-
     def read_all(self, parameter: str) -> Mapping[str, torch.Tensor]:
-        """Read a parameter and all others made from the same tensors (see `parameters`).
-
-        Raises:
-            ModelError: the checkpoint holds no tensor for it.
-        """
+        """Read a parameter and all others made from the same tensors (see `parameters`)."""
         parts = self._find(parameter)
         if (name := self.single_tensors.get(parameter)) is not None:
             return {parameter: self.source.read(name)}
         return self._convert(parameter, parts)
 
     def read(self, parameter: str) -> torch.Tensor:
-        """Read one parameter in the layout of the model and the dtype of the checkpoint.
-
-        Raises:
-            ModelError: the checkpoint holds no tensor for it.
-        """
+        """Read one parameter in the layout of the model and the dtype of the checkpoint."""
         if parameter in self._loaded:
             return self._loaded[parameter]
         return self.read_all(parameter)[parameter]
@@ -240,7 +231,12 @@ def _map_names(
     known = model.state_dict()
     parts: dict[str, list[_Part]] = defaultdict(list)
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
-        for alias in (name, _mixtral_name(name)):
+        # Also by Mixtral's names of an expert's projections, for checkpoints of llm-compressor:
+        # vLLM loads both (vLLM 0.32.0 `models/mixtral.py:hf_to_vllm_mapper`).
+        head, experts, tail = name.partition(".experts.")
+        for other, own in _MIXTRAL_NAMES.items():
+            tail = tail.replace(other, own)
+        for alias in (name, head + experts + tail):
             target, pattern = rename_source_key(
                 alias, renamings, converters, model.base_model_prefix, known
             )
@@ -252,21 +248,19 @@ def _map_names(
     return dict(parts)
 
 
-def _mixtral_name(name: str) -> str:
-    """Rename an expert's projection to Mixtral's names, for checkpoints of llm-compressor.
-
-    vLLM loads both names (vLLM 0.32.0 `models/mixtral.py:hf_to_vllm_mapper`).
-    """
-    head, experts, tail = name.partition(".experts.")
-    for other, own in _MIXTRAL_NAMES.items():
-        tail = tail.replace(other, own)
-    return head + experts + tail
-
-
 def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
     """List the converters that stack experts, one tensor each, into 3-D parameters, if any."""
-    experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
-    if experts is None:
+    for name, experts in model.named_modules():
+        weight = getattr(experts, "gate_up_proj", None)
+        if (
+            name.rpartition(".")[2] == "experts"
+            and isinstance(weight, nn.Parameter)
+            and weight.dim() == _STACK_AXES
+            and getattr(experts, "is_concatenated", True)
+            and not getattr(experts, "has_bias", False)
+        ):
+            break
+    else:
         return
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
     is_known = layout is not None and layout.order is Order.IN_OUT
@@ -284,13 +278,60 @@ def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]
     )
 
 
-def _is_stack(name: str, module: nn.Module) -> bool:
-    """Tell whether a module holds stacked experts, gate and up concatenated, without biases."""
-    weight = getattr(module, "gate_up_proj", None)
-    return (
-        name.rpartition(".")[2] == "experts"
-        and isinstance(weight, nn.Parameter)
-        and weight.dim() == _STACK_AXES
-        and getattr(module, "is_concatenated", True)
-        and not getattr(module, "has_bias", False)
-    )
+# --- linears -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearWeight:
+    """The weight of a linear, or of one expert of it."""
+
+    linear: Linear
+    expert: int | None
+    values: torch.Tensor
+    """[out, in], in the checkpoint's dtype; `linear.parts` describe its rows."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, with the index of the expert."""
+        index = "" if self.expert is None else f"[{self.expert}]"
+        return f"{self.linear.weight_name}{index}"
+
+    def cut(self, part: Part, tp: int, rank: int) -> torch.Tensor:
+        """Give the rows and channels of a part that a tensor-parallel rank owns."""
+        channels = owned_channels(self.linear, tp, rank)
+        rows = self.values[owned_rows(self.linear, part, tp, rank)]
+        return rows[:, channels.start : channels.stop]
+
+
+def read_linears(linears: Sequence[Linear], source: WeightSource) -> Iterator[LinearWeight]:
+    """Read the weights of linears, each parameter once, and stacked experts one by one."""
+    modules = dict(source.model.named_modules())
+    stacks: dict[str, list[Linear]] = defaultdict(list)
+    for linear in linears:
+        stacks[linear.weight_name].append(linear)
+    for linear in linears:
+        stacked = stacks.pop(linear.weight_name, [])
+        if linear.num_experts and stacked:
+            yield from _read_experts(modules[linear.runner], stacked, source)
+        elif not linear.num_experts:
+            values = source.read(linear.weight_name)
+            values = values.T if is_transposed(modules[linear.module]) else values
+            yield LinearWeight(linear=linear, expert=None, values=values)
+
+
+def _read_experts(
+    experts: nn.Module, linears: Sequence[Linear], source: WeightSource
+) -> Iterator[LinearWeight]:
+    parts: dict[str, torch.Tensor] = {}
+    """The rows of gate and of up."""
+    if (name := linears[0].weight_name).endswith("gate_up_proj"):
+        is_interleaved = not getattr(experts, "is_concatenated", True)
+        fused = gate_up_parts(2 * linears[0].out_features, interleaved=is_interleaved)
+        parts = {part.name: torch.tensor(part.rows(range(part.count))) for part in fused}
+    for expert, stored in enumerate(source.read_experts(name)):
+        weight = stored.T if getattr(experts, "is_transposed", False) else stored
+        for linear in linears:
+            part = parts.get(linear.module.rpartition(".")[2])
+            rows = None if part is None else part.to(weight.device, non_blocking=True)
+            values = weight if rows is None else weight[rows]
+            yield LinearWeight(linear=linear, expert=expert, values=values)

@@ -96,7 +96,8 @@ def _reduce(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
     if x.device.type != "cpu":
         return _max_norm(x, axes)
     if x.dtype in _HALVES:
-        return _codes(x).amax(axes).view(x.dtype).float()
+        # without its sign bit a float orders like an integer, inf and NaN above all numbers
+        return (x.view(torch.int16) & 0x7FFF).amax(axes).view(x.dtype).float()
     return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
 
 
@@ -104,11 +105,3 @@ def _max_norm(x: torch.Tensor, axes: int | tuple[int, ...] | None) -> torch.Tens
     narrow = None if x.dtype is torch.float64 else torch.float32
     found: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, axes, dtype=narrow)
     return found.float()
-
-
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """Give magnitudes of half floats as integer codes.
-
-    Without its sign bit a float orders like an integer, inf and NaN above all numbers.
-    """
-    return x.view(torch.int16) & 0x7FFF

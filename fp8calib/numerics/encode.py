@@ -41,15 +41,13 @@ def encode_exponents(scales: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(scales).exponent + 126).to(torch.uint8)
 
 
-def decode_exponents(codes: torch.Tensor) -> torch.Tensor:
-    """Give the fp32 powers of two of E8M0 codes in uint8; 255 is NaN."""
-    return codes.view(torch.float8_e8m0fnu).to(torch.float32)
-
-
 def decode_scale(stored: torch.Tensor) -> torch.Tensor:
-    """Give the scales that a checkpoint stores, in fp32: numbers, or the exponents of MXFP8."""
+    """Give the scales that a checkpoint stores, in fp32: numbers, or the exponents of MXFP8.
+
+    These are powers of two as uint8 (E8M0), of which 255 is NaN.
+    """
     if stored.dtype is torch.uint8:
-        return decode_exponents(stored)
+        return stored.view(torch.float8_e8m0fnu).to(torch.float32)
     return (stored.real if stored.is_complex() else stored).to(torch.float32)
 
 

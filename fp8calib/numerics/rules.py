@@ -7,7 +7,9 @@ amax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -70,10 +72,11 @@ class ScaleRules:
     fallback: Fallback | None = None
 
 
-_NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {
-    RuleKind.PERCENTILE: ("0 < P <= 100", lambda percent: 0 < percent <= 100),
-    RuleKind.HEADROOM: ("1 <= H <= 1024", lambda factor: 1 <= factor <= MOST_HEADROOM),
+_NUMBER_RANGES = {
+    RuleKind.PERCENTILE: ("0 < P <= 100", math.ulp(0.0), 100.0),
+    RuleKind.HEADROOM: ("1 <= H <= 1024", 1.0, MOST_HEADROOM),
 }
+"""Of the kinds that have a number, in words, and its least and largest."""
 KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0"
 
 
@@ -90,28 +93,19 @@ def parse_rule(text: str) -> Rule:
             hint="`fp8calib plan MODEL --max-ratio 1.01 --out DIR` writes a recipe with the rule "
             "of each K and V by which the model loses least",
         )
-    if name not in {str(kind) for kind in RuleKind}:
-        like = suggest(name, [str(kind) for kind in RuleKind])
-        raise _refusal(f"unknown rule {text!r}", like)
-    kind = RuleKind(name)
-    if kind not in _NUMBER_RANGES:
-        if colon:
-            raise _refusal(f"rule {text!r}: {name} takes no number")
-        return Rule(kind)
-    return Rule(kind, _parse_number(kind, text, number))
-
-
-def _parse_number(kind: RuleKind, text: str, number: str) -> float:
-    wanted, is_valid = _NUMBER_RANGES[kind]
-    try:
-        value = float(number)
-    except ValueError:
-        raise _refusal(f"rule {text!r}: needs a number, {wanted}") from None
-    if not is_valid(value):
-        raise _refusal(f"rule {text!r}: its number is not in {wanted}")
-    return value
-
-
-def _refusal(message: str, like: str = "") -> UsageError:
-    examples = "percentile:99.9 and headroom:1.5 are examples"
-    return UsageError(f"{message}; known: {KNOWN_RULES}", hint=f"{like} {examples}".strip())
+    kinds = {str(kind): kind for kind in RuleKind}
+    kind, value = kinds.get(name), 0.0
+    fault = f"unknown rule {text!r}" if kind is None else ""
+    if kind in _NUMBER_RANGES:
+        wanted, least, most = _NUMBER_RANGES[kind]
+        with suppress(ValueError):
+            value = float(number)
+        if not least <= value <= most:
+            fault = f"rule {text!r}: needs a number, {wanted}"
+    elif kind is not None and colon:
+        fault = f"rule {text!r}: {name} takes no number"
+    if kind is None or fault:
+        like = "" if kind else suggest(name, kinds)
+        examples = "percentile:99.9 and headroom:1.5 are examples"
+        raise UsageError(f"{fault}; known: {KNOWN_RULES}", hint=f"{like} {examples}".strip())
+    return Rule(kind, value)

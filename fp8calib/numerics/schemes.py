@@ -140,14 +140,9 @@ def name_mixed(scheme: str, *, is_mixed: bool) -> str:
     return f"{scheme}-mixed" if is_mixed else scheme
 
 
-def choose_block_scales(scheme: Scheme, *, power_of_two: bool) -> Scheme:
-    """Choose whether scales of blocks are powers of two.
-
-    vLLM's DeepGEMM rounds the weights of other scales again, to nearest.
-    """
-    if scheme.weights is not Granularity.BLOCK or scheme.is_mx:
-        return scheme
-    return replace(scheme, has_power_of_two_scales=power_of_two)
+def round_block_scales(scheme: Scheme) -> Scheme:
+    """Let the scales of weights be powers of two, if they are of blocks."""
+    return replace(scheme, has_power_of_two_scales=scheme.weights is Granularity.BLOCK)
 
 
 def find_nearest(stored: Scaling) -> Scheme:

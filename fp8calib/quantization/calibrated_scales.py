@@ -9,8 +9,7 @@ have the same prefix.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -71,11 +70,7 @@ def plan_checkpoint(
 
 
 def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
-    """Refuse statistics of another model.
-
-    Raises:
-        ModelError: the fingerprints differ.
-    """
+    """Refuse statistics of another model."""
     found = fingerprint_model(checkpoint.load_config(), checkpoint)
     measured = stats.header.model_fingerprint
     if found != measured:
@@ -91,10 +86,10 @@ def find_kv_scales(
     checkpoint: Checkpoint,
     dialect: Fp8Dialect,
     options: ScaleRules = _DEFAULTS,
-) -> CalibratedScales:
-    """Compute the scales of K and V; none if the statistics do not have them."""
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """Compute the scales of K and V, with notes; none if the statistics do not have them."""
     if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
-        return NO_SCALES
+        return {}, ()
     table = compute_kv_scales(
         stats, E4M3FN, rule=options.rule, rules=options.rules, fallback=options.fallback
     )
@@ -103,8 +98,7 @@ def find_kv_scales(
         has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint
         return dialect.name_kv(attention, role, has_projections)
 
-    kv = make_scale_tensors(table, name=name)
-    return CalibratedScales(inputs={}, kv=kv, notes=tuple(_explain_substitutes(table)))
+    return make_scale_tensors(table, name=name), _explain_substitutes(table)
 
 
 def find_scales(
@@ -114,19 +108,17 @@ def find_scales(
     selection: Selection,
     options: ScaleRules = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute the scales of K, V and static inputs of a checkpoint from statistics.
-
-    Raises:
-        ExportError: the statistics have no data for a site.
-    """
-    found = find_kv_scales(stats, checkpoint, settings.dialect, options)
+    """Compute the scales of K, V and static inputs of a checkpoint from statistics."""
+    kv, kv_notes = find_kv_scales(stats, checkpoint, settings.dialect, options)
     static, others = split_static(settings, selection)
-    if static:
-        inputs = find_input_scales(stats, static, others=others, options=options)
-        notes = (*inputs.notes, *found.notes)
-        found = replace(found, inputs=inputs.inputs, notes=notes)
-    origin = stats.origin if found.inputs or found.kv else None
-    return replace(found, origin=origin, geometry=stats.geometry)
+    inputs, notes = find_input_scales(stats, static, others=others, options=options)
+    return CalibratedScales(
+        inputs=inputs,
+        kv=kv,
+        origin=stats.origin if inputs or kv else None,
+        geometry=stats.geometry,
+        notes=(*notes, *kv_notes),
+    )
 
 
 def find_input_scales(
@@ -135,12 +127,14 @@ def find_input_scales(
     *,
     others: Collection[Matrix] = (),
     options: ScaleRules = _DEFAULTS,
-) -> CalibratedScales:
-    """Compute a static scale for the inputs of linears, whose weights are `quantized`.
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """Compute a static scale for the inputs of linears, whose weights are `quantized`, with notes.
 
     All experts of a layer share one for each fused projection, as in engines. `others` are the
     weights of linears without a static scale.
     """
+    if not quantized:
+        return {}, ()
     scales, named = InputScales(stats, options), _NamedInputs(stats)
     largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
     for matrix in quantized:
@@ -152,7 +146,7 @@ def find_input_scales(
         group = span_experts(matrix.fused_group)
         largest[group] = torch.maximum(largest[group], scales.of(linear, expert=expert))
     inputs = {matrix.module: largest[span_experts(matrix.fused_group)] for matrix in quantized}
-    return CalibratedScales(inputs=inputs, kv={}, notes=tuple(_explain_substitutes(scales.table)))
+    return inputs, _explain_substitutes(scales.table)
 
 
 def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Matrix], list[Matrix]]:
@@ -208,9 +202,6 @@ class InputScales:
         """Give the scale of a linear's input: fp32 [].
 
         For stacked experts it is their largest scale, unless one `expert` is named.
-
-        Raises:
-            ExportError: the statistics have no data for it.
         """
         if linear.section != "other":
             experts = linear.experts if expert is None else (expert,)
@@ -293,5 +284,5 @@ def _find_prefixes(layer: Layer) -> Iterator[str]:
     return iter(prefixes or {layer.module})
 
 
-def _explain_substitutes(table: ScaleTable) -> Iterable[str]:
-    return (f"{site}: {scale.why_not_observed}" for site, scale in table.not_observed())
+def _explain_substitutes(table: ScaleTable) -> tuple[str, ...]:
+    return tuple(f"{site}: {scale.why_not_observed}" for site, scale in table.not_observed())

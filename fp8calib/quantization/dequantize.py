@@ -19,9 +19,6 @@ def plan_dequantized(checkpoint: DecodedCheckpoint) -> CheckpointPlan:
     """Lay out every file; few bytes of weights are read, for the fingerprint.
 
     A file of the source that holds scales alone has no shard.
-
-    Raises:
-        ModelError: two files hold the same tensor.
     """
     refuse_duplicate_tensors(checkpoint)
     stored = checkpoint.stored
@@ -31,7 +28,7 @@ def plan_dequantized(checkpoint: DecodedCheckpoint) -> CheckpointPlan:
         tensor = OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=name)
         by_file[checkpoint.file_of(name).name].append(tensor)
     shards = tuple(
-        lay_out(name if checkpoint.is_sharded else SINGLE_FILE_NAME, by_file[name], metadata={})
+        lay_out(name if checkpoint.index else SINGLE_FILE_NAME, by_file[name], metadata={})
         for name in sorted(by_file)
     )
     config = replace_dtype(checkpoint.load_config(), checkpoint.dtype_name)

@@ -69,7 +69,7 @@ class Reason:
     """The part of the path that names the tower or projector that holds the module."""
 
 
-def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Reason | None:
+def find_default(module: str, *, rows: int, vocab_sizes: Collection[object]) -> Reason | None:
     """Explain why a linear stays unquantized by default; None when it is quantized.
 
     Args:

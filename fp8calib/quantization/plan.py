@@ -28,7 +28,7 @@ from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import MX_BLOCK, Scheme
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.select import Selection, select
+from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.settings import PlanSettings, check_layer_schemes
 from fp8calib.quantization.shard_layout import (
     Codes,
@@ -124,17 +124,11 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
-    selection = select(checkpoint, ignore=settings.ignore, drafters=settings.drafters)
+    found = find_selection(checkpoint, ignore=settings.ignore, drafters=settings.drafters)
+    selection = found.require()
     check_layer_schemes(settings, selection)
-    _refuse_partial_mx_blocks(settings, selection)
-    return selection
-
-
-def _refuse_partial_mx_blocks(settings: PlanSettings, selection: Selection) -> None:
-    """Refuse inputs that are not whole blocks of MXFP8, for which engines have no scale.
-
-    vLLM 0.32.0 `quantization/modelopt.py` (ValueError).
-    """
+    # Engines have no scale for inputs that are not whole blocks of MXFP8: vLLM 0.32.0
+    # `quantization/modelopt.py` (ValueError).
     size = MX_BLOCK[1]
     partial = [
         matrix
@@ -151,6 +145,7 @@ def _refuse_partial_mx_blocks(settings: PlanSettings, selection: Selection) -> N
             "smaller blocks",
             hint=f"add {spell_options(dict.fromkeys(names))}, or use another --scheme",
         )
+    return selection
 
 
 def make_plan(
@@ -171,9 +166,6 @@ def make_plan(
         scales: of inputs and of the KV cache; a linear of a static scheme needs an input scale.
         rounding: how weights are rounded, for the metadata; None means to nearest.
         measures_inputs: the scales of inputs follow from `rounding`.
-
-    Raises:
-        ModelError: two files hold the same tensor.
     """
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
@@ -234,7 +226,7 @@ def plan_files(
     engines read whole files.
     """
     sides, skipped = find_side_files(checkpoint)
-    names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
+    names = [f"{name} in {file_name}" for file_name, name in checkpoint.unlisted]
     if len(names) > _SHOWN:
         names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
     index = {}
@@ -262,39 +254,25 @@ def _lay_out_shards(
     scales: CalibratedScales,
     metadata: Mapping[str, str],
 ) -> Iterable[ShardLayout]:
-    quantized = _by_source(selection.quantized)
-    unquantized_experts = _by_source(selection.unquantized_experts)
+    made: dict[str, list[OutputTensor]] = defaultdict(list)
+    """By the tensor of the source that they are made from."""
+    for matrix in selection.quantized:
+        made[matrix.source] += _quantized_tensors(matrix, settings, scales)
+    for expert in selection.unquantized_experts:
+        made[expert.source].append(
+            OutputTensor(name=expert.tensor, dtype=expert.dtype, shape=expert.shape, content=expert)
+        )
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
-    for name in checkpoint.tensors:
-        file = checkpoint.file_of(name).name
-        if name in quantized:
-            for matrix in quantized[name]:
-                by_file[file] += _quantized_tensors(matrix, settings, scales)
-        elif name in unquantized_experts:
-            by_file[file] += [
-                OutputTensor(name=each.tensor, dtype=each.dtype, shape=each.shape, content=each)
-                for each in unquantized_experts[name]
-            ]
-        else:
-            entry = checkpoint.tensors[name]
-            by_file[file].append(
-                OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=name)
-            )
-    last = checkpoint.weight_files[-1].name
+    for name, entry in checkpoint.tensors.items():
+        copied = OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=name)
+        by_file[checkpoint.file_of(name).name] += made.get(name, [copied])
+    last = checkpoint.files[-1].path.name
     by_file[last] += [
         _constant(name, value, settings.dialect) for name, value in sorted(scales.kv.items())
     ]
-    for path in checkpoint.weight_files:
-        name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
+    for path in (file.path for file in checkpoint.files):
+        name = path.name if checkpoint.index else SINGLE_FILE_NAME
         yield lay_out(name, by_file[path.name], metadata=metadata)
-
-
-def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
-    """List the matrices that are read from each tensor."""
-    found: dict[str, list[Matrix]] = defaultdict(list)
-    for matrix in matrices:
-        found[matrix.source].append(matrix)
-    return found
 
 
 def _quantized_tensors(

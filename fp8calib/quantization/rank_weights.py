@@ -25,8 +25,7 @@ from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import require_free_space
-from fp8calib.checkpoint.output import explained
+from fp8calib.checkpoint.output import explained, require_free_space
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.formats.compute import compute_linear_scales
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
@@ -34,11 +33,10 @@ from fp8calib.formats.kv.json import name_rank_files
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.shapes import ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
-from fp8calib.model.topology.find import find_geometry
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.topology import find_geometry
+from fp8calib.model.weight_source import LinearWeight, WeightSource, read_linears
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.cast import encode
 from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
@@ -61,11 +59,7 @@ class RankWeights:
     source: WeightSource
 
     def write(self, folder: Path) -> list[str]:
-        """Write a file for every rank of every degree, and return their names.
-
-        Raises:
-            ExportError: a file cannot be written, or the disk is full.
-        """
+        """Write a file for every rank of every degree, and return their names."""
         names: list[str] = []
         for table in self.tables.values():
             files = list(name_rank_files(table.tp).values())

@@ -22,11 +22,7 @@ _OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
 def adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
-    """Give statistics the names that a quantized checkpoint of the same model has.
-
-    Raises:
-        ModelError: its config cannot be used, or it has another shape.
-    """
+    """Give statistics the names that a quantized checkpoint of the same model has."""
     from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
 
     geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
@@ -98,11 +94,7 @@ def relate_to_quantized(
 
 
 def compare_weights(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
-    """Compare a checkpoint, decoded if it can be, with the record of the calibrated model.
-
-    Raises:
-        ModelError: a tensor cannot be read.
-    """
+    """Compare a checkpoint, decoded if it can be, with the record of the calibrated model."""
     if find_quantized(checkpoint) is None:
         return compare_with_base(recorded, checkpoint)
     try:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.model.drafters import count_layers, is_drafted, number_layer
-from fp8calib.model.expert_classes import ClassStacks, ask_class, cut_name
-from fp8calib.model.expert_layouts import list_configs
+from fp8calib.model.expert_layouts import KnownStacks, cut_name, list_configs
 from fp8calib.model.module_paths import split_expert
 from fp8calib.quantization.ignored import (
     TOWER,
@@ -45,7 +45,6 @@ _OTHER_STACK = Reason("several matrices in a tensor, which are not the experts o
 _DRAFTER = Reason("a drafter (multi-token prediction), as other tools leave it")
 """ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
 copies it too (compressed-tensors 0.20.0, `utils/mtp.py`)."""
-_CACHE_HINT = "`fp8calib calibrate {} --out DIR` quantizes its KV cache alone"
 _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
@@ -75,20 +74,11 @@ class Selection:
     refusal: ModelError | None = None
     """Why no FP8 checkpoint of the model can be written."""
 
-
-def select(
-    checkpoint: Checkpoint, *, ignore: Collection[str] = (), drafters: bool = False
-) -> Selection:
-    """Choose the linears of a checkpoint that can be written in FP8 (`find_selection`).
-
-    Raises:
-        UsageError: a pattern names no linear.
-        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
-    """
-    found = find_selection(checkpoint, ignore=ignore, drafters=drafters)
-    if found.refusal is not None:
-        raise found.refusal
-    return found
+    def require(self) -> Self:
+        """Raise the refusal if there is one; else give the selection itself."""
+        if self.refusal is not None:
+            raise self.refusal
+        return self
 
 
 def find_selection(
@@ -103,17 +93,16 @@ def find_selection(
         checkpoint: an unquantized checkpoint.
         ignore: the user's patterns (`match_patterns`).
         drafters: quantize drafters too.
-
-    Raises:
-        UsageError: a pattern names no linear.
     """
     config = checkpoint.load_config()
     stacks = ExpertStacks(config, checkpoint.tensors)
     split = {name: stacks.split(name) for name in checkpoint.tensors}
-    known = ClassStacks()
+    known = KnownStacks()
     if not stacks.unserved and any(
         _is_stacked(name, entry) and not split[name] for name, entry in checkpoint.tensors.items()
     ):
+        from fp8calib.model.geometry_from_config import ask_class  # noqa: PLC0415 -- transformers
+
         known = ask_class(checkpoint.folder, config)
         stacks = ExpertStacks(config, checkpoint.tensors, known)
         split = {name: stacks.split(name) for name in checkpoint.tensors}
@@ -230,7 +219,7 @@ def _make_reason_finder(
     drafters: bool,
 ) -> Callable[[str, TensorEntry, Collection[Matrix]], Reason | None]:
     """Make the function that gives the reason why a tensor stays unquantized, or None."""
-    sizes = {size for size in _find_values(config, "vocab_size") if isinstance(size, int)}
+    sizes = [inner.get("vocab_size") for inner in list_configs(config)]
     num_layers = count_layers(config)
     has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
     # the modules with the projections of a first-generation Mamba mixer
@@ -238,39 +227,32 @@ def _make_reason_finder(
     found = [{n.removesuffix(s) for n in checkpoint.tensors if n.endswith(s)} for s in signs]
     mixers = frozenset.intersection(*map(frozenset, found))
 
-    def find(name: str, entry: TensorEntry, inside: Collection[Matrix]) -> Reason | None:
+    def list_reasons(
+        name: str, entry: TensorEntry, inside: Collection[Matrix]
+    ) -> Iterator[Reason | None]:
         module = name.removesuffix(SUFFIX)
         if module in ignored:
-            return Reason(f"--ignore {ignored[module]}")
+            yield Reason(f"--ignore {ignored[module]}")
         if entry.dtype not in FLOATS:
-            return Reason(f"stored in {entry.dtype}")
-        known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
-        if reason := known or _find_reason_of_experts(name, inside, ignored):
-            return reason
+            yield Reason(f"stored in {entry.dtype}")
+        yield find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
+        named = [ignored[item.module] for item in inside if item.module in ignored]
+        if named and len(named) < len(inside):
+            raise UsageError(
+                f"--ignore {named[0]}: names {len(named)} of the {len(inside)} matrices in {name}",
+                hint="experts stored in one tensor are quantized together: name the tensor, or all "
+                "its experts",
+            )
+        if named:
+            yield Reason(f"--ignore {named[0]}")
         if not drafters and is_drafted(module, num_layers):
-            return _DRAFTER
+            yield _DRAFTER
         if module.rpartition(".")[0] in mixers and _is_linear(name, entry):
-            return _MAMBA
-        is_encoder = has_text_part and module.startswith(_ENCODER)
-        return _ENCODER_TOWER if is_encoder else None
+            yield _MAMBA
+        if has_text_part and module.startswith(_ENCODER):
+            yield _ENCODER_TOWER
 
-    return find
-
-
-def _find_reason_of_experts(
-    name: str, inside: Collection[Matrix], ignored: Mapping[str, str]
-) -> Reason | None:
-    """Find the pattern that leaves a stack of experts unquantized; None if there is none."""
-    named = [ignored[item.module] for item in inside if item.module in ignored]
-    if not named:
-        return None
-    if len(named) < len(inside):
-        raise UsageError(
-            f"--ignore {named[0]}: names {len(named)} of the {len(inside)} matrices in {name}",
-            hint="experts stored in one tensor are quantized together: name the tensor, or all its "
-            "experts",
-        )
-    return Reason(f"--ignore {named[0]}")
+    return lambda *tensor: next(filter(None, list_reasons(*tensor)), None)
 
 
 def _is_stacked(name: str, entry: TensorEntry) -> bool:
@@ -290,8 +272,8 @@ def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> Mo
     hint += f"add {spell_options([pattern])}"
     if stacks.unserved:
         hint = (
-            f"{_CACHE_HINT.format(shlex.quote(str(checkpoint.folder)))}; with its experts "
-            "unquantized, vLLM and SGLang cannot use the other linears in FP8"
+            f"{_hint_at_cache(checkpoint)}; with its experts unquantized, vLLM and SGLang cannot "
+            "use the other linears in FP8"
         )
     return ModelError(
         f"{checkpoint.folder}: {name} {shape} holds several matrices, {stacks.explain_unknown()}",
@@ -300,26 +282,25 @@ def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> Mo
 
 
 def _refuse_linears(
-    checkpoint: Checkpoint, config: Mapping[str, object], quantized: Collection[Matrix]
+    checkpoint: Checkpoint, config: Mapping[str, object], quantized: Sequence[Matrix]
 ) -> ModelError | None:
+    why = ""
     if not quantized:
-        return ModelError(
-            f"{checkpoint.folder}: there is no linear to quantize: all 2-D *.weight tensors are "
-            "left out by name, by dtype, or by --ignore",
-            hint=_CACHE_HINT.format(shlex.quote(str(checkpoint.folder))),
+        why = (
+            "there is no linear to quantize: all 2-D *.weight tensors are left out by name, by "
+            "dtype, or by --ignore"
         )
-    for model_type in _find_values(config, "model_type"):
-        if model_type in _CONV1D_TYPES:
-            example = next(iter(quantized))
-            return ModelError(
-                f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
-                f"{example.tensor} {list(example.shape)}; engines cannot load these in FP8",
-                hint=_CACHE_HINT.format(shlex.quote(str(checkpoint.folder))),
-            )
-    return None
+    types = [str(inner.get("model_type")) for inner in list_configs(config)]
+    model_type = next((each for each in types if each in _CONV1D_TYPES), None)
+    if quantized and model_type:
+        why = (
+            f"{model_type} keeps its weights [in, out] (Conv1D), as in {quantized[0].tensor} "
+            f"{list(quantized[0].shape)}; engines cannot load these in FP8"
+        )
+    hint = _hint_at_cache(checkpoint)
+    return ModelError(f"{checkpoint.folder}: {why}", hint=hint) if why else None
 
 
-def _find_values(config: Mapping[str, object], key: str) -> Iterator[object]:
-    """Find every value of a key in a config and the configs inside it."""
-    found = (inner.get(key) for inner in list_configs(config))
-    return (value for value in found if isinstance(value, str | int))
+def _hint_at_cache(checkpoint: Checkpoint) -> str:
+    folder = shlex.quote(str(checkpoint.folder))
+    return f"`fp8calib calibrate {folder} --out DIR` quantizes its KV cache alone"

@@ -16,7 +16,6 @@ from fp8calib.formats.fp8.registry import find_written, list_written_fp8
 from fp8calib.model.module_paths import name_fused_group, split_expert
 from fp8calib.numerics.schemes import (
     Scheme,
-    choose_block_scales,
     find_scheme,
     list_without_calibration,
     name_mixed,
@@ -88,7 +87,6 @@ def make_settings(
     *,
     dialect: str = COMPRESSED_TENSORS.name,
     drafters: bool = False,
-    power_of_two: bool = False,
     measures_inputs: bool = True,
 ) -> PlanSettings:
     """Find schemes and dialect by their names.
@@ -99,7 +97,6 @@ def make_settings(
         ignore: patterns of linears that stay unquantized.
         dialect: of the checkpoint.
         drafters: whether drafters are quantized too.
-        power_of_two: whether scales of blocks are powers of two.
         measures_inputs: whether the scales of static inputs are known, or will be.
 
     Raises:
@@ -107,10 +104,7 @@ def make_settings(
             missing.
     """
     chosen = {
-        pattern: choose_block_scales(
-            find_scheme(name, option=pattern and f"{_OPTION} {pattern}={name}"),
-            power_of_two=power_of_two,
-        )
+        pattern: find_scheme(name, option=pattern and f"{_OPTION} {pattern}={name}")
         for pattern, name in {"": scheme, **(layer_schemes or {})}.items()
     }
     default = chosen.pop("")

@@ -17,9 +17,8 @@ from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.numerics.encode import encode_blocks, encode_exponents, encode_rows
-from fp8calib.numerics.schemes import Granularity, Scheme, count_parts
-from fp8calib.quantization.all_zero import AllZeroWeight
-from fp8calib.quantization.matrices import Matrix
+from fp8calib.numerics.schemes import Granularity, count_parts
+from fp8calib.quantization.matrices import AllZeroWeight, Matrix
 from fp8calib.quantization.shard_layout import Codes, OutputTensor, ShardLayout
 from fp8calib.quantization.weights import (
     CHUNK_BYTES,
@@ -110,37 +109,33 @@ class ShardWriter:
         content, checkpoint = tensor.content, self._reader.checkpoint
         if isinstance(content, Codes):
             return self._start_codes(tensor, content)
+        if isinstance(content, torch.Tensor):
+            self._put_scale(tensor, content)
         chunks: Iterable[range] = ()
-        write: Callable[[range], None] = partial(self._copy_bytes, tensor)
+        write = partial(self._copy_bytes, tensor)
         if isinstance(content, Matrix):
             chunks = split_rows(content)
-            write = partial(self._copy_rows, tensor, partial(self._reader.read, content))
-        elif isinstance(content, str) and checkpoint.form_of(content):
-            # a part of a row costs the whole row
-            num_rows = tensor.shape[0]
-            chunks = split(num_rows, max(1, CHUNK_BYTES * num_rows // tensor.size_bytes))
-            write = partial(
-                self._copy_rows,
-                tensor,
-                lambda rows: checkpoint.read_rows(tensor.name, rows.start, rows.stop),
-            )
+            write = partial(self._copy_rows, tensor, content)
         elif isinstance(content, str):
-            chunks = split(tensor.size_bytes, CHUNK_BYTES)
-        elif content is not None:
-            self._put_scale(tensor, content)
+            step = CHUNK_BYTES
+            if checkpoint.form_of(content):  # a part of a row costs the whole row
+                row_bytes = tensor.size_bytes // tensor.shape[0]
+                step = max(1, step // row_bytes) * row_bytes
+            chunks = split(tensor.size_bytes, step)
         return [self._reader.pool.submit(write, chunk) for chunk in chunks], lambda: None
 
     def _copy_bytes(self, tensor: OutputTensor, span: range) -> None:
         data = self._reader.checkpoint.read_bytes(tensor.name, span.start, span.stop)
         if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
-            _require_numbers(tensor, data.view(TORCH_DTYPES[tensor.dtype]), span.start)
+            # a norm or a bias; infinity is allowed, because it can be a mask
+            values = data.view(TORCH_DTYPES[tensor.dtype])
+            if bool((found := values.isnan()).any()):
+                index = span.start // values.element_size() + int(found.nonzero()[0])
+                raise nonfinite_tensor_error(tensor.name, nan, [index])
         self._put(self._shard.starts[tensor.name] + span.start, data.numpy().data)
 
-    def _copy_rows(
-        self, tensor: OutputTensor, read: Callable[[range], torch.Tensor], rows: range
-    ) -> None:
-        """Copy rows of a tensor that the source decodes, or of a matrix of a stack."""
-        self._put_rows(tensor, rows, read(rows).to(TORCH_DTYPES[tensor.dtype]))
+    def _copy_rows(self, tensor: OutputTensor, matrix: Matrix, rows: range) -> None:
+        self._put_rows(tensor, rows, self._reader.read(matrix, rows))
 
     def _start_codes(self, tensor: OutputTensor, content: Codes) -> _Started:
         """Start a weight; one with a scale per row or block needs only one reading."""
@@ -164,9 +159,12 @@ class ShardWriter:
                 found[first : first + len(amax)] = amax
                 scale = scale_parts(amax, scheme)
             if rounded is not None:
-                self._put_rows(tensor, rows, rounded.read(matrix, rows))
+                codes = rounded.read(matrix, rows)
+            elif scheme.weights is Granularity.BLOCK:
+                codes = encode_blocks(values, scale, scheme.block)
             else:
-                self._put_rows(tensor, rows, _encode(values, scale, scheme))
+                codes = encode_rows(values, scale.reshape(-1, 1))
+            self._put_rows(tensor, rows, codes)
 
         def finish() -> None:
             scale, all_zero = whole or self._scales.of_parts(matrix, scheme, found)
@@ -193,21 +191,7 @@ class ShardWriter:
             view, offset = view[written:], offset + written
 
 
-def _encode(values: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Encode rows of a weight with its scale, or with those of these rows or their blocks."""
-    if scheme.weights is Granularity.BLOCK:
-        return encode_blocks(values, scale, scheme.block)
-    return encode_rows(values, scale.reshape(-1, 1))
-
-
 def encode_scale(tensor: OutputTensor, scale: torch.Tensor) -> bytes:
     """Give the data of a scale in the dtype of its tensor: fp32, or exponents."""
     stored = encode_exponents(scale) if tensor.dtype == "U8" else scale.to(torch.float32)
     return stored.contiguous().numpy().tobytes()
-
-
-def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) -> None:
-    """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
-    if bool((found := values.isnan()).any()):
-        index = offset // values.element_size() + int(found.nonzero()[0])
-        raise nonfinite_tensor_error(tensor.name, nan, [index])

@@ -16,8 +16,7 @@ from fp8calib.numerics.amax import block_amax, row_amax, tensor_amax
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
-from fp8calib.quantization.all_zero import AllZeroWeight
-from fp8calib.quantization.matrices import Matrix
+from fp8calib.quantization.matrices import AllZeroWeight, Matrix
 
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""
@@ -51,11 +50,7 @@ class WeightReader:
         return values.to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
-        """Give the amax of whole weights; each is read only once.
-
-        Raises:
-            ModelError: a weight holds NaN or infinity; the message names the tensor and the index.
-        """
+        """Give the amax of whole weights; each is read only once."""
         unknown = [matrix for matrix in matrices if matrix.module not in self._amax]
         started: list[list[Future[float]]] = [
             [self.pool.submit(self._measure_rows, matrix, rows) for rows in split_rows(matrix)]
@@ -91,11 +86,7 @@ def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
 
 
 def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torch.Tensor) -> None:
-    """Refuse rows of a weight that hold NaN or infinity, as `amax`, which covers them, shows.
-
-    Raises:
-        ModelError: naming the tensor and the index.
-    """
+    """Refuse rows of a weight that hold NaN or infinity, as `amax`, which covers them, shows."""
     if bool(amax.isfinite().all()):
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()

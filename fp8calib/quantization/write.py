@@ -7,9 +7,8 @@ a tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,19 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     list_files,
     output_folder,
     remove_progress_file,
+    require_free_space,
     write_file_atomic,
 )
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.machine import count_processors
 from fp8calib.model.device import one_thread
-from fp8calib.quantization.all_zero import AllZeroWeight
+from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.quantization.plan import CheckpointPlan, QuantizePlan
 from fp8calib.quantization.shard_layout import Codes, ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter, WeightCodes, encode_scale
@@ -86,7 +85,8 @@ def write_checkpoint(
         force=force,
         inputs=[checkpoint.folder, *inputs],
     )
-    with folder as staging, _open_threads() as pool:
+    threads = ThreadPoolExecutor(min(count_processors(), _MAX_THREADS))
+    with folder as staging, one_thread(), threads as pool:
         reader = WeightReader(checkpoint, pool, device=device)
         scales = WeightScales(plan.list_matrices(), reader)
         progress = json.loads((staging / PROGRESS_NAME).read_bytes())
@@ -143,14 +143,6 @@ def _is_shard(path: Path, shard: ShardLayout) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(shard.head)) == shard.head
-
-
-@contextmanager
-def _open_threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a pool with a thread per core, in which torch starts no threads of its own."""
-    count = min(count_processors(), _MAX_THREADS)
-    with one_thread(), ThreadPoolExecutor(count) as pool:
-        yield pool
 
 
 def write_outline(plan: QuantizePlan, folder: Path) -> None:

@@ -20,8 +20,7 @@ from fp8calib.calibration.calibration_stats import (
 from fp8calib.calibration.unquantized_tensors import compare_with_base
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import read_header
-from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.checkpoint.locations import require_path
+from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.formats.compute import compute_kv_scales

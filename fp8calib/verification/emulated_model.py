@@ -24,7 +24,7 @@ from fp8calib.model.live_model import LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import ModelGeometry
-from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
+from fp8calib.model.topology import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (

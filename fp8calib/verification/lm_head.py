@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fp8calib.calibration.decoder import replaced_forward
 from fp8calib.errors import VerificationError, first_line
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology import find_text_decoder
 
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 

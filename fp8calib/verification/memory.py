@@ -14,7 +14,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.run_model import RunModel
 from fp8calib.calibration.streamed_model import StreamedModel, open_streamed
 from fp8calib.errors import UsageError
-from fp8calib.model.dtype import DTYPES
+from fp8calib.model.device import DTYPES
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel

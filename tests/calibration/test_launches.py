@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.calibration import passes, reductions
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.topology import find_geometry
 from scripts.benchmarks.launches import (
     HAS_KERNELS,
     WorkCounter,

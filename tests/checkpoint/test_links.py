@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.locations import refuse_external_links
 from fp8calib.errors import ModelError
 
 

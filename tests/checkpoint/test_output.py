@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from fp8calib.checkpoint import output
-from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.output import (
     check_output,
     check_output_file,
     output_folder,
+    require_free_space,
     write_file_atomic,
 )
 from fp8calib.errors import ExportError, UsageError

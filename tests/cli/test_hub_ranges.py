@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.checkpoint.ranges import RangedFile, find_ranged_file
+from fp8calib.checkpoint.hub import RangedFile, find_ranged_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, succeed

@@ -26,7 +26,7 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import PlanSettings
 from tests import zoo
 from tests.cli.program import succeed
@@ -63,7 +63,7 @@ def make(
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
-        scales = find_scales(stats, checkpoint, settings, select(checkpoint))
+        scales = find_scales(stats, checkpoint, settings, find_selection(checkpoint).require())
     ignored = (ignore,) if ignore else ()
     return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
 

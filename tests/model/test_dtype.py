@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.model import dtype as chosen
-from fp8calib.model.dtype import choose_dtype
+from fp8calib.model import device as chosen
+from fp8calib.model.device import choose_dtype
 
 
 @pytest.fixture

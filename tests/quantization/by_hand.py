@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.formats.fp8.registry import find_written
-from fp8calib.numerics.schemes import choose_block_scales, find_scheme
+from fp8calib.numerics.schemes import find_scheme, round_block_scales
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.plan import (
     NO_SCALES,
@@ -138,7 +138,7 @@ def run(
 ) -> Run:
     found = find_scheme(scheme)
     if power_of_two:
-        found = choose_block_scales(found, power_of_two=True)
+        found = round_block_scales(found)
     others = {pattern: find_scheme(name) for pattern, name in layer_schemes.items()}
     asked = PlanSettings(
         scheme=found, by_pattern=others, dialect=find_written(form, found), **settings

@@ -16,8 +16,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.formats.fp8.registry import list_written_fp8
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
-from fp8calib.model.projections import LinearWeight
 from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Part, Role, Site
+from fp8calib.model.weight_source import LinearWeight
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.quantization.calibrated_scales import (
     find_input_scales,
@@ -26,7 +26,7 @@ from fp8calib.quantization.calibrated_scales import (
 )
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.rank_weights import adopt_scales
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from tests.doors import make_plan, run_calibration
 from tests.quantization.stacked import STACKED
 from tests.truth import brute_force
@@ -39,11 +39,11 @@ DOWN = {"w2", "down_proj"}
 
 def pick(folder: Path, *ignore: str) -> tuple[Matrix, ...]:
     with Checkpoint.open(folder) as checkpoint:
-        return select(checkpoint, ignore=ignore).quantized
+        return find_selection(checkpoint, ignore=ignore).require().quantized
 
 
 def find(stats: CalibrationStats, folder: Path) -> dict[str, float]:
-    scales = find_input_scales(stats, pick(folder)).inputs
+    scales = find_input_scales(stats, pick(folder))[0]
     return {name: float(value) for name, value in scales.items()}
 
 
@@ -106,14 +106,14 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     rest = pick(tmp_path, option)
     assert not any(".experts." in matrix.module for matrix in rest)
     assert any(".shared_expert." in matrix.module for matrix in rest)
-    assert len(find_input_scales(stats, rest).inputs) == len(rest)
+    assert len(find_input_scales(stats, rest)[0]) == len(rest)
 
 
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         for form in list_written_fp8():
-            kv = find_kv_scales(stats, checkpoint, form).kv
+            kv = find_kv_scales(stats, checkpoint, form)[0]
             assert len(kv) == 4
             for layer, pairs in truth.kv.items():
                 for place, role in enumerate("kv"):
@@ -129,14 +129,14 @@ def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:
     site = Site("model.layers.0.mlp.down_proj", Role.INPUT)
     dead = replace(stats.sites[site], amax=stats.sites[site].amax * 0)
     stats = replace(stats, sites={**stats.sites, site: dead})
-    found = find_input_scales(stats, pick(tmp_path / "model"))
+    found, notes = find_input_scales(stats, pick(tmp_path / "model"))
     layer = [
         value.item()
-        for name, value in found.inputs.items()
+        for name, value in found.items()
         if "layers.0" in name and "down_proj" not in name
     ]
-    assert found.inputs[site.module].item() == max(layer)
-    assert any(note.startswith(f"{site}: ") for note in found.notes)
+    assert found[site.module].item() == max(layer)
+    assert any(note.startswith(f"{site}: ") for note in notes)
 
 
 # --- compound scales -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from tests.quantization.by_hand import random, save
 
 MODELOPT = "ModelOpt modelopt_recipes/configs/ptq/units/default_disabled_quantizers.yaml"
@@ -211,7 +211,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     }
     folder = save(tmp_path_factory.mktemp("lists") / "m", tensors, num_hidden_layers=45)
     with Checkpoint.open(folder) as checkpoint:
-        return {matrix.module for matrix in select(checkpoint).quantized}
+        return {matrix.module for matrix in find_selection(checkpoint).require().quantized}
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.pattern)

@@ -16,7 +16,7 @@ from fp8calib.errors import UsageError
 from fp8calib.formats.fp8.registry import find_written
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales, make_plan
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import PlanSettings
 from fp8calib.quantization.write import find_finished, write_checkpoint
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, run, save
@@ -48,7 +48,7 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
         plan = make_plan(
             checkpoint,
             PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found)),
-            select(checkpoint),
+            find_selection(checkpoint).require(),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)
         write_checkpoint(

@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.quantization.select import Selection, select
+from fp8calib.quantization.select import Selection, find_selection
 from fp8calib.quantization.sources.decoded import check_unquantized
 from tests.quantization.by_hand import LAYER, Tensors, make_tensors, random, save
 
@@ -19,7 +19,7 @@ MATRIX = random(32, 48, seed=0)
 def pick(folder: Path, tensors: Tensors, *ignore: str, **config: object) -> Selection:
     save(folder, tensors, **config)
     with Checkpoint.open(folder) as checkpoint:
-        return select(checkpoint, ignore=ignore)
+        return find_selection(checkpoint, ignore=ignore).require()
 
 
 def taken(selection: Selection) -> set[str]:
@@ -237,7 +237,7 @@ def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path
     }
     save(tmp_path, tensors, num_hidden_layers=2)
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = select(checkpoint)
+        found = find_selection(checkpoint).require()
     assert [matrix.module for matrix in found.quantized] == ["model.layers.1.mamba.in_proj"]
     assert {item.module for item in found.unquantized} == {
         f"model.layers.0.mamba.{name}" for name in ("x_proj", "dt_proj", "in_proj", "out_proj")

@@ -21,7 +21,7 @@ from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from tests import zoo
 from tests.doors import make_plan, run_calibration
 from tests.kit.models import build_gemma3
@@ -78,8 +78,8 @@ def test_logits_are_those_the_emulation_predicts(
     scheme: str, folder: Path, subject: Subject, stats: CalibrationStats, tmp_path: Path
 ) -> None:
     with Checkpoint.open(folder) as checkpoint:
-        taken = select(checkpoint).quantized
-    inputs = find_input_scales(stats, taken).inputs
+        taken = find_selection(checkpoint).require().quantized
+    inputs = find_input_scales(stats, taken)[0]
     scales = CalibratedScales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -99,8 +99,8 @@ def test_logits_of_several_schemes_are_those_the_emulation_predicts(
 ) -> None:
     """Read from the checkpoint, whose linears all have the scheme of their pattern."""
     with Checkpoint.open(folder) as checkpoint:
-        taken = select(checkpoint).quantized
-    inputs = find_input_scales(stats, taken).inputs
+        taken = find_selection(checkpoint).require().quantized
+    inputs = find_input_scales(stats, taken)[0]
     scales = CalibratedScales(inputs=inputs, kv={})
     choice = {"*.down_proj": "w8a16", "*.layers.1.mlp": "fp8-block", "*.o_proj": "fp8-static"}
     out = run(folder, tmp_path / "out", "fp8-dynamic", scales=scales, layer_schemes=choice).out

@@ -34,7 +34,7 @@ from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import ModelGeometry, Site
-from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import Scheme

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology import find_text_decoder
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import SCHEMES, Granularity
 from fp8calib.verification.emulation.candidate import Candidate

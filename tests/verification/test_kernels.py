@@ -14,7 +14,7 @@ from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.kernel_trial import agree
 from fp8calib.data.sequences import Batch
-from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.topology import find_geometry
 from fp8calib.numerics.amax import tokens_first
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity

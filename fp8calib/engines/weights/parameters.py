@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, product
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.ranges import find_ranged_file
+from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.engines.facts.classes import ClassMap, make_pattern
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike

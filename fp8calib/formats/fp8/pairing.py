@@ -151,9 +151,9 @@ def _find_one(
 
 
 def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str:
-    beside = [item for item in checkpoint.unlisted if item.name in candidates]
-    if beside:
-        return f"{beside[0].name} is in {beside[0].file_name}, but not in the index"
+    for file_name, name in checkpoint.unlisted:
+        if name in candidates:
+            return f"{name} is in {file_name}, but not in the index"
     return _NO_SCALE_HINT
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
-from fp8calib.checkpoint.links import refuse_external_link
+from fp8calib.checkpoint.locations import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.formats.kv.validate import check_model_type
 from fp8calib.formats.metadata import find_format

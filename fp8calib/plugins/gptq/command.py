@@ -37,9 +37,9 @@ from fp8calib.commands.stats import read_stats
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.model.device import choose_device
 from fp8calib.model.load import open_source
-from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.model.prepared import UnfilledModelError
 from fp8calib.numerics.rules import ScaleRules
-from fp8calib.numerics.schemes import list_without_calibration
+from fp8calib.numerics.schemes import list_without_calibration, round_block_scales
 from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.plugins.gptq.input_map import map_inputs
@@ -90,14 +90,16 @@ def run(request: GptqRequest, reporter: Reporter) -> GptqResult | RunPlan:
             cannot hold it.
     """
     request, recipe = apply_recipe(request)
-    # Blocks have powers of two: vLLM's DeepGEMM would round the weights of other scales again, to
-    # nearest, which undoes a part of what GPTQ gains.
     settings = make_settings(
         *(request.scheme, request.layer_schemes, request.ignore),
         dialect=request.dialect,
         drafters=request.drafters,
-        power_of_two=True,
     )
+    # Blocks have powers of two: vLLM's DeepGEMM would round the weights of other scales again, to
+    # nearest, which undoes a part of what GPTQ gains.
+    by_pattern = {key: round_block_scales(each) for key, each in settings.by_pattern.items()}
+    scheme = round_block_scales(settings.scheme)
+    settings = replace(settings, scheme=scheme, by_pattern=by_pattern)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     plain_caches = recipe.quantize.kv_cache_dtype_skip_layers if recipe.quantize else ()
     out, rounded = Path(request.out), list[RoundedLinear]()

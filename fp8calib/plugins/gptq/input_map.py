@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fp8calib.model.module_paths import split_expert
-from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.prepared import PreparedModel, tied_names
 from fp8calib.model.shapes import Layer, Linear
-from fp8calib.model.stored_parameters import tied_names
 from fp8calib.plugins.gptq.hessians import expert_key
 from fp8calib.quantization.matrices import Matrix
 

@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.calibration.journal import NAME_PREFIX
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.checkpoint.output import require_free_space
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.errors import UsageError
 from fp8calib.model.shapes import Layer

@@ -29,7 +29,7 @@ from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.quantization.ignored import span_layers
 from fp8calib.quantization.matrices import Matrix
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from fp8calib.quantization.settings import join_linears, make_settings
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.candidate import Candidate
@@ -74,7 +74,8 @@ class Choices:
 
     def __init__(self, opened: OpenedPlan, stats: CalibrationStats) -> None:
         self._opened, self._stats = opened, stats
-        matrices = {each.module: each for each in select(opened.target.checkpoint).quantized}
+        linears = find_selection(opened.target.checkpoint).require()
+        matrices = {each.module: each for each in linears.quantized}
         self._members: dict[str, tuple[Matrix, ...]] = {
             name: tuple(matrices[module] for module in modules)
             for name, modules in join_linears(matrices).items()

@@ -14,9 +14,8 @@ from fp8calib.calibration.calibration_stats import (
     load_stats_file,
     save_stats,
 )
-from fp8calib.checkpoint.disk import format_size
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.output import output_folder, write_file_atomic
+from fp8calib.checkpoint.output import format_size, output_folder, write_file_atomic
 from fp8calib.commands.job import CalibrationJob
 from fp8calib.commands.request import Reporter, as_function
 from fp8calib.commands.result import RunPlan

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from fp8calib.calibration.fingerprint import versions
-from fp8calib.checkpoint.disk import format_size
+from fp8calib.checkpoint.output import format_size
 from fp8calib.commands.command_line import spell_command
 from fp8calib.commands.result import BeforeAfter, Record, Result
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings

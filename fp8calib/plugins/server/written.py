@@ -9,7 +9,7 @@ import torch
 from fp8calib.calibration.progress import Progress
 from fp8calib.errors import VerificationError
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.topology.find import name_cache_argument
+from fp8calib.model.topology import name_cache_argument
 
 NUM_GIVEN = 16
 """Tokens of every sequence that begin the text."""

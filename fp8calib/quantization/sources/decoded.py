@@ -13,9 +13,7 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, INTEGERS, ITEM_SIZE_BYTES, PACKED_BITS, TensorEntry
@@ -25,7 +23,6 @@ from fp8calib.checkpoint.model_config import (
     find_quantization_configs,
     without_quantization,
 )
-from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -57,14 +54,15 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     quantized = find_quantized(checkpoint)
     if quantized is None:
         return checkpoint
+    decoded = DecodedCheckpoint(checkpoint)
+    if decoded.form:
+        return decoded
     is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
     if is_plain and quantized.method == COMPRESSED_TENSORS.method:
         what = "has KV scales, and its weights are not quantized"
-        undecodable = ModelError(f"{folder} {what}", hint=if_quantized)
-    else:
-        fault = f"{folder} is already quantized (quant_method {quantized.method})"
-        undecodable = ModelError(fault, hint=f"{if_quantized}; {_READ}")
-    return _decode(checkpoint, undecodable)
+        raise ModelError(f"{folder} {what}", hint=if_quantized)
+    what = f"is already quantized (quant_method {quantized.method})"
+    raise ModelError(f"{folder} {what}", hint=f"{if_quantized}; {_READ}")
 
 
 def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
@@ -84,14 +82,10 @@ def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
             f"{folder}: its weights are not quantized",
             hint="there is nothing to dequantize: use the model as it is",
         )
-    fault = f"{folder}: its weights cannot be dequantized (quant_method {quantized.method})"
-    return _decode(checkpoint, ModelError(fault, hint=_READ), dtype)
-
-
-def _decode(checkpoint: Checkpoint, undecodable: ModelError, dtype: str = "") -> DecodedCheckpoint:
     decoded = DecodedCheckpoint(checkpoint, dtype=dtype)
     if not decoded.form:
-        raise undecodable
+        fault = f"its weights cannot be dequantized (quant_method {quantized.method})"
+        raise ModelError(f"{folder}: {fault}", hint=_READ)
     return decoded
 
 
@@ -141,11 +135,11 @@ class DecodedCheckpoint(Checkpoint):
         self.form = f"{' and '.join(forms)} weights ({method})"
         named = dtype or find_dtype(super().load_config())
         self.dtype_name = named if named in _DTYPES else "bfloat16"
-        self._dtype = _DTYPES[self.dtype_name]
-        size = ITEM_SIZE_BYTES[self._dtype]
+        stored_dtype = _DTYPES[self.dtype_name]
+        size = ITEM_SIZE_BYTES[stored_dtype]
         entries = dict(self._list_others(parts))
         entries |= {
-            name: TensorEntry(self._dtype, weight.shape, 0, prod(weight.shape) * size)
+            name: TensorEntry(stored_dtype, weight.shape, 0, prod(weight.shape) * size)
             for name, weight in self.weights.items()
         }
         names = (*(name for name in self.tensors if name in entries), *entries)
@@ -178,16 +172,12 @@ class DecodedCheckpoint(Checkpoint):
         """Load `config.json` without the sections on quantization."""
         return without_quantization(super().load_config())
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, as `read_rows` does."""
-        weight = self.weights.get(name)
-        return super().read(name) if weight is None else self.read_rows(name, 0, weight.shape[0])
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the first axis, in `dtype(name)`."""
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        """Decode rows of a quantized weight."""
         weight = self.weights.get(name)
         if weight is None:
-            return super().read_rows(name, start, stop)
+            return None
+        start, stop, _ = rows.indices(weight.shape[0])
         values, dtype = weight.decode(start, stop), self.dtype(name)
         if dtype is torch.float16 and values.numel() and float(values.abs().max()) > _LARGEST_HALF:
             raise ModelError(
@@ -196,35 +186,6 @@ class DecodedCheckpoint(Checkpoint):
                 hint="use --dtype bfloat16, which has the range of float32",
             )
         return values.to(dtype)
-
-    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read a part of one matrix of a 3-D tensor."""
-        if name not in self.weights:
-            return super().read_block(name, index, rows, columns)
-        matrix = self.read_rows(name, index, index + 1)[0]
-        return matrix[rows.start : rows.stop, columns.start : columns.stop]
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read bytes of a tensor's data in the dtype of `tensors`."""
-        if name not in self.weights:
-            return super().read_bytes(name, start, stop)
-        entry = self.tensors[name]
-        row_bytes = entry.size_bytes // entry.shape[0]
-        first, last = start // row_bytes, -(-stop // row_bytes)
-        rows = self.read_rows(name, first, last).to(TORCH_DTYPES[entry.dtype])
-        data = rows.contiguous().view(torch.uint8).reshape(-1)
-        return data[start - first * row_bytes : stop - first * row_bytes]
-
-    def read_array(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Read the same bytes as an array."""
-        data: NDArray[np.uint8] = self.read_bytes(name, start, stop).numpy()
-        return data
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` gives."""
-        if name not in self.weights:
-            return super().dtype(name)
-        return TORCH_DTYPES[self._dtype]
 
     def form_of(self, name: str) -> str:
         """Return the form of a decoded tensor on disk; empty for other tensors."""
@@ -254,11 +215,7 @@ def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint |
 
 
 def check_unquantized(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is already quantized.
-
-    Raises:
-        ModelError: names the config or tensor that shows it.
-    """
+    """Refuse a checkpoint that is already quantized."""
     for key, section in find_quantization_configs(checkpoint.load_config()):
         method = section.get("quant_method", "unknown")
         raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")

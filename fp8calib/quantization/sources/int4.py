@@ -58,14 +58,10 @@ class Int4Source(DecodedCheckpoint):
         if not self._scales:
             raise self._refusal(f"{CONFIG_NAME} describes int4 weights, but there are none")
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the first axis, of an int4 weight in fp32.
-
-        Raises:
-            ModelError: there is no such tensor, or an integer has more than four bits.
-        """
-        values = super().read_rows(name, start, stop)
-        if name in self._scales and values.numel():
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        """Decode rows of an int4 weight in fp32; refuse integers of more than four bits."""
+        values = super().make_rows(name, rows)
+        if values is not None and values.numel():
             low, high = torch.aminmax(values)
             beyond = self._scales[name] * _BEYOND
             if not -beyond <= low <= high < beyond:

@@ -51,7 +51,6 @@ _TURNED_ROWS = 64
 _GROUPS: Mapping[str, tuple[int, str]] = {"F8_E4M3": (16, "NVFP4"), "U8": (32, "MXFP4")}
 """The dtype of the scales -> how many columns share one, and the format; those of MXFP4 are powers
 of two."""
-_EXPONENT_BIAS = 127
 _FP4_COMPANIONS = (
     *("weight_scale", "weight_scale_2", "weight_global_scale", "input_scale"),
     "input_global_scale",
@@ -90,11 +89,7 @@ def find_integers(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
         else:
             continue
         if not bits:
-            raise _refusal(
-                checkpoint,
-                f"{shorten(stored)} is {entry.dtype} {list(entry.shape)}, and its weight "
-                f"{list(shape)}: not integers of 4 or 8 bits",
-            )
+            raise _unfit(checkpoint, stored, f"integers of 4 or 8 bits of a weight {list(shape)}")
         yield f"{module}.weight", _find_integer_weight(checkpoint, module, stored, shape, bits)
 
 
@@ -102,10 +97,12 @@ def _find_integer_weight(
     checkpoint: Checkpoint, module: str, stored: str, shape: tuple[int, int], bits: int
 ) -> StoredWeight:
     scale, point = f"{module}.weight_scale", f"{module}.weight_zero_point"
-    grid = _check_scale(checkpoint, scale, shape)
-    has_point = point in checkpoint.tensors
-    if has_point:
-        _check_zero_point(checkpoint, point, grid, bits)
+    grid, in_word = _find_grid(checkpoint, scale, shape), 32 // bits
+    zeros = checkpoint.tensors.get(point)
+    if zeros is not None:
+        packed = (-(-grid[0] // in_word), *grid[1:]) if len(grid) == 2 else None
+        if (zeros.dtype, zeros.shape) not in (("I8", grid), ("I32", packed)):
+            raise _unfit(checkpoint, point, f"zero points for scales {list(grid)}")
 
     def read(name: str, start: int, stop: int) -> torch.Tensor:
         """Read scales or zero points: fp32 [rows, groups], one row for a whole weight."""
@@ -115,7 +112,6 @@ def _find_integer_weight(
             return checkpoint.read(name).reshape(1, 1).to(torch.float32)
         if checkpoint.dtype(name) is not torch.int32:
             return checkpoint.read_rows(name, start, stop).to(torch.float32)
-        in_word = 32 // bits
         first = start // in_word
         words = checkpoint.read_rows(name, first, -(-stop // in_word))
         points = unpack(words.T, len(words) * in_word, bits).T
@@ -125,10 +121,9 @@ def _find_integer_weight(
         codes = checkpoint.read_rows(stored, start, stop)
         if stored.endswith(_PACKED):
             codes = unpack(codes, shape[1], bits)
-        scales = read(scale, start, stop)
-        _check_values(checkpoint, scale, scales)
+        scales = _check(checkpoint, scale, read(scale, start, stop))
         values = codes.to(torch.float32).reshape(len(codes), scales.shape[1], -1)
-        if has_point:
+        if zeros is not None:
             values -= read(point, start, stop).unsqueeze(2)
         return values.mul_(scales.unsqueeze(2)).flatten(1)
 
@@ -138,17 +133,33 @@ def _find_integer_weight(
         parts=(stored, scale, f"{module}.weight_shape", point),
         decode=decode,
         scale=scale,
-        zero_point=point if has_point else "",
+        zero_point="" if zeros is None else point,
     )
+
+
+def _find_grid(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[int, ...]:
+    """Give the shape of the scales of integers: one number, or of rows and groups of columns."""
+    entry, (rows, columns) = checkpoint.tensors.get(name), shape
+    if entry is not None and entry.dtype in FLOATS:
+        grid = entry.shape
+        is_grid = len(grid) == 2 and grid[0] == rows and grid[1] > 0 and columns % grid[1] == 0
+        if is_grid or prod(grid) == 1:
+            return grid
+    raise _unfit(checkpoint, name, f"float scales of a weight {list(shape)}")
 
 
 def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:
     """Find the FP4 weights of a checkpoint, by the name of the weight."""
-    for stored in checkpoint.tensors:
+    for stored, entry in checkpoint.tensors.items():
+        module = stored.rpartition(".")[0]
+        is_modelopt = stored.endswith(".weight") and f"{module}.weight_scale_2" in checkpoint
         if stored.endswith(_BLOCKS):
             yield stored.removesuffix(_BLOCKS), _find_experts(checkpoint, stored)
-        if _is_fp4(checkpoint, stored):
-            module = stored.rpartition(".")[0]
+        elif (
+            entry.dtype == "U8"
+            and len(entry.shape) == 2
+            and (is_modelopt or stored.endswith(_PACKED))
+        ):
             yield f"{module}.weight", _find_fp4_weight(checkpoint, module, stored)
 
 
@@ -158,22 +169,17 @@ def _find_fp4_weight(checkpoint: Checkpoint, module: str, stored: str) -> Stored
     entry = checkpoint.tensors.get(name)
     group, form = _GROUPS.get(entry.dtype, (0, "")) if entry is not None else (0, "")
     if entry is None or not group or entry.shape != (rows, shape[1] // group):
-        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-        raise ModelError(
-            f"{checkpoint.folder}: {shorten(name)} is {found} for an FP4 weight {list(shape)}",
-            hint="the scales of NVFP4 are e4m3 for 16 columns, those of MXFP4 uint8 for 32",
-        )
+        what = "scales of 16 columns in e4m3 (NVFP4), or of 32 in uint8 (MXFP4),"
+        raise _unfit(checkpoint, name, f"{what} for an FP4 weight {list(shape)}")
     factor = _read_number(checkpoint, f"{module}.weight_scale_2")
     divisor = _read_number(checkpoint, f"{module}.weight_global_scale")
 
     def decode(start: int, stop: int) -> torch.Tensor:
         values = _decode_fp4(checkpoint.read_rows(stored, start, stop))
-        scale = checkpoint.read_rows(name, start, stop)
-        if scale.dtype is torch.uint8:
-            scale = _decode_powers(scale)
-        else:
-            scale = scale.float() * factor / divisor
-        _check_values(checkpoint, name, scale)
+        scale = decode_scale(checkpoint.read_rows(name, start, stop))
+        if form == "NVFP4":
+            scale = scale * factor / divisor
+        _check(checkpoint, name, scale)
         return values.view(*scale.shape, group).mul_(scale.unsqueeze(2)).flatten(1)
 
     parts = (stored, *(f"{module}.{leaf}" for leaf in _FP4_COMPANIONS))
@@ -184,20 +190,15 @@ def _find_experts(checkpoint: Checkpoint, stored: str) -> StoredWeight:
     """Find stacked experts of gpt_oss, which are decoded as [experts, in, out]."""
     name = f"{stored.removesuffix(_BLOCKS)}_scales"
     blocks, scale = checkpoint.tensors[stored], checkpoint.tensors.get(name)
-    is_stored = blocks.dtype == "U8" and len(blocks.shape) == 4 and blocks.shape[3] == 16
-    if not is_stored or scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
-        found = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}"
-        raise ModelError(
-            f"{checkpoint.folder}: {shorten(stored)} is {blocks.dtype} {list(blocks.shape)}, and "
-            f"{shorten(name)} is {found}",
-            hint="gpt_oss has 16 bytes and a scale for 32 columns, both uint8",
-        )
-
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != 16:
+        raise _unfit(checkpoint, stored, "gpt_oss's blocks of 16 bytes in uint8")
+    if scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
+        raise _unfit(checkpoint, name, f"scales in uint8 for blocks {list(blocks.shape)}")
     experts, rows, groups, _ = blocks.shape
 
     def decode(start: int, stop: int) -> torch.Tensor:
         octets = checkpoint.read_rows(stored, start, stop)
-        powers = _decode_powers(checkpoint.read_rows(name, start, stop))
+        powers = decode_scale(checkpoint.read_rows(name, start, stop))
         values = torch.empty(stop - start, 32 * groups, rows)
         # turned in parts that fit in a core's cache: the whole takes three times as long
         for expert, first in product(range(stop - start), range(0, rows, _TURNED_ROWS)):
@@ -235,23 +236,18 @@ def find_blocks(
 def _find_blocks(
     checkpoint: Checkpoint, name: str, scale: str, block: tuple[int, int]
 ) -> StoredWeight:
-    entry, found = checkpoint.tensors[name], checkpoint.tensors[scale]
+    entry = checkpoint.tensors[name]
     is_fp4 = entry.dtype == "I8"
     shape = (entry.shape[0], entry.shape[1] * (2 if is_fp4 else 1))
-    if found.shape != count_blocks(shape, block):
-        raise ModelError(
-            f"{checkpoint.folder}: {shorten(scale)} is {list(found.shape)} for a weight "
-            f"{list(shape)} in blocks of {list(block)}",
-            hint="name the unquantized model, or correct the quantization config",
-        )
+    if checkpoint.tensors[scale].shape != count_blocks(shape, block):
+        raise _unfit(checkpoint, scale, f"scales of a weight {list(shape)} in blocks {list(block)}")
 
     def decode(start: int, stop: int) -> torch.Tensor:
         codes = checkpoint.read_rows(name, start, stop)
         values = _decode_fp4(codes.view(torch.uint8)) if is_fp4 else decode_rows(codes)
         first = start // block[0]
         scales = decode_scale(checkpoint.read_rows(scale, first, -(-stop // block[0])))
-        _check_values(checkpoint, scale, scales)
-        spread = scales.repeat_interleave(block[1], 1)[:, : shape[1]]
+        spread = _check(checkpoint, scale, scales).repeat_interleave(block[1], 1)[:, : shape[1]]
         values *= spread[torch.arange(start, stop) // block[0] - first]
         if not bool(values.isfinite().all()):
             raise _refusal(checkpoint, f"{shorten(name)} holds NaN or infinity")
@@ -261,23 +257,10 @@ def _find_blocks(
     return StoredWeight(form=form, shape=shape, parts=(name, scale), decode=decode)
 
 
-def _is_fp4(checkpoint: Checkpoint, name: str) -> bool:
-    entry = checkpoint.tensors[name]
-    if entry.dtype != "U8" or len(entry.shape) != 2:
-        return False
-    module = name.rpartition(".")[0]
-    is_modelopt = name.endswith(".weight") and f"{module}.weight_scale_2" in checkpoint.tensors
-    return is_modelopt or name.endswith(_PACKED)
-
-
 def _decode_fp4(octets: torch.Tensor) -> torch.Tensor:
     """Decode the two numbers of every byte: twice as many columns, fp32."""
     pairs = _FP4_PAIRS.index_select(0, octets.flatten().to(torch.int32))
     return pairs.view(torch.float32).view(*octets.shape[:-1], -1)
-
-
-def _decode_powers(exponents: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(exponents.float() - _EXPONENT_BIAS)
 
 
 def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
@@ -319,32 +302,18 @@ def _read_number(checkpoint: Checkpoint, name: str) -> float:
     return value
 
 
-def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[int, ...]:
-    """Check the scale of integers, and give its shape."""
-    entry = checkpoint.tensors.get(name)
-    if entry is None or entry.dtype not in FLOATS:
-        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is not a float")
-    rows, columns = shape
-    is_one = prod(entry.shape) == 1
-    is_grid = len(entry.shape) == 2 and entry.shape[0] == rows and entry.shape[1] > 0
-    if not is_one and not (is_grid and columns % entry.shape[1] == 0):
-        raise _refusal(
-            checkpoint, f"{shorten(name)} has shape {list(entry.shape)} for a weight {list(shape)}"
-        )
-    return entry.shape
-
-
-def _check_zero_point(checkpoint: Checkpoint, name: str, scale: tuple[int, ...], bits: int) -> None:
-    entry = checkpoint.tensors[name]
-    packed = (-(-scale[0] // (32 // bits)), *scale[1:]) if len(scale) == 2 else None
-    if (entry.dtype, entry.shape) not in (("I8", scale), ("I32", packed)):
-        fault = f"{entry.dtype} {list(entry.shape)} for scales {list(scale)}"
-        raise _refusal(checkpoint, f"{shorten(name)} is {fault}")
-
-
-def _check_values(checkpoint: Checkpoint, name: str, scale: torch.Tensor) -> None:
+def _check(checkpoint: Checkpoint, name: str, scale: torch.Tensor) -> torch.Tensor:
+    """Give scales that are numbers from zero up."""
     if not bool((scale.isfinite() & (scale >= 0)).all()):
         raise _refusal(checkpoint, f"{shorten(name)} holds what is not a scale")
+    return scale
+
+
+def _unfit(checkpoint: Checkpoint, name: str, wanted: str) -> ModelError:
+    """Make the error for a part of a weight that is missing, or of another dtype or shape."""
+    entry = checkpoint.tensors.get(name)
+    found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+    return _refusal(checkpoint, f"{shorten(name)} is {found}, expected are {wanted}")
 
 
 def _refusal(checkpoint: Checkpoint, fault: str) -> ModelError:

@@ -13,7 +13,7 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.shapes import Linear, ModelGeometry
-from fp8calib.model.topology.search import is_linear, is_transposed
+from fp8calib.model.topology import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
 from fp8calib.numerics.schemes import InputScaling

@@ -14,8 +14,7 @@ from fp8calib.errors import VerificationError, cut_list
 from fp8calib.formats.fp8.quantization_config import Activation
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import ModelGeometry, Role, Site
-from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_transposed
+from fp8calib.model.topology import find_text_decoder, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.from_amax import scale_of

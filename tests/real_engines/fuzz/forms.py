@@ -22,7 +22,7 @@ from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.numerics.schemes import find_scheme
 from fp8calib.quantization.plan import CalibratedScales
-from fp8calib.quantization.select import select
+from fp8calib.quantization.select import find_selection
 from tests.engines.check_handmade import FP8, MODELOPT, PER_TENSOR, QUARK
 from tests.quantization.by_hand import run
 from tests.real_engines.fuzz.draft import Draft, load_draft
@@ -134,7 +134,7 @@ def _write_fp8(dialect: str, scheme: str, *, has_kv: bool) -> Write:
         geometry = open_geometry(model)
         chosen = FP8_DIALECTS[dialect]
         with Checkpoint.open(model) as source:
-            matrices = select(source).quantized
+            matrices = find_selection(source).require().quantized
             names = {
                 name: torch.tensor(draw_scale(random))
                 for _, pair in geometry.attentions()

@@ -6,6 +6,8 @@ between families and cannot be derived from its shape.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fp8calib.model.shapes import Part, Shard
 
 ATTENTION_SHARDS: dict[str, Shard] = {
@@ -25,11 +27,11 @@ MLP_SHARDS: dict[str, Shard] = {
     **dict.fromkeys(("dense_4h_to_h", "output_linear"), "row"),
 }
 
-CONTIGUOUS_QKV = frozenset(
+_CONTIGUOUS_QKV = frozenset(
     {"phi3", "phi4_multimodal", "gpt2", "gpt_bigcode", "mpt", "dbrx", "imagegpt"}
 )
 """Rows are [all q; all k; all v]."""
-INTERLEAVED_QKV = frozenset(
+_INTERLEAVED_QKV = frozenset(
     {"gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon-per-head"}
 )
 """Rows are q, k, v of head 0, then of head 1, and so on."""
@@ -56,21 +58,16 @@ A family's own name is not searched: KimiLinearAttention and RecurrentGemmaAtten
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
 
-def heads_part(name: str, num_heads: int, out_features: int) -> Part:
-    """Describe a projection whose rows are `num_heads` contiguous heads of equal size."""
-    return Part(name=name, count=num_heads, unit=out_features // num_heads, per_group=num_heads)
-
-
-def rows_part(name: str, num_rows: int, *, first: int = 0) -> Part:
-    """Describe a projection of `num_rows` contiguous rows."""
-    return Part(name=name, count=num_rows, unit=1, first=first, per_group=num_rows)
+def one_part(name: str, count: int, *, unit: int = 1, first: int = 0) -> Part:
+    """Describe a projection of `count` contiguous rows, or heads of `unit` rows."""
+    return Part(name=name, count=count, unit=unit, first=first, per_group=count)
 
 
 def gate_up_parts(out_features: int, *, interleaved: bool = False) -> tuple[Part, Part]:
     """Describe a fused gate/up weight: [gate; up], or gate and up row by row (gpt_oss)."""
     half = out_features // 2
     if not interleaved:
-        return rows_part("gate_proj", half), rows_part("up_proj", half, first=half)
+        return one_part("gate_proj", half), one_part("up_proj", half, first=half)
     gate, up = (
         Part(name=name, count=half, unit=1, first=first, per_group=1, group_stride=2)
         for name, first in (("gate_proj", 0), ("up_proj", 1))
@@ -78,31 +75,36 @@ def gate_up_parts(out_features: int, *, interleaved: bool = False) -> tuple[Part
     return gate, up
 
 
-def contiguous_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
-    """Describe [all q; all k; all v]."""
-    parts = (
+def qkv_parts(config: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
+    """Describe the rows of a fused q/k/v weight; empty if their order is not known."""
+    family, is_grouped = config.model_type, False
+    if family == "falcon":
+        is_grouped = config.new_decoder_architecture or not config.multi_query
+    elif family == "gpt_bigcode":
+        is_grouped = not config.multi_query
+    elif family not in _CONTIGUOUS_QKV | _INTERLEAVED_QKV:
+        return ()
+    num_q = num_heads // num_kv_heads
+    if is_grouped or family in _INTERLEAVED_QKV:
+        # [q heads; k; v] per KV head; with one q head per KV head it is GPT-NeoX's layout
+        grouped = (("q_proj", num_q, 0), ("k_proj", 1, num_q), ("v_proj", 1, num_q + 1))
+        return tuple(
+            Part(
+                name=name,
+                count=per_group * num_kv_heads,
+                unit=head_dim,
+                first=first * head_dim,
+                per_group=per_group,
+                group_stride=(num_q + 2) * head_dim,
+            )
+            for name, per_group, first in grouped
+        )
+    contiguous = (
         ("q_proj", num_heads, 0),
         ("k_proj", num_kv_heads, num_heads),
         ("v_proj", num_kv_heads, num_heads + num_kv_heads),
     )
     return tuple(
-        Part(name=name, count=count, unit=head_dim, first=first * head_dim, per_group=count)
-        for name, count, first in parts
-    )
-
-
-def grouped_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
-    """Describe [q heads; k; v] per KV head; with one q head per KV head it is GPT-NeoX's layout."""
-    num_q = num_heads // num_kv_heads
-    parts = (("q_proj", num_q, 0), ("k_proj", 1, num_q), ("v_proj", 1, num_q + 1))
-    return tuple(
-        Part(
-            name=name,
-            count=per_group * num_kv_heads,
-            unit=head_dim,
-            first=first * head_dim,
-            per_group=per_group,
-            group_stride=(num_q + 2) * head_dim,
-        )
-        for name, per_group, first in parts
+        one_part(name, count, unit=head_dim, first=first * head_dim)
+        for name, count, first in contiguous
     )
