@@ -75,11 +75,10 @@ def output_folder(
             old.rename(target)
             check_output(path, owned, force, inputs=inputs)
         shutil.rmtree(old, ignore_errors=True)
-        staging.mkdir(exist_ok=True)
         if tag:
             _prepare(staging, tag, resume, force, on_old)
         else:
-            remove_entries(staging)
+            _empty(staging)
         is_kept = False
         try:
             with explained(path):
@@ -108,6 +107,7 @@ def _prepare(
 ) -> None:
     """Continue what an interrupted run left, or begin: refuse a folder that no run made."""
     progress = staging / PROGRESS_NAME
+    staging.mkdir(exist_ok=True)
     if any(staging.iterdir()):
         if not progress.is_file():
             raise UsageError(
@@ -127,7 +127,7 @@ def _prepare(
         if resume:
             on_old(staging)
         else:
-            remove_entries(staging)
+            _empty(staging)
     if _read_tag(progress) is None:
         progress.write_text(json.dumps({"tag": tag}))
 
@@ -225,13 +225,9 @@ def _name_beside(target: Path, name: str) -> Path:
     return target.with_name(name.format(stem))
 
 
-def remove_entries(folder: Path) -> None:
-    """Empty a folder."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 # --- what may be written -------------------------------------------------------------------------
@@ -255,8 +251,16 @@ def check_output(
             if source.resolve().is_relative_to(target):
                 message = f"{path}: the output would replace {source}, which is an input"
                 raise UsageError(message, hint="name another folder")
+        if target.exists() and not target.is_dir():
+            raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
         if target.exists():
-            _check_entries(path, owned, force)
+            names = {entry.name for entry in path.iterdir()}
+            strange = {name for name in names - owned if not is_result(path / name)}
+            refuse_unknown_entries(path, strange)
+            if names and not force:
+                message = f"{path}: the folder is not empty"
+                hint = "use --force to replace its files, or another folder"
+                raise UsageError(message, hint=hint)
             _refuse_unwritable(target, path)
         if target.is_mount() or Path.cwd().is_relative_to(target):
             raise UsageError(
@@ -267,16 +271,6 @@ def check_output(
         _refuse_unwritable(_find_existing(target.parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
-
-
-def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
-    if not path.is_dir():
-        raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
-    names = {entry.name for entry in path.iterdir()}
-    refuse_unknown_entries(path, {name for name in names - owned if not is_result(path / name)})
-    if names and not force:
-        message = f"{path}: the folder is not empty"
-        raise UsageError(message, hint="use --force to replace its files, or another folder")
 
 
 def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:

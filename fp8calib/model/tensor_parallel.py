@@ -18,19 +18,14 @@ def rank_range(count: int, tp: int, rank: int) -> range:
     return range(rank * count // tp, (rank + 1) * count // tp)
 
 
-def check_degree(tp: object) -> None:
-    """Refuse a tensor-parallel degree that is not a whole number from 1 up."""
-    if not isinstance(tp, int) or tp < 1:
-        raise UsageError(f"--tp {tp!r}: the tensor-parallel degree is a whole number from 1 up")
-
-
 def check_heads(geometry: ModelGeometry, tp: int) -> None:
     """Refuse a degree that does not fit the heads of attention.
 
     It must divide the attention heads, and divide the KV heads or be a multiple of them. Every rank
     caches the whole latent of latent attention, so that has no KV heads to divide.
     """
-    check_degree(tp)
+    if not isinstance(tp, int) or tp < 1:
+        raise UsageError(f"--tp {tp!r}: the tensor-parallel degree is a whole number from 1 up")
     for layer, attention in geometry.attentions():
         if attention.num_heads % tp:
             raise UsageError(

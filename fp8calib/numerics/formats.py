@@ -88,21 +88,19 @@ class Fp8Format:
         sign = -1.0 if code & 0x80 else 1.0
         exponent = (code & 0x7F) >> self.mantissa_bits
         fraction = math.ldexp(code & ((1 << self.mantissa_bits) - 1), -self.mantissa_bits)
-        if self._is_nan(code):
+        infinity = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+        is_nan = {
+            Specials.NEGATIVE_ZERO: code == 0x80,
+            Specials.TOP_CODE: code & 0x7F == 0x7F,
+            Specials.IEEE: code & 0x7F > infinity,
+        }
+        if is_nan[self.specials]:
             return math.nan
         if self.specials is Specials.IEEE and exponent == (1 << self.exponent_bits) - 1:
             return sign * math.inf
         if exponent == 0:
             return sign * fraction * self.smallest_normal
         return sign * math.ldexp(1 + fraction, exponent - self.bias)
-
-    def _is_nan(self, code: int) -> bool:
-        if self.specials is Specials.NEGATIVE_ZERO:
-            return code == 0x80
-        if self.specials is Specials.TOP_CODE:
-            return code & 0x7F == 0x7F
-        infinity = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
-        return code & 0x7F > infinity
 
 
 E4M3FN = Fp8Format(

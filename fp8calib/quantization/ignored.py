@@ -112,7 +112,8 @@ def match_patterns(
     for pattern in patterns:
         named = {path for path in paths if _matches(pattern, path, option)}
         if not named:
-            example = _pick_example(modules)
+            quantized = (m for m in modules if find_default(m, rows=0, vocab_sizes=()) is None)
+            example = next(quantized, next(iter(modules), ""))
             raise UsageError(
                 f"{option} {pattern}: matches no module of the model that is or holds a linear",
                 hint=f"linears look like {example}; globs and re: expressions match whole paths; "
@@ -129,12 +130,6 @@ def match_patterns(
 def matches_module(pattern: str, module: str, *, option: str) -> bool:
     """Tell whether a pattern of an option matches a linear, or a module around it."""
     return any(_matches(pattern, path, option) for path in list_paths(module))
-
-
-def _pick_example(modules: Collection[str]) -> str:
-    """Pick a linear that is quantized by default, or any where none is."""
-    quantized = (m for m in modules if find_default(m, rows=0, vocab_sizes=()) is None)
-    return next(quantized, next(iter(modules), ""))
 
 
 def span_layers(path: str) -> str:
