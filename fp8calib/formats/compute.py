@@ -22,8 +22,8 @@ from fp8calib.model.module_paths import matches_pattern
 from fp8calib.model.shapes import KV_ROLES, Linear, ModelGeometry, Part, Role, Site
 from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_channels, owned_rows
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
+from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
 
 NO_RULES: Mapping[str, Rule] = MappingProxyType({})

@@ -25,8 +25,8 @@ from fp8calib.formats.table import ScaleTable
 from fp8calib.model.module_paths import list_paths, span_experts, split_expert
 from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
+from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options

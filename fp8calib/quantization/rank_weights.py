@@ -39,9 +39,8 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import LinearWeight, WeightSource, read_linears
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.cast import encode
-from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows
+from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows, scale_of
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.from_amax import scale_of
 from fp8calib.numerics.rules import ScaleRules
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source

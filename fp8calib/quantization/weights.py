@@ -13,8 +13,8 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.model.module_paths import span_experts
 from fp8calib.numerics.amax import block_amax, row_amax, tensor_amax
+from fp8calib.numerics.encode import power_of_two_scale_of, scale_of
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE
-from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import Granularity, Scheme
 from fp8calib.quantization.matrices import AllZeroWeight, Matrix
 

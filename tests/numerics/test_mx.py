@@ -15,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8calib.numerics.amax import block_amax
-from fp8calib.numerics.encode import decode_scale, encode_blocks, encode_exponents
+from fp8calib.numerics.encode import (
+    decode_scale,
+    encode_blocks,
+    encode_exponents,
+    power_of_two_scale_of,
+)
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT
-from fp8calib.numerics.from_amax import power_of_two_scale_of
 from fp8calib.numerics.schemes import MX_BLOCK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

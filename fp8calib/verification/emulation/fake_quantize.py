@@ -14,8 +14,8 @@ import torch
 
 from fp8calib.numerics.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.numerics.cast import round_to_format_
+from fp8calib.numerics.encode import power_of_two_scale_of, scale_of
 from fp8calib.numerics.formats import SMALLEST_SCALE, Fp8Format, Rounding
-from fp8calib.numerics.from_amax import power_of_two_scale_of, scale_of
 from fp8calib.numerics.schemes import BLOCK, MX_BLOCK, Granularity
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.topology import find_text_decoder, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.amax import tensor_amax
-from fp8calib.numerics.from_amax import scale_of
+from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.schemes import Granularity
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
