@@ -101,7 +101,7 @@ def write_overlay(
 
     Args:
         source: the checkpoint.
-        destination: the folder to write, empty or new.
+        destination: an empty or new folder.
         scales: the extra tensors.
         config_updates: top-level keys of config.json with their new values.
         metadata: entries for the header of the file of extra tensors.

@@ -92,10 +92,7 @@ def list_other_faults(
     Also what they accept and engines may not: a null that the model's class does not replace,
     sampling that vLLM refuses, and odd values.
 
-    Args:
-        folder: of the checkpoint.
-        config: its config.json.
-        is_refused: whether transformers refuses that, so that no class has read its values.
+    `is_refused` tells that transformers refuses config.json: no class has read its values.
     """
     parts: list[tuple[Any, Mapping[str, Any]]] = []
     """The configs that the class reads, each with what the file has for it."""

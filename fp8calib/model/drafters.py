@@ -47,12 +47,7 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
 
 
 def number_layer(path: str, config: Mapping[str, object]) -> int | None:
-    """Find the number of a drafter's layer in vLLM, after the decoder's; None if not known.
-
-    Args:
-        path: of a drafter's linear.
-        config: of the model.
-    """
+    """Find the number of a drafter's layer in vLLM, after the decoder's; None if not known."""
     found, count = _NUMBER.search(path), count_layers(config)
     doubled = config.get("num_layers")
     if ".transformer_layer." in path and isinstance(doubled, int):

@@ -102,11 +102,8 @@ def open_source(
 ) -> ModelSource:
     """Find the model's folder, downloading it for a hub id, and read its config.
 
-    Args:
-        model: a folder or hub id.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: run the Python code of the checkpoint.
-        needs_weights: refuse a folder without weights.
+    `revision` is a branch, tag or commit on the hub. Without `trust_remote_code` no code of the
+    checkpoint is run; without `needs_weights` the folder may hold a config alone.
 
     Raises:
         ModelError: there is no model, its config cannot be used, or it is not a decoder-only model.
@@ -365,9 +362,7 @@ def _join_experts(missing: Sequence[str], weights: WeightSource) -> list[str]:
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Build the model without weights, to inspect its modules before loading them.
 
-    Args:
-        source: the model.
-        dtype: the dtype it computes in; None means the config's.
+    It computes in `dtype`; None means the config's.
     """
     found = _model_class(source)
     config = deepcopy(_config_of(found, source.config))  # transformers writes the dtype into it

@@ -85,10 +85,7 @@ class AllZeroWeight:
 class ExpertStacks:
     """The expert stacks of a checkpoint, described by config.json and the shapes of tensors.
 
-    Args:
-        config: of the model.
-        tensors: of the checkpoint.
-        known: what the model's class says of stacks, where the type has no layout here.
+    `known` is what the model's class says of stacks, where the type has no layout here.
     """
 
     def __init__(

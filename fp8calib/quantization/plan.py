@@ -159,13 +159,9 @@ def make_plan(
 ) -> QuantizePlan:
     """Decide what is written where; only headers and config.json are read.
 
-    Args:
-        checkpoint: an unquantized checkpoint (`check_unquantized`).
-        settings: the options.
-        selection: the result of `select_linears` with the same settings.
-        scales: of inputs and of the KV cache; a linear of a static scheme needs an input scale.
-        rounding: how weights are rounded, for the metadata; None means to nearest.
-        measures_inputs: the scales of inputs follow from `rounding`.
+    The checkpoint is unquantized (`check_unquantized`), the selection that of the settings; every
+    linear of a static scheme has a scale in `scales`. `rounding` says how weights are rounded, None
+    to nearest; with `measures_inputs` the scales follow from it.
     """
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()

@@ -87,12 +87,7 @@ def find_selection(
     """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
 
     Experts in stacks of a known layout are chosen one by one. Only headers and config.json are
-    read.
-
-    Args:
-        checkpoint: an unquantized checkpoint.
-        ignore: the user's patterns (`match_patterns`).
-        drafters: quantize drafters too.
+    read, of an unquantized checkpoint.
     """
     config = checkpoint.load_config()
     stacks = ExpertStacks(config, checkpoint.tensors)

@@ -91,13 +91,8 @@ def make_settings(
 ) -> PlanSettings:
     """Find schemes and dialect by their names.
 
-    Args:
-        scheme: of linears that no pattern names.
-        layer_schemes: the schemes of other linears, by pattern.
-        ignore: patterns of linears that stay unquantized.
-        dialect: of the checkpoint.
-        drafters: whether drafters are quantized too.
-        measures_inputs: whether the scales of static inputs are known, or will be.
+    The options are those of `PlanSettings`; `measures_inputs` tells whether the scales of static
+    inputs are known, or will be.
 
     Raises:
         UsageError: a name is unknown, the dialect cannot express the schemes, or input scales are

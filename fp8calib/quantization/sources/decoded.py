@@ -43,9 +43,7 @@ _READ = (
 def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     """Open the checkpoint of a model to run; reading decodes a quantized one.
 
-    Args:
-        folder: the checkpoint.
-        if_quantized: the hint of the error for a checkpoint that cannot be decoded.
+    `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
 
     Raises:
         ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
@@ -68,9 +66,7 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
 def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:
     """Open a quantized checkpoint to write its values.
 
-    Args:
-        folder: the checkpoint.
-        dtype: the dtype of decoded weights; empty for that of config.json.
+    Weights are decoded in `dtype`; empty for that of config.json.
 
     Raises:
         ModelError: it cannot be read, is not quantized, or cannot be decoded.

@@ -216,9 +216,7 @@ def find_blocks(
 ) -> Iterator[tuple[str, StoredWeight]]:
     """Find weights of DeepSeek-V4, and FP8 in blocks of other than 128 columns.
 
-    Args:
-        checkpoint: of quant_method fp8.
-        config: its quantization config.
+    The checkpoint has quant_method fp8; `config` is its quantization config.
     """
     size = config.get(BLOCK_KEY)
     block = BLOCK if size is None else read_block(checkpoint.folder / CONFIG_NAME, BLOCK_KEY, size)
