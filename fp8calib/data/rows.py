@@ -116,109 +116,43 @@ def parse_row(
         DataError: no field is usable, or the one used has the wrong type or is empty.
 
     """
-    if not isinstance(value, dict):
-        raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
+    row = _expect(value, dict, f"{origin}: a row", "a JSON object")
     if text_column is not None:
+        form: tuple[str, ...] = (_name_kind(row, text_column, origin),)
         column = text_column
-        kind: tuple[str, ...] = (_name_kind(value, text_column, origin),)
     else:
-        usable = (form for form in FORMS if all(value.get(name) is not None for name in form))
-        kind = next(usable, ("",))
-        column = kind[0]
+        usable = (form for form in FORMS if all(row.get(name) is not None for name in form))
+        form = next(usable, ("",))
+        column = form[0]
     where = f"{origin}: {column}"
-    match kind:
+    match form:
         case ("body",):  # a request of OpenAI's batches
-            return parse_row(value[column], where, allow_blank=allow_blank, folder=folder)
+            return parse_row(row[column], where, allow_blank=allow_blank, folder=folder)
         case ("input_ids",):
-            ids = _parse_input_ids(value[column], origin)
-            mask = value.get(MASK)
-            row = Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
+            parsed = Row(origin, input_ids=_parse_input_ids(row[column], row.get(MASK), origin))
         case ("text" | "content",):
-            text = _parse_text(value[column], where)
-            row = Row(origin, text=text if allow_blank else _require_filled(text, where))
+            parsed = Row(origin, text=_parse_text(row[column], where, allow_blank=allow_blank))
         case ("messages" | "conversations" | "chosen",):
-            messages = _parse_messages(value[column], where, folder)
+            messages = _parse_messages(row[column], where, folder)
             if messages[0]["role"] != "system":
-                messages = (*_read_system(value, origin), *messages)
-            row = Row(origin, messages=messages, tools=_read_tools(value, origin))
+                messages = (*_read_system(row, origin), *messages)
+            tools = _decode_json(row.get(TOOLS)) or []
+            tools = _expect(tools, list, f"{origin}: {TOOLS}", "a list")
+            parsed = Row(origin, messages=messages, tools=tuple(tools) or None)
         case ("prompt", "completion"):
-            row = _parse_completion(value, origin, folder)
+            places = [(row[name], f"{origin}: {name}") for name in form]
+            if isinstance(row["prompt"], list):
+                turns = [_parse_messages(*place, folder) for place in places]
+                parsed = Row(origin, messages=(*turns[0], *turns[1]))
+            else:
+                text = "".join(_parse_text(*place, allow_blank=True) for place in places)
+                whole = f"{origin}: prompt and completion"
+                parsed = Row(origin, text=_parse_text(text, whole))
         case (question, answer):
-            row = _parse_question(value, question, answer, origin)
+            parsed = _parse_question(row, question, answer, origin)
         case _:
-            raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
-    return _place_media(row, {} if text_column is not None else _find_media(value, origin, folder))
-
-
-def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
-    """Name the field whose form the value of a column has."""
-    content = value.get(column)
-    if content is None:
-        missing = "is null" if column in value else "is missing"
-        like = get_close_matches(column, [str(key) for key in value if key != column], n=1)
-        raise DataError(
-            f"{origin}: the column {shorten(column)} {missing}; {_list_keys(value)}",
-            hint=f"did you mean --text-column {shorten(like[0])}?"
-            if like
-            else "use --text-column to name another column",
-        )
-    if not isinstance(content, list):
-        return "text"
-    return "messages" if content and isinstance(content[0], dict) else "input_ids"
-
-
-def _parse_completion(value: dict[Any, Any], origin: str, folder: Path) -> Row:
-    """Parse a prompt and its completion: two texts that are joined, or two lists of messages."""
-    prompt, completion = value["prompt"], value["completion"]
-    if isinstance(prompt, list):
-        messages = _parse_messages(prompt, f"{origin}: prompt", folder)
-        more = _parse_messages(completion, f"{origin}: completion", folder)
-        return Row(origin, messages=messages + more)
-    parts = (_parse_text(value[name], f"{origin}: {name}") for name in ("prompt", "completion"))
-    text = "".join(parts)
-    return Row(origin, text=_require_filled(text, f"{origin}: prompt and completion"))
-
-
-def _parse_question(value: dict[Any, Any], asked: str, answered: str, origin: str) -> Row:
-    """Parse a question, or an instruction, and its answer: a conversation of two turns."""
-    where = f"{origin}: {asked}"
-    question = _require_filled(_parse_text(value[asked], where), where)
-    for name in CONTEXTS if asked == "instruction" else ():
-        if value.get(name) is not None:
-            context = _parse_text(value[name], f"{origin}: {name}")
-            question = "\n\n".join(filter(str.strip, (question, context)))
-    answer = _parse_text(value[answered], f"{origin}: {answered}")
-    messages = (
-        *_read_system(value, origin),
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    )
-    text = "\n\n".join(message["content"] for message in messages)
-    return Row(origin, text=text, messages=messages)
-
-
-def _read_system(value: dict[Any, Any], origin: str) -> Iterator[Message]:
-    """Read the system's message, if the row has one in a column of its own."""
-    name = next((name for name in SYSTEMS if value.get(name)), None)
-    if name is not None:
-        yield {"role": "system", "content": _parse_text(value[name], f"{origin}: {name}")}
-
-
-def _read_tools(value: dict[Any, Any], origin: str) -> tuple[Any, ...] | None:
-    tools = _decode_json(value.get(TOOLS))
-    if tools is not None and not isinstance(tools, list):
-        raise _row_error(f"{origin}: {TOOLS} must be a list, found {_name_type(tools)}")
-    return tuple(tools) if tools else None
-
-
-def _decode_json(value: object) -> object:
-    """Decode what is kept as JSON in a column of text; anything else stays as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+            raise DataError(f"{origin}: no usable field; {_list_keys(row)}", hint=_ROW_HINT)
+    return _place_media(parsed, {} if text_column is not None else _find_media(row, origin, folder))
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -238,38 +172,94 @@ def require_unicode(text: str, where: str) -> str:
     return text
 
 
-def _parse_input_ids(value: object, origin: str) -> tuple[int, ...]:
+def _expect(value: Any, kind: type | tuple[type, ...], where: str, what: str) -> Any:
+    """Refuse a value of another type."""
+    if isinstance(value, kind):
+        return value
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    found = names.get(type(value), f"{type(value).__name__} {value!r:.40}")
+    found = "nothing" if value is None else found
+    raise DataError(f"{where} must be {what}, found {found}", hint=_ROW_HINT)
+
+
+def _name_kind(row: dict[Any, Any], column: str, origin: str) -> str:
+    """Name the field whose form the value of a column has."""
+    content = row.get(column)
+    if content is None:
+        missing = "is null" if column in row else "is missing"
+        like = get_close_matches(column, [str(key) for key in row if key != column], n=1)
+        raise DataError(
+            f"{origin}: the column {shorten(column)} {missing}; {_list_keys(row)}",
+            hint=f"did you mean --text-column {shorten(like[0])}?"
+            if like
+            else "use --text-column to name another column",
+        )
+    if not isinstance(content, list):
+        return "text"
+    return "messages" if content and isinstance(content[0], dict) else "input_ids"
+
+
+def _parse_question(row: dict[Any, Any], asked: str, answered: str, origin: str) -> Row:
+    """Parse a question, or an instruction, and its answer: a conversation of two turns."""
+    question = _parse_text(row[asked], f"{origin}: {asked}")
+    for name in CONTEXTS if asked == "instruction" else ():
+        if row.get(name) is not None:
+            context = _parse_text(row[name], f"{origin}: {name}", allow_blank=True)
+            question = "\n\n".join(filter(str.strip, (question, context)))
+    answer = _parse_text(row[answered], f"{origin}: {answered}", allow_blank=True)
+    messages = (
+        *_read_system(row, origin),
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    )
+    text = "\n\n".join(message["content"] for message in messages)
+    return Row(origin, text=text, messages=messages)
+
+
+def _read_system(row: dict[Any, Any], origin: str) -> Iterator[Message]:
+    """Read the system's message, if the row has one in a column of its own."""
+    name = next((name for name in SYSTEMS if row.get(name)), None)
+    if name is not None:
+        text = _parse_text(row[name], f"{origin}: {name}", allow_blank=True)
+        yield {"role": "system", "content": text}
+
+
+def _decode_json(value: object) -> Any:
+    """Decode what is kept as JSON in a column of text; anything else stays as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _parse_input_ids(value: object, mask: object, origin: str) -> tuple[int, ...]:
+    """Parse token ids, without the padding that a mask marks."""
     if not isinstance(value, list) or not value:
-        raise _row_error(f"{origin}: input_ids must be a list of at least one token id")
+        fault = "input_ids must be a list of at least one token id"
+        raise DataError(f"{origin}: {fault}", hint=_ROW_HINT)
+    fault = ""
     for position, item in enumerate(value):
         if type(item) is not int:  # bool is an int to isinstance
-            raise _row_error(
-                f"{origin}: input_ids holds {item!r:.40} at position {position}, not an integer"
-            )
-    return tuple(value)
+            fault = f"input_ids holds {item!r:.40} at position {position}, not an integer"
+            break
+    bits = [1] * len(value) if mask is None else mask
+    kept = [place for place, bit in enumerate(bits) if bit == 1] if isinstance(bits, list) else []
+    if not isinstance(bits, list) or len(bits) != len(value) or not all(b in (0, 1) for b in bits):
+        fault = f"{MASK} must be a list of 0 and 1, as long as input_ids, {len(value)}"
+    elif not kept:
+        fault = f"{MASK} is 0 everywhere"
+    elif kept[-1] - kept[0] != len(kept) - 1:
+        fault = f"{MASK} has 0 between tokens, but only the ends can be padding"
+    if fault:
+        raise DataError(f"{origin}: {fault}", hint=_ROW_HINT)
+    return tuple(value[kept[0] : kept[-1] + 1])
 
 
-def _drop_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int, ...]:
-    bits = [item for item in mask if item in (0, 1)] if isinstance(mask, list) else []
-    if bits != mask or len(bits) != len(ids):
-        message = f"{MASK} must be a list of 0 and 1, as long as input_ids, {len(ids)}"
-        raise _row_error(f"{origin}: {message}")
-    if 1 not in bits:
-        raise DataError(f"{origin}: {MASK} is 0 everywhere", hint="remove the row from the file")
-    start, stop = bits.index(1), len(bits) - bits[::-1].index(1)
-    if 0 in bits[start:stop]:
-        raise _row_error(f"{origin}: {MASK} has 0 between tokens, but only the ends can be padding")
-    return ids[start:stop]
-
-
-def _parse_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _row_error(f"{where} must be a string, found {_name_type(value)}")
-    return require_unicode(value, where)
-
-
-def _require_filled(text: str, where: str) -> str:
-    if not text.strip():
+def _parse_text(value: object, where: str, *, allow_blank: bool = False) -> str:
+    text = require_unicode(_expect(value, str, where, "a string"), where)
+    if not allow_blank and not text.strip():
         raise DataError(f"{where} is empty", hint="remove the row from the file")
     return text
 
@@ -281,81 +271,68 @@ def _parse_messages(value: object, where: str, folder: Path) -> tuple[Message, .
         value = [
             dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)
         ]
-    if not isinstance(value, list):
-        raise _row_error(f"{where} must be a list of messages, found {_name_type(value)}")
-    if not value:
+    messages = _expect(value, list, where, "a list of messages")
+    if not messages:
         raise DataError(f"{where} is empty", hint="remove the row from the file")
-    return tuple(
-        _parse_message(message, f"{where}[{index}]", folder) for index, message in enumerate(value)
-    )
+    places = enumerate(messages)
+    return tuple(_parse_message(message, f"{where}[{i}]", folder) for i, message in places)
 
 
 def _parse_message(value: object, where: str, folder: Path) -> Message:
-    if not isinstance(value, dict):
-        raise _row_error(f"{where} must be an object, found {_name_type(value)}")
-    present = {key: item for key, item in value.items() if item is not None}
-    if "role" not in present and "from" not in present:
-        raise _row_error(f"{where} has neither `role` nor `from`; {_list_keys(value)}")
-    role = present.get("role", present.get("from"))
-    if not isinstance(role, str) or not role:
-        raise _row_error(f"{where}: the role must be a string, found {role!r:.40}")
-    if "role" in present:
-        content = present.get("content", "" if "tool_calls" in present else None)
-        present = {**present, "content": _parse_content(content, f"{where}.content", folder)}
-        if "tool_calls" in present:
-            present["tool_calls"] = _parse_calls(present["tool_calls"], where)
-        return present
-    if role.lower() not in _SHAREGPT_ROLES:
-        raise _row_error(f"{where} is from {role!r:.40}, an unknown role")
-    content = _parse_content(present.get("value"), f"{where}.value", folder)
-    return {"role": _SHAREGPT_ROLES[role.lower()], "content": content}
-
-
-def _parse_calls(value: object, where: str) -> list[Any]:
-    """Decode the arguments of calls: templates expect objects, as servers give them."""
-    calls = _decode_json(value)
-    if not isinstance(calls, list):
-        raise _row_error(f"{where}: tool_calls must be a list, found {_name_type(calls)}")
-    decoded = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and "arguments" in function:
-            function = {**function, "arguments": _decode_json(function["arguments"])}
-            call = {**call, "function": function}  # noqa: PLW2901
-        decoded.append(call)
-    return decoded
+    fields = _expect(value, dict, where, "an object")
+    present = {key: item for key, item in fields.items() if item is not None}
+    role, fault = present.get("role", present.get("from")), ""
+    if role is None:
+        fault = f" has neither `role` nor `from`; {_list_keys(fields)}"
+    elif not isinstance(role, str) or not role:
+        fault = f": the role must be a string, found {role!r:.40}"
+    elif "role" not in present and role.lower() not in _SHAREGPT_ROLES:
+        fault = f" is from {role!r:.40}, an unknown role"
+    if fault:
+        raise DataError(f"{where}{fault}", hint=_ROW_HINT)
+    if "role" not in present:
+        text = _parse_content(present.get("value"), f"{where}.value", folder)
+        return {"role": _SHAREGPT_ROLES[str(role).lower()], "content": text}
+    content: Any = present.get("content", "" if "tool_calls" in present else None)
+    present["content"] = _parse_content(content, f"{where}.content", folder)
+    if "tool_calls" in present:  # templates expect decoded arguments, as servers give them
+        calls = _decode_json(present["tool_calls"])
+        present["tool_calls"] = decoded = []
+        for call in _expect(calls, list, f"{where}: tool_calls", "a list"):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and "arguments" in function:
+                arguments = _decode_json(function["arguments"])
+                decoded.append({**call, "function": {**function, "arguments": arguments}})
+            else:
+                decoded.append(call)
+    return present
 
 
 def _parse_content(value: object, where: str, folder: Path) -> str | list[ContentPart]:
     if isinstance(value, str):
         return require_unicode(value, where)
-    if not isinstance(value, list):
-        raise _row_error(f"{where} must be text or a list of parts, found {_name_type(value)}")
-    parts = [_parse_part(part, f"{where}[{index}]", folder) for index, part in enumerate(value)]
+    parts: list[ContentPart] = []
+    for index, part in enumerate(_expect(value, list, where, "text or a list of parts")):
+        place, fields = f"{where}[{index}]", part if isinstance(part, dict) else {}
+        found: ContentPart | None = parse_media_part(fields, place, folder)
+        if found is None:
+            text = fields.get("text") if fields.get("type") in ("text", "input_text") else None
+            if not isinstance(text, str):
+                raise DataError(f"{place} is a part of no known type: {part!r:.60}", hint=_ROW_HINT)
+            found = require_unicode(text, place)
+        parts.append(found)
     texts = [part for part in parts if type(part) is str]
     return "".join(texts) if len(texts) == len(parts) else parts
-
-
-def _parse_part(part: object, where: str, folder: Path) -> ContentPart:
-    fields = part if isinstance(part, dict) else {}
-    if (medium := parse_media_part(fields, where, folder)) is not None:
-        return medium
-    text = fields.get("text") if fields.get("type") in ("text", "input_text") else None
-    if not isinstance(text, str):
-        raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
-    return require_unicode(text, where)
 
 
 # --- media of columns ----------------------------------------------------------------------------
 
 
-def _find_media(
-    value: Mapping[str, Any], origin: str, folder: Path
-) -> dict[Modality, list[Medium]]:
+def _find_media(row: Mapping[str, Any], origin: str, folder: Path) -> dict[Modality, list[Medium]]:
     """Find the media in columns, by their kind."""
     media: dict[Modality, list[Medium]] = {}
     for name in (*VIDEO_COLUMNS, *MEDIA_COLUMNS):
-        content = value.get(name)
+        content = row.get(name)
         is_list = isinstance(content, list | tuple)
         if content is None or (is_list and not content):
             continue
@@ -428,18 +405,7 @@ def _split_content(
             yield from (kinds.get(piece, piece) for piece in pieces if piece)
 
 
-def _row_error(message: str) -> DataError:
-    return DataError(message, hint=_ROW_HINT)
-
-
-def _list_keys(value: dict[Any, Any]) -> str:
-    keys = [str(key)[:40] for key in value]
+def _list_keys(row: dict[Any, Any]) -> str:
+    keys = [str(key)[:40] for key in row]
     shown = ", ".join(keys[:12]) + (", ..." if len(keys) > 12 else "")
     return f"the keys are: {shown}" if keys else "the object is empty"
-
-
-def _name_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    if value is None:
-        return "nothing"
-    return names.get(type(value), f"{type(value).__name__} {value!r:.40}")
