@@ -112,19 +112,6 @@ class BatchObserver:
         self.recorder.begin_batch(view)
         return HookedCache(self.decoder.config, self._attentions, self._unseen, self.recorder)
 
-    def fits(self, batch: Batch) -> bool:
-        """Run a batch through a whole model; False where it must be halved."""
-        # The error holds the frames of the forward pass, and their tensors: memory is returned
-        # after this function.
-        try:
-            self.decoder.run(batch, self.begin(batch))
-        except OutOfMemoryInForward:
-            if len(batch.lengths) == 1:
-                raise
-            return False
-        self.recorder.end_batch()
-        return True
-
     def check(self, *, at_end: bool = False) -> bool:
         """Check the batches since the last check, on a GPU if it was long ago; tell whether it did.
 
@@ -184,22 +171,27 @@ def run_whole(
     num_tokens = sum(batch.num_tokens for batch in batches)
     progress.stage("calibrating", num_tokens, unit="tokens", batches=len(batches))
     recorder = observer.recorder
-    waiting, most, has_run = deque(batches), sys.maxsize, False
+    waiting, most = deque(batches), sys.maxsize
     while waiting:
         batch = waiting.popleft()
         if len(batch.lengths) > most:
             waiting.extendleft(reversed(cut_into(batch, most)))
             continue
-        if not observer.fits(batch):
-            observer.return_memory()
+        try:
+            observer.decoder.run(batch, observer.begin(batch))
+            recorder.end_batch()
+        except OutOfMemoryInForward:
             most = len(batch.lengths) // 2
+            if not most:
+                raise
+        if most < len(batch.lengths):  # the error is gone, and with it the tensors of its frames
+            observer.return_memory()
             run.back_offs.append(BackOff(first=batch.first, batch_size=most))
             waiting.appendleft(batch)
             continue
-        if not has_run:
+        if len(recorder.sequences) == 1:
             # The first batch allocates the statistics between its activations; later ones do not.
             return_freed_memory()
-            has_run = True
         progress.advance(batch.num_tokens)
         if observer.check(at_end=not waiting) and journal is not None:
             journal.save_if_due(recorder.sequences, recorder.stats)

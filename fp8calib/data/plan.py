@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -74,9 +75,11 @@ def build_plan(
     """
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
-    if rows is None:
-        weights = [spec.weight for spec in parsed]
+    weights = [spec.weight for spec in parsed]
+    if rows is None and any(weights):
         rows = mix_rows(list(zip(read, weights, strict=True)), seed=seed)
+    elif rows is None:
+        rows = itertools.chain.from_iterable(read)
     encoding = RowEncoder(tokenizer, vocab_size, encoder, strict=strict_rows)
     used = encoding.counts
     sequences, media = pack_rows(

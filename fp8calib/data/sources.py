@@ -95,13 +95,9 @@ def mix_rows(
 ) -> Iterator[ReadRow]:
     """Join the rows of (rows, weight) pairs.
 
-    If no source has a weight, they are read one after another. Otherwise each row is drawn from a
-    source that is not exhausted, with a probability proportional to its weight (1 by default). The
-    order within a source never changes.
+    Each row is drawn from a source that is not exhausted, with a probability proportional to its
+    weight (1 by default). The order within a source never changes.
     """
-    if all(weight is None for _, weight in sources):
-        yield from chain.from_iterable(rows for rows, _ in sources)
-        return
     rng = random.Random(seed)  # noqa: S311  an order, not a secret
     left = [(rows, 1.0 if weight is None else weight) for rows, weight in sources]
     while left:
