@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -171,7 +172,7 @@ def make_header(
         num_sequences=len(plan.sequences) if plan else 0,
         num_tokens=plan.num_tokens if plan else 0,
         recipe_name=recipe_name,
-        recipe_hash=observe.hash,
+        recipe_hash=hashlib.sha256(observe.model_dump_json().encode()).hexdigest(),
         compute_dtype=compute_dtype or str(prepared.model.dtype).removeprefix("torch."),
         histogram_sequences=HISTOGRAM_SEQUENCES,
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,

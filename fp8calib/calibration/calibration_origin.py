@@ -6,12 +6,13 @@ how the text starts, and detects that it runs on the calibration text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 _KEYS = ("model", "data", "text_start")
-_FINGERPRINT_DIGITS = 64
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +49,16 @@ class CalibrationOrigin:
         if not isinstance(fields, Mapping) or not set(fields) <= {*_KEYS, "text"}:
             raise ValueError(f"not an object of {', '.join(_KEYS)}")
         model, data, start = (fields.get(key, "") for key in _KEYS)
-        if not _is_fingerprint(model) or not (data == "" or _is_fingerprint(data)):
-            raise ValueError(f"not a fingerprint of {_FINGERPRINT_DIGITS} hexadecimal digits")
+        if not all(_FINGERPRINT.fullmatch(str(text)) for text in (model, data or model)):
+            raise ValueError("not a fingerprint of 64 hexadecimal digits")
         return cls(model=str(model), data=str(data), text_start=str(start))
 
 
 def explain_difference(calibrated: str, here: str, *, between: str = ", here ") -> str:
     """Explain how the calibrated model differs from the one here, by their fingerprints."""
-    half = _FINGERPRINT_DIGITS // 2
-    parts = {"config.json": slice(0, half), "weights": slice(half, None)}
+    parts = {"config.json": slice(0, 32), "weights": slice(32, None)}
     return " and ".join(
         f"different {name} ({calibrated[part][:8]}{between}{here[part][:8]})"
         for name, part in parts.items()
         if calibrated[part] != here[part]
     )
-
-
-def _is_fingerprint(value: object) -> bool:
-    digits = set("0123456789abcdef")
-    return isinstance(value, str) and len(value) == _FINGERPRINT_DIGITS and set(value) <= digits

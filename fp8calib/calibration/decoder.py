@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -20,7 +20,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology import find_text_decoder, name_cache_argument
 
-_OUT_OF_MEMORY_MESSAGES = (
+_OUT_OF_MEMORY_MESSAGES = (  # of the CPU's allocator
     "DefaultCPUAllocator",
     "could not create a primitive",  # oneDNN, in bfloat16: no room for its scratch pad
     "could not create a memory object",
@@ -85,6 +85,7 @@ class Decoder:
             self._called, self._options = model, {"logits_to_keep": 1}
         self._cache_argument = name_cache_argument(self._decoder)
         self.config = model.config.get_text_config(decoder=True)
+        self.dtype = cast("torch.dtype", self._decoder.dtype)
         embedding: Any = model.get_input_embeddings()
         hook = getattr(embedding, "_hf_hook", None)  # accelerate's, of --device-map auto
         device = getattr(hook, "execution_device", None)
@@ -97,12 +98,6 @@ class Decoder:
             if hasattr(module, "max_seq_len_cached")
             and "dynamic" in str(getattr(module, "rope_type", ""))
         ]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype the decoder computes in."""
-        dtype: torch.dtype = self._decoder.dtype
-        return dtype
 
     @torch.no_grad()
     def run(self, batch: Batch, cache: Any) -> torch.Tensor:
@@ -118,14 +113,14 @@ class Decoder:
                     module._buffers[name.replace("original_", "")] = buffer.clone()
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
-        mask, device = batch.mask, self.device
+        mask = batch.mask
+        if mask is not None:
+            mask = mask.long().to(self.device, non_blocking=True)
         with self._explained(batch):
             if batch.media is None:
                 output = self._called(
-                    input_ids=copy_ids(batch.input_ids, device),
-                    attention_mask=None
-                    if mask is None
-                    else mask.long().to(device, non_blocking=True),
+                    input_ids=copy_ids(batch.input_ids, self.device),
+                    attention_mask=mask,
                     use_cache=True,
                     **{self._cache_argument: cache},
                     **self._options,
@@ -147,7 +142,10 @@ class Decoder:
         except Fp8CalibError:
             raise
         except Exception as error:
-            if _is_out_of_memory(error):
+            told = isinstance(error, RuntimeError) and any(
+                words in str(error) for words in _OUT_OF_MEMORY_MESSAGES
+            )
+            if told or isinstance(error, torch.OutOfMemoryError | MemoryError):
                 rows, columns = batch.input_ids.shape
                 own = f" ({error})" if str(error).startswith("could not") else ""
                 raise OutOfMemoryInForward(
@@ -233,12 +231,3 @@ def _list_arguments(model: Any) -> set[str]:
         if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters.values()):
             break
     return found
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Recognise torch's and C++'s errors, and by message those of the CPU allocator and oneDNN."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in _OUT_OF_MEMORY_MESSAGES
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -41,8 +40,3 @@ class Observe(Frozen):
     def needs_forward(self) -> bool:
         """Whether a forward pass is needed; weights are read without one."""
         return self.kv or self.query or self.inputs
-
-    @property
-    def hash(self) -> str:
-        """Hash of the fields, which with the data determine the statistics."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()

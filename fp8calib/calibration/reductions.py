@@ -70,11 +70,8 @@ class BatchView:
 
     def padding(self, device: torch.device) -> torch.Tensor:
         """Tell which rows are padding: bool [B, S]."""
-
-        def make() -> torch.Tensor:
-            return torch.arange(self.shape[1]) >= torch.tensor(self.lengths).unsqueeze(1)
-
-        return self._on(device, "padding", make)
+        lengths = torch.tensor(self.lengths).unsqueeze(1)
+        return self._on(device, "padding", lambda: torch.arange(self.shape[1]) >= lengths)
 
     def places(self, device: torch.device) -> torch.Tensor:
         """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""

@@ -110,6 +110,5 @@ def _reduce(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         )
     amax_out = row_amax(weight)
     if weight.device.type == "cpu" and not bool(amax_out.isfinite().all()):
-        index = (~weight.float().isfinite()).nonzero()[0].tolist()
-        raise nonfinite_tensor_error(name, float(weight[tuple(index)]), index)
+        _require_finite(weight, name, 0)
     return {"amax": amax_out, "amax_in": channel_amax(weight)}
