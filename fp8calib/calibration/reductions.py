@@ -346,13 +346,13 @@ def try_kernels(devices: Iterable[torch.device], *, has_experts: bool) -> None:
 @cache
 def has_reduction_kernel(device: torch.device) -> bool:
     """Whether heads and inputs of a device are reduced by the kernel."""
-    return is_trusted(device, *make_trial(device))
+    return device.type == "cuda" and is_trusted(device, *make_trial(device))
 
 
 @cache
 def has_experts_kernel(device: torch.device) -> bool:
     """Whether inputs of down of a device's experts are reduced by the kernel."""
-    return is_trusted(device, *make_experts_trial(device))
+    return device.type == "cuda" and is_trusted(device, *make_experts_trial(device))
 
 
 def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[], Results]]:

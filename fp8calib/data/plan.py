@@ -103,15 +103,7 @@ def build_plan(
         for spec, source_rows in zip(parsed, read, strict=True)
         if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
     ]
-    if used.rejected:
-        warnings.append(f"skipped: {encoding.describe_unusable()}")
-    if encoding.shortened:
-        warnings.append(
-            f"the chat template leaves something out of {len(encoding.shortened)} of "
-            f"{format_count(used.conversations, 'conversation')} (first {encoding.shortened[0]}), "
-            "such as thoughts or calls of tools, by which then no scale is set; `fp8calib "
-            "calibrate ... --dry-run --show-text 2` shows what is left"
-        )
+    warnings += encoding.list_warnings()
     if parsed and not specs:
         warnings.append("no --data given: using the text that ships with Python (builtin)")
     warnings += [
@@ -152,12 +144,8 @@ def _warn_of_media(
             "with media (docs/calibrate.md)"
         )
     tokens = torch.tensor(list(placeholders), dtype=torch.int64)
-    count = sum(
-        bool(torch.isin(ids, tokens).any())
-        for index, ids in enumerate(sequences)
-        if index not in media
-    )
-    if count:
+    texts = [ids for index, ids in enumerate(sequences) if index not in media]
+    if count := sum(bool(torch.isin(ids, tokens).any()) for ids in texts):
         yield (
             f"{count} sequences of text hold tokens that stand for media, and no media: is their "
             "column named image, images, audio or audios?"
@@ -172,29 +160,23 @@ class RejectedRowError(DataError):
 
 
 class RowEncoder:
-    """Encodes rows; loads the tokenizer and the processor of media when a row first needs them.
-
-    Attributes:
-        counts: of the rows that were read.
-        unusable: errors of rows that cannot be read, or whose conversation the chat template
-            rejects.
-        shortened: conversations that the chat template leaves something out of.
-    """
+    """Encodes rows, counts them, and keeps the errors of those that cannot be used."""
 
     def __init__(
         self,
         tokenizer: Callable[[], Any],
         vocab_size: int,
-        media: Callable[[], MediaEncoder] | None = None,
+        media: Callable[[], MediaEncoder] | None,
         *,
-        strict: bool = False,
+        strict: bool,
     ) -> None:
         """Without `media` the model takes text alone; `strict` raises the first row's error."""
-        self.tokenizer = functools.cache(tokenizer)
-        self.media = None if media is None else functools.cache(media)
         self.counts = RowsUsed()
-        self.unusable: list[DataError] = []
-        self.shortened: list[str] = []
+        self._tokenizer = functools.cache(tokenizer)
+        self._media = None if media is None else functools.cache(media)
+        self._unusable: list[DataError] = []
+        self._shortened: list[str] = []
+        """Conversations that the chat template leaves something out of."""
         self._vocab_size = vocab_size
         self._is_strict = strict
 
@@ -218,9 +200,9 @@ class RowEncoder:
             except RejectedRowError as error:
                 if self._is_strict:
                     raise
-                self.unusable.append(error)
+                self._unusable.append(error)
                 self.counts.rejected += 1
-                if len(self.unusable) >= _TELLING:
+                if len(self._unusable) >= _TELLING:
                     self.refuse_many()
                 continue
             self.counts.conversations += row.messages is not None
@@ -231,12 +213,12 @@ class RowEncoder:
         """Hash the chat template, if one was applied."""
         if not self.counts.conversations:
             return None
-        holder: Any = self.media().template if has_media and self.media else self.tokenizer()
+        holder: Any = self._media().template if has_media and self._media else self._tokenizer()
         if not has_chat_template(holder):
             return None
         text = holder.chat_template
         if not isinstance(text, str):  # several, by their names
-            text = text.get("default") or text["tool_use"]  # as `_has_default` requires
+            text = text.get("default") or text["tool_use"]  # as `render_messages` requires
         return hashlib.sha256(text.encode()).hexdigest()
 
     def refuse_many(self) -> None:
@@ -244,40 +226,49 @@ class RowEncoder:
 
         One row alone says little where few are read.
         """
-        count = len(self.unusable)
-        if 0 < count == self.counts.read or count > max(1, MOST_UNUSABLE * self.counts.read):
-            raise DataError(self.describe_unusable(), hint=self.unusable[0].hint)
+        count, read = self.counts.rejected, self.counts.read
+        if 0 < count == read or count > max(1, MOST_UNUSABLE * read):
+            only = self._unusable[0].message if count == read == 1 else self._name_unusable()
+            raise DataError(only, hint=self._unusable[0].hint)
 
-    def describe_unusable(self) -> str:
-        """Name the first rows that cannot be used, and why."""
-        count, shown = len(self.unusable), self.unusable[:_NUM_SHOWN]
-        if count == self.counts.read == 1:
-            return self.unusable[0].message
-        return (
-            f"{count} of {format_count(self.counts.read, 'row')} cannot be used: "
-            f"{'; '.join(each.message for each in shown)}{'; ...' * (count > len(shown))}"
-        )
+    def list_warnings(self) -> Iterator[str]:
+        """Warn of rows that cannot be used, and of conversations that are not used whole."""
+        if self._unusable:
+            yield f"skipped: {self._name_unusable()}"
+        if self._shortened:
+            yield (
+                f"the chat template leaves something out of {len(self._shortened)} of "
+                f"{format_count(self.counts.conversations, 'conversation')} (first "
+                f"{self._shortened[0]}), such as thoughts or calls of tools, by which then no "
+                "scale is set; `fp8calib calibrate ... --dry-run --show-text 2` shows what is left"
+            )
+
+    def _name_unusable(self) -> str:
+        messages = [error.message for error in self._unusable]
+        shown = "; ".join(messages[:_NUM_SHOWN]) + "; ..." * (len(messages) > _NUM_SHOWN)
+        rows = format_count(self.counts.read, "row")
+        return f"{len(messages)} of {rows} cannot be used: {shown}"
 
     def _encode(self, row: Row) -> EncodedRow:
         if row.media:
-            if self.media is None:
+            if self._media is None:
                 raise DataError(
                     f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
                     hint="use other data, or --text-column to leave out columns of media",
                 )
-            return self.media().encode(row)
+            return self._media().encode(row)
         if row.input_ids is not None:
             return row.input_ids
-        if row.messages is not None and (row.text is None or has_chat_template(self.tokenizer())):
+        if row.messages is not None and (row.text is None or has_chat_template(self._tokenizer())):
             ids, is_whole = render_messages(
-                self.tokenizer(), row.messages, row.origin, tools=row.tools
+                self._tokenizer(), row.messages, row.origin, tools=row.tools
             )
-            self.shortened += [] if is_whole else [row.origin]
+            self._shortened += [] if is_whole else [row.origin]
             return ids
         if row.text is None or not row.text.strip():
             return []
         # verbose=False: text longer than the model's context is cut later, so no warning is due.
-        return list(self.tokenizer()(row.text, verbose=False)["input_ids"])
+        return list(self._tokenizer()(row.text, verbose=False)["input_ids"])
 
     def _check_ids(self, ids: Sequence[int], row: Row) -> None:
         """Refuse an id without a row in the embedding.
@@ -291,7 +282,7 @@ class RowEncoder:
         if row.input_ids is None:
             raise DataError(
                 f"{row.origin}: the text gives token {ids[bad]} "
-                f"({shorten(self.tokenizer().decode([ids[bad]]))}), "
+                f"({shorten(self._tokenizer().decode([ids[bad]]))}), "
                 f"but the model's embedding has rows 0 to {last}",
                 hint="take it out of the text, use the tokenizer published with this model, or "
                 "resize the embedding",
@@ -301,13 +292,6 @@ class RowEncoder:
             f"but the model's vocabulary is 0 to {last}",
             hint="tokenize the data with this model's tokenizer, or give rows with `text`",
         )
-
-
-def _has_default(tokenizer: Any, tools: Sequence[Any] | None) -> bool:
-    """Tell whether transformers chooses one of several chat templates without its name."""
-    names = tokenizer.chat_template
-    default = "tool_use" if tools and "tool_use" in names else "default"
-    return not isinstance(names, Mapping) or default in names
 
 
 def render_messages(
@@ -342,7 +326,10 @@ def render_messages(
                 f"{origin}: the row is a conversation, but the tokenizer has no chat template",
                 hint="use rows with `text`, or a chat model",
             ) from error
-        if isinstance(error, TemplateSyntaxError) or not _has_default(tokenizer, tools):
+        names = tokenizer.chat_template  # of several, transformers chooses one of these two
+        default = "tool_use" if tools and "tool_use" in names else "default"
+        is_named = isinstance(names, Mapping) and default not in names
+        if isinstance(error, TemplateSyntaxError) or is_named:
             raise DataError(
                 f"the tokenizer's chat template cannot be used: {error}",
                 hint="use rows with `text`, or copy the chat template that the model was published "
