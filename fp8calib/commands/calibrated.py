@@ -251,15 +251,13 @@ def _write_outputs(
 ) -> CalibrateResult:
     """Write what is made of the statistics, the report last."""
     recipe = job.recipe
-    _, notes = write_formats(
+    notes = write_formats(
         *(stats, recipe.formats, folder),
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
         source=job.model.checkpoint.stored,
         query=decide_query(recipe, stats)[0],
-        fallback=recipe.scales.fallback,
-        rule=recipe.scales.rule,
-        rules=recipe.scales.rules,
+        rules=recipe.scales.choice,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     checked = finish_formats(

@@ -186,15 +186,13 @@ def _write(
             from fp8calib.quantization.rank_weights import prepare_weights  # imports transformers
 
             weights = prepare_weights(stats, source, fmt, recipe.tp, recipe.scales.choice)
-        _, written = write_formats(
+        written = write_formats(
             *(stats, recipe.formats, folder),
             fmt=fmt,
             tps=recipe.tp,
             source=source,
             query=query,
-            fallback=recipe.scales.fallback,
-            rule=recipe.scales.rule,
-            rules=recipe.scales.rules,
+            rules=recipe.scales.choice,
             quantized=None if weights is None else weights.tables,
             attachment=attachment,
         )

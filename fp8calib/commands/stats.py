@@ -78,8 +78,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             tp=tp,
             per_head=granularity == "head",
             query=bool(self.list_unfit_queries()) if query is None else query,
-            fallback=options.fallback,
-            rule=options.rule,
+            rules=options.choice,
         )
         return make_scale_tensors(table, all_ranks=tp != 1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import product
-from types import MappingProxyType
 
 import torch
 
@@ -24,9 +23,7 @@ from fp8calib.model.tensor_parallel import check_heads, owned_blocks, owned_chan
 from fp8calib.numerics.clip_range import ClipRange, find_clip_range
 from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.rules import AMAX, ONE, Fallback, Rule
-
-NO_RULES: Mapping[str, Rule] = MappingProxyType({})
+from fp8calib.numerics.rules import AMAX, ONE, PLAIN_RULES, Fallback, Rule, ScaleRules
 
 
 def find_site_rules(rules: Mapping[str, Rule], geometry: ModelGeometry) -> dict[Site, Rule]:
@@ -58,9 +55,7 @@ def compute_kv_scales(
     tp: int = 1,
     per_head: bool = False,
     query: bool = False,
-    fallback: Fallback | None = None,
-    rule: Rule = AMAX,
-    rules: Mapping[str, Rule] = NO_RULES,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> ScaleTable:
     """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
 
@@ -69,16 +64,16 @@ def compute_kv_scales(
     one cache under one scale: both get the larger one, and a rule sees both as one tensor.
 
     A fallback of None is `layer-max` for tensors of zeros, and refuses sites that no token reached.
-    Where `rule` needs a missing histogram (q never has one), the amax is used, and the table lists
-    the site in `kept_amax`. `rules` has those of other K and V, by pattern (`find_site_rules`).
+    Where a rule needs a missing histogram (q never has one), the amax is used, and the table lists
+    the site in `kept_amax`.
 
     Raises:
         UsageError: `tp` does not fit the heads.
-        RecipeError: a pattern of `rules` matches no K or V.
-        ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
+        RecipeError: a pattern of the rules matches no K or V.
+        ExportError: the stats lack a site, or the fallback is `refuse` and a site needs it.
     """
     check_heads(stats.geometry, tp)
-    by_site = find_site_rules(rules, stats.geometry)
+    by_site, fallback = find_site_rules(rules.rules, stats.geometry), rules.fallback
     roles = (Role.K, Role.V, Role.Q) if query else KV_ROLES
     scales: dict[Site, Scale] = {}
     kept_amax: dict[Site, str] = {}
@@ -91,7 +86,7 @@ def compute_kv_scales(
                 _find(stats, owner.site(each), fallback)
                 for each in (KV_ROLES if is_latent else (role,))
             ]
-            own = by_site.get(owner.site(role), rule)
+            own = by_site.get(owner.site(role), rules.rule)
             if own == ONE and role is Role.Q:  # no rule makes the scale of q 1.0
                 own = AMAX
             clip_range = _clip_range(own, seen, fmt)
@@ -125,31 +120,30 @@ def compute_linear_scales(
     fmt: Fp8Format,
     *,
     tp: int = 1,
-    fallback: Fallback | None = None,
-    rule: Rule = AMAX,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> ScaleTable:
     """Compute per-tensor input and weight scales of every attention and MLP projection.
 
     Every projection in a fused weight (`q_proj` of a `qkv_proj`) has its own scale, and so does
     every expert. A scale covers the rank's rows of a column-parallel weight, and the rank's
-    channels of a row-parallel weight and its input. `rule` applies to inputs;
+    channels of a row-parallel weight and its input. The rule of all tensors applies to inputs;
     weights always use their amax.
 
     Raises:
-        ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
+        ExportError: the stats lack a site, or the fallback is `refuse` and a site needs it.
     """
     scales: dict[Site, Scale] = {}
     kept_amax: dict[Site, str] = {}
     pools: dict[Site, list[list[Scale]]] = {}
     layer_pools: dict[tuple[int, Role], list[Scale]] = {}
-    rules = {Role.INPUT: rule, Role.WEIGHT: AMAX}
+    by_role, fallback = {Role.INPUT: rules.rule, Role.WEIGHT: AMAX}, rules.fallback
     for layer, linear in stats.geometry.linears():
         if linear.section == "other":
             continue
-        for part, role in product(linear.parts, rules):
+        for part, role in product(linear.parts, by_role):
             site = Site(linear.module, role)
             seen = _find(stats, site, fallback)
-            clip_range = _clip_range(rules[role], [seen], fmt)
+            clip_range = _clip_range(by_role[role], [seen], fmt)
             if clip_range.kept_amax:
                 kept_amax[site] = clip_range.kept_amax
             by_expert = _linear_scales(seen, clip_range, linear, part, role, fmt, tp)

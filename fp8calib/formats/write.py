@@ -14,7 +14,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output import refuse_unknown_entries
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.errors import ExportError, UsageError, cut_list
-from fp8calib.formats.compute import NO_RULES, compute_kv_scales, compute_linear_scales
+from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.formats.convert import convert_table, explain_conversion
 from fp8calib.formats.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
@@ -27,7 +27,7 @@ from fp8calib.model.module_paths import list_paths
 from fp8calib.model.shapes import ModelGeometry
 from fp8calib.model.tensor_parallel import check_heads, check_linears
 from fp8calib.numerics.formats import Fp8Format
-from fp8calib.numerics.rules import AMAX, Fallback, Rule
+from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 
 _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate MODEL --format rfc --out DIR` "
@@ -131,12 +131,10 @@ def write_formats(
     tps: Sequence[int],
     source: Checkpoint | None,
     query: bool,
-    fallback: Fallback | None,
-    rule: Rule = AMAX,
-    rules: Mapping[str, Rule] = NO_RULES,
+    rules: ScaleRules = PLAIN_RULES,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
-) -> tuple[list[str], list[str]]:
+) -> list[str]:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
@@ -145,18 +143,15 @@ def write_formats(
     weights' files. `attachment` records how the scales belong to a model that is quantized already.
 
     Returns:
-        The files, relative to `out` and sorted, and what a user should know about them.
+        What a user should know about the files.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps, fmt)
-    kv_scales = cache(
-        partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule, rules=rules)
-    )
-    linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
-    written: list[Path] = []
+    kv_scales = cache(partial(compute_kv_scales, stats, fmt, rules=rules))
+    linear_scales = cache(partial(compute_linear_scales, stats, fmt, rules=rules))
     notes: list[str] = []
     for dialect in map(find_dialect, dict.fromkeys(formats)):
         for tp in dialect.degrees(tps):
@@ -165,7 +160,6 @@ def write_formats(
             if dialect.has_linears:
                 linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
             place = Path(dialect.path(tp))
-            written.append(out / place)
             notes += write_table(
                 kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 dialect.name,
@@ -179,8 +173,7 @@ def write_formats(
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
             notes += (f"{item.site}: not in {dialect.name}: {item.why}" for item in weights)
-    files = {file for target in written for file in (target, *target.rglob("*")) if file.is_file()}
-    return sorted(file.relative_to(out).as_posix() for file in files), list(dict.fromkeys(notes))
+    return list(dict.fromkeys(notes))
 
 
 def write_found(

@@ -72,6 +72,8 @@ class ScaleRules:
     fallback: Fallback | None = None
 
 
+PLAIN_RULES = ScaleRules()
+
 _NUMBER_RANGES = {
     RuleKind.PERCENTILE: ("0 < P <= 100", math.ulp(0.0), 100.0),
     RuleKind.HEADROOM: ("1 <= H <= 1024", 1.0, MOST_HEADROOM),

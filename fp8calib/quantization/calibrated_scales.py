@@ -27,7 +27,7 @@ from fp8calib.model.shapes import Attention, Layer, Linear, Role, Site
 from fp8calib.numerics.clip_range import find_clip_range
 from fp8calib.numerics.encode import scale_of
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.rules import ScaleRules
+from fp8calib.numerics.rules import PLAIN_RULES, ScaleRules
 from fp8calib.numerics.schemes import list_without_calibration
 from fp8calib.quantization.ignored import span_layers, spell_options
 from fp8calib.quantization.matrices import Matrix
@@ -44,14 +44,13 @@ from fp8calib.quantization.sources.decoded import check_unquantized
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> the names in all other families."""
-_DEFAULTS = ScaleRules()
 
 
 def plan_checkpoint(
     checkpoint: Checkpoint,
     settings: PlanSettings,
     stats: CalibrationStats | None,
-    rules: ScaleRules = _DEFAULTS,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> tuple[QuantizePlan, tuple[str, ...]]:
     """Plan a checkpoint with the scales of statistics; gives notes on its scales too.
 
@@ -85,14 +84,12 @@ def find_kv_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
     dialect: Fp8Dialect,
-    options: ScaleRules = _DEFAULTS,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """Compute the scales of K and V, with notes; none if the statistics do not have them."""
     if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
         return {}, ()
-    table = compute_kv_scales(
-        stats, E4M3FN, rule=options.rule, rules=options.rules, fallback=options.fallback
-    )
+    table = compute_kv_scales(stats, E4M3FN, rules=rules)
 
     def name(attention: Attention, role: Role) -> tuple[str, ...]:
         has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint
@@ -106,12 +103,12 @@ def find_scales(
     checkpoint: Checkpoint,
     settings: PlanSettings,
     selection: Selection,
-    options: ScaleRules = _DEFAULTS,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> CalibratedScales:
     """Compute the scales of K, V and static inputs of a checkpoint from statistics."""
-    kv, kv_notes = find_kv_scales(stats, checkpoint, settings.dialect, options)
+    kv, kv_notes = find_kv_scales(stats, checkpoint, settings.dialect, rules)
     static, others = split_static(settings, selection)
-    inputs, notes = find_input_scales(stats, static, others=others, options=options)
+    inputs, notes = find_input_scales(stats, static, others=others, rules=rules)
     return CalibratedScales(
         inputs=inputs,
         kv=kv,
@@ -126,7 +123,7 @@ def find_input_scales(
     quantized: Collection[Matrix],
     *,
     others: Collection[Matrix] = (),
-    options: ScaleRules = _DEFAULTS,
+    rules: ScaleRules = PLAIN_RULES,
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """Compute a static scale for the inputs of linears, whose weights are `quantized`, with notes.
 
@@ -135,7 +132,7 @@ def find_input_scales(
     """
     if not quantized:
         return {}, ()
-    scales, named = InputScales(stats, options), _NamedInputs(stats)
+    scales, named = InputScales(stats, rules), _NamedInputs(stats)
     largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
     for matrix in quantized:
         found = named.find(matrix)
@@ -189,13 +186,13 @@ class InputScales:
     def __init__(
         self,
         stats: CalibrationStats,
-        options: ScaleRules = _DEFAULTS,
+        rules: ScaleRules = PLAIN_RULES,
         *,
         fmt: Fp8Format = E4M3FN,
     ) -> None:
-        self.table = compute_linear_scales(stats, fmt, rule=options.rule, fallback=options.fallback)
+        self.table = compute_linear_scales(stats, fmt, rules=rules)
         self._stats = stats
-        self._rule = options.rule
+        self._rule = rules.rule
         self._fmt = fmt
 
     def of(self, linear: Linear, *, expert: int | None = None) -> torch.Tensor:

@@ -111,8 +111,7 @@ def prepare_weights(
     is_int4 = is_int4_source(source)
     skeleton = build_skeleton(open_source(str(source.folder)))
     tables = {
-        tp: compute_linear_scales(stats, fmt, tp=tp, fallback=rules.fallback, rule=rules.rule)
-        for tp in dict.fromkeys(tps)
+        tp: compute_linear_scales(stats, fmt, tp=tp, rules=rules) for tp in dict.fromkeys(tps)
     }
     if not is_int4:
         return RankWeights(tables=tables, notes=(), source=WeightSource(skeleton, source))

@@ -9,7 +9,7 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.model.shapes import Role
-from fp8calib.numerics.rules import Rule
+from fp8calib.numerics.rules import Rule, ScaleRules
 from fp8calib.verification.candidates import (
     Scales,
     Target,
@@ -119,7 +119,8 @@ def make_rules(
                 hint=calibrate_first("--scales"),
             )
         has_query = any(site.role is Role.Q for site in first.table.scales)
-        table = compute_kv_scales(first.stats, target.fmt, rule=rule, query=has_query)
+        own = ScaleRules(rule=rule)
+        table = compute_kv_scales(first.stats, target.fmt, rules=own, query=has_query)
         made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
         found[str(rule)] = leave_cache(made, plain_caches, target.geometry)
     return found

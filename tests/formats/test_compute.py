@@ -13,7 +13,7 @@ from fp8calib.formats.compute import compute_kv_scales
 from fp8calib.model.shapes import Role, Site
 from fp8calib.numerics.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.numerics.histogram import count_bins
-from fp8calib.numerics.rules import AMAX, parse_rule
+from fp8calib.numerics.rules import AMAX, ScaleRules, parse_rule
 from tests.formats.handmade import (
     linear_stats,
     plain_stats,
@@ -58,7 +58,7 @@ def test_amax_is_divided_by_the_largest_value_bit_for_bit(fmt: Fp8Format, tp: in
     drawn = torch.rand(2, generator=generator) * 7
     stats = change(stats, kv_site(0, Role.K), amax=drawn)
     default = compute_kv_scales(stats, fmt, tp=tp, query=True)
-    named = compute_kv_scales(stats, fmt, tp=tp, query=True, rule=AMAX)
+    named = compute_kv_scales(stats, fmt, tp=tp, query=True, rules=ScaleRules(rule=AMAX))
     whole = drawn if tp == 2 else drawn.max().reshape(1)
     largest = {"e4m3fn": 448, "e4m3fnuz": 240}[fmt.name]
     assert torch.equal(default.scales[kv_site(0, Role.K)].values, whole / largest)
@@ -81,6 +81,6 @@ def test_scales_are_finite_and_positive_at_the_ends_of_fp32(rule: str, amax: flo
         amax=values,
         histogram=count_bins(values),
     )
-    table = compute_kv_scales(stats, E4M3FN, per_head=True, rule=parse_rule(rule))
+    table = compute_kv_scales(stats, E4M3FN, per_head=True, rules=ScaleRules(rule=parse_rule(rule)))
     found = table.scales[kv_site(0, Role.K)].values
     assert bool((found.isfinite() & (found > 0)).all())

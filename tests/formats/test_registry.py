@@ -20,7 +20,7 @@ from fp8calib.formats.write import (
 )
 from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.rules import AMAX, Fallback, Rule
+from fp8calib.numerics.rules import AMAX, Fallback, Rule, ScaleRules
 from tests.formats.handmade import (
     amax_of,
     expert_stats,
@@ -39,7 +39,7 @@ def _write(
     query: bool = False,
     fallback: Fallback | None = None,
     rule: Rule = AMAX,
-) -> tuple[list[str], list[str]]:
+) -> list[str]:
     needs_model = any(find_dialect(name).needs_model for name in formats)
     source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
     return write_formats(
@@ -50,8 +50,7 @@ def _write(
         tps=tps,
         source=source,
         query=query,
-        fallback=fallback,
-        rule=rule,
+        rules=ScaleRules(rule=rule, fallback=fallback),
     )
 
 
@@ -77,7 +76,7 @@ def test_a_dead_head_takes_the_fallback_and_is_named(
     out: Path, fallback: Fallback | None, expected: float
 ) -> None:
     stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
-    _, notes = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
+    notes = _write(stats, out, ("kv-overlay-head",), fallback=fallback)
 
     scales = load_file(out / "kv-overlay-head" / "model-00002-of-00002.safetensors")
     assert scales["model.layers.0.self_attn.v_scale"].flatten().tolist() == [expected, 0.75]
@@ -93,14 +92,14 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
 
     with pytest.raises(ExportError, match=r"no token reached model\.layers\.0\.self_attn\.k"):
         _write(stats, out, ("kv-scales",))
-    _, notes = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
+    notes = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
     assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
     why = "no token reached it, so its scale is the fallback, 1"
     assert notes == [f"{site}: {why}"]
 
 
 def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
-    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2))[1]
+    notes = _write(expert_stats(), out, ("rfc",), tps=(1, 2))
 
     assert [note.partition(":")[0] for note in notes] == [
         f"model.layers.0.mlp.experts.1.{name}_proj.input" for name in ("gate", "up", "down")

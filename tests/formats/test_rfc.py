@@ -11,7 +11,7 @@ import pytest
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.formats.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
-from fp8calib.numerics.rules import Fallback
+from fp8calib.numerics.rules import Fallback, ScaleRules
 from tests.formats.handmade import DATA, MODEL, linear_stats, write_scales
 
 
@@ -32,7 +32,7 @@ def _write(
     fallback: Fallback | None = None,
 ) -> dict[str, Any]:
     kv = compute_kv_scales(stats, fmt, tp=tp)
-    linears = compute_linear_scales(stats, fmt, tp=tp, fallback=fallback)
+    linears = compute_linear_scales(stats, fmt, tp=tp, rules=ScaleRules(fallback=fallback))
     write_scales("rfc", kv, path, linears=linears)
     document: dict[str, Any] = json.loads(path.read_text())
     return document

@@ -24,7 +24,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.shapes import KV_ROLES, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.numerics.rules import AMAX, parse_rule
+from fp8calib.numerics.rules import AMAX, ScaleRules, parse_rule
 from fp8calib.numerics.schemes import MX_BLOCK, SCHEMES
 from fp8calib.plugins.plan.opened import OpenedPlan
 from fp8calib.quantization.ignored import span_layers
@@ -91,7 +91,7 @@ class Choices:
         self._parts: dict[str, dict[str, Candidate]] = {}
         """By scheme and unit: what is emulated."""
         self._find_table: Callable[[str], ScaleTable] = cache(
-            lambda rule: compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule))
+            lambda rule: compute_kv_scales(stats, E4M3FN, rules=ScaleRules(rule=parse_rule(rule)))
         )
         self.units: tuple[Unit, ...] = ()
         self.fixed_bytes = 0
