@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -35,32 +35,30 @@ def emulate_linears(
     is_rounded = _find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
-    for weights in linears:
-        first, inputs = weights.parameters[0], weights.inputs
-        kinds = {each.kind for each in inputs.values() if not each.is_mx}
-        change = weights
+    for change in linears:
+        first = change.parameters[0]
+        kinds = {each.kind for each in change.inputs.values() if not each.is_mx}
+        again, passes = None, False
         if InputScaling.GROUP in kinds and is_rounded(first.name):
             again = Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
-            change = replace(weights, again=again)
         if isinstance(change, Requantized):  # `Fp8Checkpoint` does this for stored weights
             is_expert_down = first.num_experts > 0 and len(first.sites) == 1
             is_per_tensor = change.quantizer.scale is Granularity.TENSOR
             passes = numerics.weights_through_float16 and is_per_tensor and not is_expert_down
-            change = replace(change, through_float16=passes)
-        changes.append(change)
-        for parameter in change.parameters:
-            sites = [Site(site.module, Role.INPUT) for site in parameter.sites]
-            if sites and (
-                quantizer := _quantize_inputs(
-                    *(inputs[parameter.name], fmt, numerics), is_rounded=is_rounded(parameter.name)
-                )
-            ):
+        changes.append(replace(change, again=again, through_float16=passes))
+        for parameter in (each for each in change.parameters if each.sites):
+            quantizer = _quantize_inputs(
+                *(change.inputs[parameter.name], fmt, numerics),
+                is_rounded=is_rounded(parameter.name),
+            )
+            if quantizer is not None:
+                sites = (Site(site.module, Role.INPUT) for site in parameter.sites)
                 quantizers |= dict.fromkeys(sites, quantizer)
-    return Candidate(
-        quantizers=quantizers,
-        weights=(*changes, *copied),
-        notes=(*_note_mx_inputs(quantizers.values(), numerics), *notes),
-    )
+    is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in quantizers.values())
+    if is_mx and numerics.mx_inputs_always_quantized:
+        about_mx = "inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
+        notes = (f"{about_mx}{numerics.name} leaves them in 16 bits", *notes)
+    return Candidate(quantizers=quantizers, weights=(*changes, *copied), notes=tuple(notes))
 
 
 def _find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
@@ -82,15 +80,6 @@ def _find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str]
         if sum(each.out_features for each in members) % rows_of or linear.in_features % columns_of
     }
     return lambda name: name not in kept
-
-
-def _note_mx_inputs(quantizers: Iterable[Quantizer], numerics: Numerics) -> Iterator[str]:
-    is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in quantizers)
-    if is_mx and numerics.mx_inputs_always_quantized:
-        yield (
-            "inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
-            f"{numerics.name} leaves them in 16 bits"
-        )
 
 
 def _quantize_inputs(

@@ -16,7 +16,7 @@ from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.topology import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_EXPONENT, SMALLEST_SCALE, Fp8Format
-from fp8calib.numerics.schemes import InputScaling
+from fp8calib.numerics.schemes import InputScaling, Scheme
 from fp8calib.quantization.matrices import Matrix
 from fp8calib.quantization.select import Selection
 from fp8calib.quantization.settings import PlanSettings
@@ -63,35 +63,68 @@ def emulate_planned(
     """
     if selection.refusal is not None and not (selection.quantized or selection.unsplit):
         raise selection.refusal
-    model = source.model
-    plan = _Plan(source, settings, selection)
-    groups: dict[str, list[WeightParameter]] = defaultdict(list)
-    for parameter in find_parameters(geometry, model):
-        if plan.list_tensors(parameter.name):
-            groups[plan.name_group(parameter)].append(parameter)
-    known = {parameter.name for group in groups.values() for parameter in group}
-    missed: dict[str, None] = {}
-    for name, _ in model.named_parameters():
-        if name not in known and is_of_decoder(name, model) and plan.list_tensors(name):
-            if (other := plan.describe_other(name)) is None:
-                missed[name.rpartition(".")[0]] = None
-            else:
-                groups[name] = [other]
+    model, matrices = source.model, defaultdict[str, list[Matrix]](list)
+    for matrix in selection.quantized:
+        matrices[matrix.source].append(matrix)
+    selected = {*matrices, *selection.unsplit}
     linears = {linear.module: linear for _, linear in geometry.linears()}
+    groups = defaultdict[str, list[WeightParameter]](list)
+    schemes: dict[str, Scheme] = {}
+    missed: dict[str, None] = {}
+    known = {parameter.name: parameter for parameter in find_parameters(geometry, model)}
+    others = (n for n, _ in model.named_parameters() if n not in known and is_of_decoder(n, model))
+    for name in (*known, *others):
+        tensors = source.tensor_names([name])
+        if not (chosen := tensors & selected):
+            continue
+        if chosen != tensors:
+            raise VerificationError(
+                f"{name} would be FP8 in part: `quantize` writes {min(chosen)} in FP8, and not "
+                f"{min(tensors - chosen)}"
+            )
+        parameter = known.get(name) or _describe_other(name, source, matrices)
+        if parameter is None:
+            missed[name.rpartition(".")[0]] = None
+            continue
+        # all matrices of a weight have one scheme, as engines need it
+        first = matrices.get(min(chosen), ())
+        schemes[name] = settings.scheme_of(first[0].module if first else min(chosen))
+        inside = [matrix for tensor in chosen for matrix in matrices.get(tensor, ())]
+        parts = max(1, len(inside) // max(1, parameter.num_experts))
+        # A per-tensor scale is shared by what is fused; experts have their own, and projections
+        # that the checkpoint stores in one tensor share that of the tensor.
+        is_whole = name in known and len(inside) == 1 and not parameter.num_experts
+        group = inside[0].fused_group if is_whole else name
+        groups[group].append(replace(parameter, num_parts=parts))
 
-    def scale(parameter: WeightParameter) -> float | None:
-        """Give the static scale of the inputs; experts share the largest."""
-        if scale_input is None:
-            return None
-        scales = (float(scale_input(linears[site.module])) for site in parameter.sites)
-        return max(scales, default=None)
+    def quantize(group: Sequence[WeightParameter]) -> Requantized:
+        scheme, inputs = schemes[group[0].name], {}
+        for parameter in group:
+            scales = []
+            if scale_input is not None and scheme.has_static_inputs:
+                scales = [float(scale_input(linears[site.module])) for site in parameter.sites]
+            # experts share the largest
+            scale = max(scales, default=None)
+            inputs[parameter.name] = Activation(kind=scheme.inputs, is_mx=scheme.is_mx, scale=scale)
+        return Requantized(
+            parameters=tuple(group),
+            quantizer=Quantizer(
+                fmt=fmt,
+                scale=scheme.weights,
+                block=scheme.block,
+                power_of_two=scheme.has_power_of_two_scales,
+                smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
+            ),
+            stored=source if any(_is_rounded(each.name, source) for each in group) else None,
+            inputs=inputs,
+        )
 
-    weights = [plan.quantize(group, fmt, scale) for group in groups.values()]
+    weights = [quantize(group) for group in groups.values()]
     unseen = sorted(
         parameter.name
-        for each in weights
-        for parameter in each.parameters
-        if not parameter.sites and each.inputs[parameter.name].kind is not InputScaling.NONE
+        for group in groups.values()
+        for parameter in group
+        if not parameter.sites and schemes[parameter.name].inputs is not InputScaling.NONE
     )
     notes = []
     if selection.refusal is not None:
@@ -103,90 +136,24 @@ def emulate_planned(
     return emulate_linears(weights, fmt, geometry, numerics, notes=notes)
 
 
-class _Plan:
-    """A plan, matched with the parameters of a model."""
+def _describe_other(
+    name: str, source: WeightSource, matrices: dict[str, list[Matrix]]
+) -> WeightParameter | None:
+    """Describe a parameter that belongs to no linear of a layer; None if that is not known."""
+    module = source.model.get_submodule(name.rpartition(".")[0])
+    plain = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
+    if is_linear(module):
+        return replace(plain, is_transposed=is_transposed(module))
+    inside = matrices.get(source.single_tensors.get(name, ""), ())
+    positions = [matrix.position for matrix in inside if matrix.position is not None]
+    if not positions:
+        return None
+    num_experts = 1 + max(position.expert for position in positions)
+    return replace(plain, is_transposed=positions[0].is_transposed, num_experts=num_experts)
 
-    def __init__(self, source: WeightSource, settings: PlanSettings, selection: Selection) -> None:
-        self._source = source
-        self._settings = settings
-        self._matrices: dict[str, list[Matrix]] = defaultdict(list)
-        for matrix in selection.quantized:
-            self._matrices[matrix.source].append(matrix)
-        self._selected = {*self._matrices, *selection.unsplit}
 
-    def list_tensors(self, name: str) -> frozenset[str]:
-        """List the tensors of a parameter; none where they are not selected."""
-        tensors = self._source.tensor_names([name])
-        selected = tensors & self._selected
-        if selected and selected != tensors:
-            raise VerificationError(
-                f"{name} would be FP8 in part: `quantize` writes {sorted(selected)[0]} in FP8, and "
-                f"not {sorted(tensors - selected)[0]}"
-            )
-        return selected
-
-    def _list_matrices(self, name: str) -> list[Matrix]:
-        return [each for tensor in self.list_tensors(name) for each in self._matrices[tensor]]
-
-    def name_group(self, parameter: WeightParameter) -> str:
-        """Name the weights that share one per-tensor scale with this one; experts have their own.
-
-        Projections that the checkpoint stores in one tensor share that of the tensor.
-        """
-        matrices = self._list_matrices(parameter.name)
-        is_whole = len(matrices) == 1 and not parameter.num_experts
-        return matrices[0].fused_group if is_whole else parameter.name
-
-    def describe_other(self, name: str) -> WeightParameter | None:
-        """Describe a parameter that belongs to no linear of a layer; None if that is not known."""
-        module = self._source.model.get_submodule(name.rpartition(".")[0])
-        plain = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
-        if is_linear(module):
-            return replace(plain, is_transposed=is_transposed(module))
-        inside = self._matrices.get(self._source.single_tensors.get(name, ""), ())
-        positions = [matrix.position for matrix in inside if matrix.position is not None]
-        if not positions:
-            return None
-        num_experts = 1 + max(position.expert for position in positions)
-        return replace(plain, is_transposed=positions[0].is_transposed, num_experts=num_experts)
-
-    def quantize(
-        self,
-        group: Sequence[WeightParameter],
-        fmt: Fp8Format,
-        scale_inputs: Callable[[WeightParameter], float | None],
-    ) -> Requantized:
-        """Describe how weights that share their per-tensor scale are quantized."""
-        # All matrices of a weight have one scheme, as engines need it.
-        tensor = min(self.list_tensors(group[0].name))
-        modules = [matrix.module for matrix in self._matrices[tensor]]
-        scheme = self._settings.scheme_of(modules[0] if modules else tensor)
-        return Requantized(
-            parameters=tuple(map(self._count_parts, group)),
-            quantizer=Quantizer(
-                fmt=fmt,
-                scale=scheme.weights,
-                block=scheme.block,
-                power_of_two=scheme.has_power_of_two_scales,
-                smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
-            ),
-            stored=self._source if any(map(self._is_rounded, group)) else None,
-            inputs={
-                parameter.name: Activation(
-                    kind=scheme.inputs,
-                    is_mx=scheme.is_mx,
-                    scale=scale_inputs(parameter) if scheme.has_static_inputs else None,
-                )
-                for parameter in group
-            },
-        )
-
-    def _count_parts(self, parameter: WeightParameter) -> WeightParameter:
-        count = len(self._list_matrices(parameter.name)) // max(1, parameter.num_experts)
-        return replace(parameter, num_parts=max(1, count))
-
-    def _is_rounded(self, parameter: WeightParameter) -> bool:
-        """Tell whether the dtype of the model lacks numbers of the checkpoint's."""
-        own = self._source.model.get_parameter(parameter.name).dtype
-        entries = (self._source.source.tensors[each] for each in self.list_tensors(parameter.name))
-        return any(torch.promote_types(TORCH_DTYPES[entry.dtype], own) != own for entry in entries)
+def _is_rounded(name: str, source: WeightSource) -> bool:
+    """Tell whether the dtype of the model lacks numbers of the checkpoint's."""
+    own = source.model.get_parameter(name).dtype
+    entries = (source.source.tensors[each] for each in source.tensor_names([name]))
+    return any(torch.promote_types(TORCH_DTYPES[entry.dtype], own) != own for entry in entries)

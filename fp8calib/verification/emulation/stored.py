@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,18 +49,34 @@ def emulate_stored(
         ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
-    model, folder = source.model, checkpoint.folder
-    parameters = find_parameters(geometry, model)
-    tensors = {each.name: _list_tensors(each.name, source) for each in parameters}
-    stored = [each for each in parameters if _is_fp8(each.name, tensors[each.name], checkpoint)]
-    if not stored:
+    model, folder, others = source.model, checkpoint.folder, dict(source.model.named_parameters())
+    limits = source.reading_from(ClipLimits(checkpoint))
+    weights: list[DequantizedWeight] = []
+    for parameter in find_parameters(geometry, model):
+        tensors = sorted(_list_tensors(parameter.name, source))
+        unquantized = [name for name in tensors if name not in checkpoint.quantized]
+        if unquantized and len(unquantized) < len(tensors):
+            raise ModelError(f"{folder}: {parameter.name} is FP8 in part: {unquantized[0]} is not")
+        if unquantized:
+            continue
+        others.pop(parameter.name, None)
+        scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in tensors])
+        weights.append(
+            DequantizedWeight(
+                parameters=(parameter,),
+                source=source,
+                fmt=checkpoint.fmt,
+                clip_limits=limits,
+                scales=ScaleRange.of(scales, per=checkpoint.granularity(tensors[0])),
+                inputs={parameter.name: _join_inputs(parameter.name, tensors, checkpoint)},
+            )
+        )
+    if not weights:
         raise ModelError(
             f"{folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
-    others = {name for name, _ in model.named_parameters()} - {each.name for each in stored}
     inside = sorted(name for name in others if is_of_decoder(name, model))
-    tensors |= {name: _list_tensors(name, source) for name in inside}
     ends = source.tensor_names(list_embedding_and_head(model))
     if quantized := sorted(ends & checkpoint.quantized):
         raise ModelError(
@@ -68,35 +84,24 @@ def emulate_stored(
             "in FP8",
             hint="exclude lm_head and embeddings from quantization, as every tool does by default",
         )
-    limits = source.reading_from(ClipLimits(checkpoint))
-    weights = [
-        DequantizedWeight(
-            parameters=(parameter,),
-            source=source,
-            fmt=checkpoint.fmt,
-            clip_limits=limits,
-            scales=_measure_scales(sorted(tensors[parameter.name]), checkpoint),
-            inputs={parameter.name: _join_inputs(parameter.name, tensors, checkpoint)},
-        )
-        for parameter in stored
-    ]
+    changed = [name for name in inside if any(map(is_changed, _list_tensors(name, source)))]
     copied = [
-        WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
-        for name in inside
-        if any(map(is_changed, tensors[name]))
+        CopiedParameter(
+            parameters=(WeightParameter(name=n, sites=(), is_transposed=False, num_experts=0),),
+            source=source,
+        )
+        for n in changed
     ]
     notes = []
     quantized = sorted(
-        each for each in others if source.tensor_names([each]) & checkpoint.quantized
+        name for name in others if source.tensor_names([name]) & checkpoint.quantized
     )
-    if unseen := [name for name in quantized if name in tensors]:
+    if unseen := [name for name in quantized if name in inside]:
         notes.append(explain_inputs(unseen))
-    if beside := [name for name in quantized if name not in tensors]:
+    if beside := [name for name in quantized if name not in inside]:
         notes.append(f"not compared, as it is outside the text decoder: {cut_list(beside, 1)}")
     return emulate_linears(
-        *(weights, checkpoint.fmt, geometry, numerics),
-        copied=[CopiedParameter(parameters=(each,), source=source) for each in copied],
-        notes=notes,
+        *(weights, checkpoint.fmt, geometry, numerics), copied=copied, notes=notes
     )
 
 
@@ -118,26 +123,9 @@ def _list_tensors(parameter: str, source: WeightSource) -> frozenset[str]:
     )
 
 
-def _is_fp8(parameter: str, names: frozenset[str], checkpoint: Fp8Checkpoint) -> bool:
-    """Tell whether a weight is FP8 in the checkpoint, and refuse one that is in part."""
-    unquantized = sorted(names - checkpoint.quantized)
-    if unquantized and len(unquantized) < len(names):
-        raise ModelError(
-            f"{checkpoint.folder}: {parameter} is FP8 in part: {unquantized[0]} is not"
-        )
-    return not unquantized
-
-
-def _measure_scales(names: list[str], checkpoint: Fp8Checkpoint) -> ScaleRange:
-    scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
-    return ScaleRange.of(scales, per=checkpoint.granularity(names[0]))
-
-
-def _join_inputs(
-    parameter: str, tensors: dict[str, frozenset[str]], checkpoint: Fp8Checkpoint
-) -> Activation:
+def _join_inputs(parameter: str, tensors: Iterable[str], checkpoint: Fp8Checkpoint) -> Activation:
     """Give how the config quantizes the inputs of a weight; experts share the largest scale."""
-    found = {checkpoint.activation(name) for name in tensors[parameter]}
+    found = {checkpoint.activation(name) for name in tensors}
     kinds = {activation.kind for activation in found}
     if len(kinds) > 1:
         raise ModelError(
@@ -146,11 +134,8 @@ def _join_inputs(
         )
     scales = [each.scale for each in found if each.scale is not None]
     bounds = [each.upper_bound for each in found if each.upper_bound is not None]
-    return replace(
-        next(iter(found)),
-        scale=max(scales, default=None),
-        upper_bound=max(bounds, default=None),
-    )
+    one, bound = next(iter(found)), max(bounds, default=None)
+    return replace(one, scale=max(scales, default=None), upper_bound=bound)
 
 
 # --- changes --------------------------------------------------------------------------------------

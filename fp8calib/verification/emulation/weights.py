@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -37,10 +36,6 @@ class WeightParameter:
     """How many matrices of the checkpoint its rows hold (gate and up of an expert), each with
     blocks of its own."""
 
-    def slices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Give views [out, in] of the parameter: one, or one per expert."""
-        return [part.T if self.is_transposed else part for part in self.pieces(parameter)]
-
     def pieces(self, parameter: torch.Tensor) -> torch.Tensor:
         """Give a view of the parameter as a stack: of experts, or of one."""
         return parameter if self.num_experts else parameter.unsqueeze(0)
@@ -67,6 +62,8 @@ class WeightChange:
     """By parameter in FP8: how its inputs are scaled."""
     again: Quantizer | None = None
     """How the engine quantizes the quantized weights again at load; None: it does not."""
+    through_float16: bool = False
+    """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Replace `values` (by parameter name) in place; tell of each that is quantized."""
@@ -83,56 +80,46 @@ class Requantized(WeightChange):
     quantizer: Quantizer
     stored: WeightSource | None = None
     """Reads the weights in the checkpoint's dtype, if the model's rounds them; else None."""
-    through_float16: bool = False
-    """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[Changed]:
         """Quantize in place, expert by expert."""
         per = self.quantizer.scale
+        parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+        parts = [([], []) for _ in self.parameters]
         assert isinstance(per, Granularity)  # noqa: S101 -- a scheme's always is
-        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
-        read = zip(*(self._list_exact(p, values[p.name]) for p in self.parameters), strict=True)
-        for weights, group in zip(held, read, strict=True):
+        pieces = zip(*(self._list_pieces(p, values[p.name]) for p in self.parameters), strict=True)
+        for group in pieces:
             quantizer = self.quantizer
             if per is Granularity.TENSOR:
-                amax = torch.stack([tensor_amax(member) for member in group]).amax()
+                amax = torch.stack([tensor_amax(exact) for _, exact in group]).amax()
                 quantizer = replace(quantizer, scale=scale_of(amax, quantizer.fmt))
-            for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
-                both = (each.chunk(parameter.num_parts) for each in (weight, exact))
-                parts[parameter.name] += [
-                    self._apply_one(part, exact_part, quantizer)
-                    for part, exact_part in zip(*both, strict=True)
-                ]
-        for parameter in self.parameters:
-            damage, scales = zip(*parts[parameter.name], strict=True)
+            for parameter, both, told in zip(self.parameters, group, parts, strict=True):
+                chunks = (each.chunk(parameter.num_parts) for each in both)
+                for weight, exact in zip(*chunks, strict=True):
+                    fake = quantizer.fake(exact)
+                    became, scale = fake.values, fake.scale
+                    if self.through_float16:
+                        became = quantizer.fake(became.half()).values
+                    if self.again is not None:
+                        became, scale = self.again.fake(became).values, self.again.scale_for(exact)
+                    assert scale is not None  # noqa: S101 -- no cache type stores weights
+                    told[0].append(measure_damage(weight, fake._replace(values=became)))
+                    told[1].append(torch.stack(torch.aminmax(scale)))
+                    weight.copy_(became)
+        for parameter, (damage, scales) in zip(self.parameters, parts, strict=True):
             yield parameter, sum_damage(damage), ScaleRange.of(torch.stack(scales), per=per)
 
-    def _list_exact(
+    def _list_pieces(
         self, parameter: WeightParameter, value: torch.Tensor
-    ) -> Iterator[torch.Tensor]:
-        """List the weights [out, in] that `quantize` reads: one, or one per expert."""
-        if self.stored is None:
-            yield from parameter.slices(value)
-            return
-        for piece in parameter.read_pieces(self.stored):
-            exact = piece.to(value.device, torch.float32)
-            yield exact.T if parameter.is_transposed else exact
-
-    def _apply_one(
-        self, weight: torch.Tensor, exact: torch.Tensor, quantizer: Quantizer
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a part; give its damage, and its smallest and largest scale: fp32 [2]."""
-        fake = quantizer.fake(exact)
-        values, scale = fake.values, fake.scale
-        if self.through_float16:
-            values = quantizer.fake(values.half()).values
-        if self.again is not None:
-            values, scale = self.again.fake(values).values, self.again.scale_for(exact)
-        assert scale is not None  # noqa: S101 -- no cache type stores weights
-        damage = measure_damage(weight, fake._replace(values=values))
-        weight.copy_(values)
-        return damage, torch.stack(torch.aminmax(scale))
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """List views [out, in] of a parameter and what `quantize` reads: one, or one per expert."""
+        pieces = parameter.pieces(value)
+        exact: Iterable[torch.Tensor] = pieces
+        if self.stored is not None:
+            read = parameter.read_pieces(self.stored)
+            exact = (piece.to(value.device, torch.float32) for piece in read)
+        for one, other in zip(pieces, exact, strict=True):
+            yield (one.T, other.T) if parameter.is_transposed else (one, other)
 
 
 def explain_inputs(parameters: Sequence[str]) -> str:
