@@ -36,7 +36,6 @@ from fp8calib.verification.token_scores import (
     TokenScores,
     join_scores,
     score_batch,
-    settle,
     split_sequences,
 )
 
@@ -142,7 +141,7 @@ def score(
         if not waiting:
             return
         seen, found = zip(*waiting, strict=True)
-        scored.append(settle(found))
+        scored.append(join_scores(found, torch.device("cpu")))
         for name, each in zip((_REFERENCE, *names), scored[-1], strict=True):
             with blaming(name):
                 _require_finite(name, each, seen, model.model.dtype)
@@ -154,7 +153,7 @@ def score(
     else:
         _run_whole(model, models, batches, advance, add, shares_batch=shares_batch)
     look()
-    reference, *others = (join_scores(parts) for parts in zip(*scored, strict=True))
+    reference, *others = join_scores(scored)
     found = [each for _, each in models[1:]]
     damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in found]
     return Scores(
@@ -223,8 +222,7 @@ def _run_whole(
     changes_weights = any(candidate.weights for candidate, _ in models)
     limit, keeps = 0, False
     if changes_weights:
-        room, keeps = _find_room(model.model, [candidate for candidate, _ in models])
-        limit = count_tokens_at_once(model.model, len(models), room)
+        limit, keeps = find_room(model.model, [candidate for candidate, _ in models])
     sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
     shared = [index for index, shares in enumerate(sharing) if shares]
     together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
@@ -266,15 +264,20 @@ def _group(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
     return groups
 
 
-def _find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int, bool]:
-    """Find the bytes for hidden states, and whether GPUs keep the weights that candidates change.
+def find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int, bool]:
+    """Count the tokens whose hidden states, of all candidates, may wait for the head.
 
     On a CPU hidden states take a small part of the memory that the weights take; on a GPU half of
     what is free. Kept weights take no more than half of it before.
+
+    Returns:
+        Their number, and whether GPUs keep the weights that candidates change.
     """
-    values = dict(model.named_parameters())
+    config, values = model.config.get_text_config(decoder=True), dict(model.named_parameters())
+    per_token = config.hidden_size * model.dtype.itemsize * len(candidates)
     if not (gpus := gpus_of(model)):
-        return sum(p.nbytes for p in values.values()) // _HIDDEN_SHARE, False
+        room = sum(p.nbytes for p in values.values()) // _HIDDEN_SHARE
+        return int(room // per_token), False
     free, most = {gpu: free_bytes(gpu) for gpu in gpus}, Counter[torch.device]()
     for candidate in candidates:
         changed = Counter[torch.device]()
@@ -282,11 +285,5 @@ def _find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int
             changed[values[parameter.name].device] += values[parameter.name].nbytes
         most |= changed
     keeps = all(2 * taken <= free.get(device, 0) for device, taken in most.items())
-    return min(free[gpu] - keeps * most[gpu] for gpu in gpus) // 2, keeps
-
-
-def count_tokens_at_once(model: LoadedModel, num_models: int, room: int) -> int:
-    """Count the tokens whose hidden states, of so many models, may wait for the head."""
-    config = model.config.get_text_config(decoder=True)
-    per_token = config.hidden_size * model.dtype.itemsize * num_models
-    return int(room // per_token)
+    room = min(free[gpu] - keeps * most[gpu] for gpu in gpus) // 2
+    return int(room // per_token), keeps

@@ -68,7 +68,7 @@ def score_batch(
     targets = batch.input_ids.flatten()[index + 1]
     if watched is None:
         watched = torch.zeros(len(index), 0, dtype=torch.int64)
-    block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
+    block, _ = _count_rows(reference.device, vocab_size, reference.element_size())
     parts = [
         _score_block(
             [
@@ -83,27 +83,26 @@ def score_batch(
             *(torch.split(each, block) for each in (index, targets, watched)), strict=True
         )
     ]
-    return [join_scores(scores) for scores in zip(*parts, strict=True)]
+    return join_scores(parts)
 
 
-def settle(parts: Sequence[Sequence[TokenScores]]) -> list[TokenScores]:
-    """Join the scores of batches, model by model, and copy them to the CPU."""
-    joined = [join_scores(scores) for scores in zip(*parts, strict=True)]
+def join_scores(
+    parts: Sequence[Sequence[TokenScores]], device: torch.device | None = None
+) -> list[TokenScores]:
+    """Join the scores of parts of the text, model by model; with `device` they are copied to it."""
+    names = [field.name for field in fields(TokenScores)]
     return [
-        TokenScores(**{f.name: getattr(each, f.name).cpu() for f in fields(each)})
-        for each in joined
+        TokenScores(**{n: torch.cat([getattr(each, n) for each in own]).to(device) for n in names})
+        for own in zip(*parts, strict=True)
     ]
 
 
-def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
-    """Join the scores of parts, in order."""
-    names = (field.name for field in fields(TokenScores))
-    return TokenScores(**{n: torch.cat([getattr(part, n) for part in parts]) for n in names})
-
-
-def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int:
-    size = _BYTES_AT_ONCE[itemsize] if device.type == "cpu" else _BYTES_AT_ONCE_GPU
-    return max(size // (vocab_size * itemsize), 16)
+def _count_rows(device: torch.device, vocab_size: int, itemsize: int) -> tuple[int, int]:
+    """Count the rows of logits of a block, and those that are reduced at a time."""
+    size, reduced = _BYTES_AT_ONCE[itemsize], _REDUCED_AT_ONCE
+    if device.type != "cpu":
+        size, reduced = _BYTES_AT_ONCE_GPU, _REDUCED_AT_ONCE_GPU
+    return max(size // (vocab_size * itemsize), 16), max(reduced // vocab_size, 4)
 
 
 def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_tokens: int) -> int:
@@ -111,17 +110,11 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
 
     `itemsize` is that of a logit; `num_tokens` are those of the largest batch.
     """
-    rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
+    rows, at_once = _count_rows(device, vocab_size, itemsize)
+    rows = min(rows, num_tokens)
     block = rows * vocab_size * itemsize
-    reduced = _REDUCED_AT_ONCE
-    if device.type != "cpu":
-        reduced = min(_rows_at_once(device, vocab_size), rows) * vocab_size
+    reduced = _REDUCED_AT_ONCE if device.type == "cpu" else min(at_once, rows) * vocab_size
     return (1 + _CANDIDATES_AT_ONCE + _PRODUCT_BLOCKS) * block + _REDUCTIONS * reduced * 4
-
-
-def _rows_at_once(device: torch.device, vocab_size: int) -> int:
-    size = _REDUCED_AT_ONCE if device.type == "cpu" else _REDUCED_AT_ONCE_GPU
-    return max(size // vocab_size, 4)
 
 
 def _score_block(
@@ -132,15 +125,16 @@ def _score_block(
     However many candidates there are, the logits of only a few are in memory together.
     """
     first, others = logits(hidden[0]), hidden[1:]
-    rows = _rows_at_once(first.device, first.shape[1])
+    _, rows = _count_rows(first.device, first.shape[1], first.element_size())
     wanted = torch.split(targets.to(first.device, non_blocking=True).unsqueeze(1), rows)
     asked = torch.split(watched.to(first.device, non_blocking=True), rows)
     scores: list[TokenScores] = []
     for start in range(0, max(len(others), 1), _CANDIDATES_AT_ONCE):
         found = [first, *map(logits, others[start : start + _CANDIDATES_AT_ONCE])]
         pieces = zip(*(torch.split(each, rows) for each in found), strict=True)
-        parts = [_score_rows(*each) for each in zip(pieces, wanted, asked, strict=True)]
-        joined = [join_scores(each) for each in zip(*parts, strict=True)]
+        joined = join_scores(
+            [_score_rows(*each) for each in zip(pieces, wanted, asked, strict=True)]
+        )
         scores += joined[min(start, 1) :]  # the reference once
     return scores
 
@@ -150,13 +144,18 @@ def _score_rows(
 ) -> list[TokenScores]:
     """Reduce the logits [N, V] of the reference and of each candidate; targets are [N, 1]."""
     reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
+    nothing = torch.empty(len(targets), 0, device=targets.device)
+    seen = nothing
+    if watched.shape[1]:
+        seen = torch.cat([reference.gather(1, watched), reference.amax(1, keepdim=True)], 1)
+    zeros = torch.zeros(len(targets), device=targets.device)
     scores = [
         TokenScores(
             logprobs=reference.gather(1, targets).squeeze(1),
-            klds=torch.zeros(len(targets), device=targets.device),
-            agrees=torch.ones(len(targets), dtype=torch.bool, device=targets.device),
-            ties=torch.zeros(len(targets), dtype=torch.bool, device=targets.device),
-            watched=_watch(reference, watched),
+            klds=zeros,
+            agrees=zeros == 0,
+            ties=zeros != 0,
+            watched=seen,
         )
     ]
     if len(logits) == 1:
@@ -177,17 +176,10 @@ def _score_rows(
                 klds=klds.clamp_(min=0),
                 agrees=agrees,
                 ties=ties,
-                watched=torch.empty(len(targets), 0, device=targets.device),
+                watched=nothing,
             )
         )
     return scores
-
-
-def _watch(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Keep the log-probabilities of `tokens` [N, W] and the largest: [N, W + 1], or [N, 0]."""
-    if not tokens.shape[1]:
-        return torch.empty(len(tokens), 0, device=tokens.device)
-    return torch.cat([logprobs.gather(1, tokens), logprobs.amax(1, keepdim=True)], 1)
 
 
 def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:
