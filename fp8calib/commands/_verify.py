@@ -33,11 +33,11 @@ from fp8calib.errors import CANNOT_TELL, ModelError, VerificationError, fit_line
 from fp8calib.machine import PeakMemory
 from fp8calib.model.load import load_tokenizer
 from fp8calib.text import Answer, Block, Line
-from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.fits import list_unfit
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.memory import open_scored, plan_verification
+from fp8calib.verification.opened import find_candidate
 from fp8calib.verification.page.page import write_page
 from fp8calib.verification.report import (
     SCALE_ONE,

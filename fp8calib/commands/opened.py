@@ -28,11 +28,17 @@ from fp8calib.model.shapes import Role
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.rules import Rule, parse_rule
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.verification.candidates import Scales, Target, find_candidate
+from fp8calib.verification.candidates import Target
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.loadable import judge_loading
-from fp8calib.verification.opened import make_candidates, make_rules, require_head
+from fp8calib.verification.opened import (
+    Scales,
+    find_candidate,
+    make_candidates,
+    make_rules,
+    require_head,
+)
 from fp8calib.verification.page.page import is_page
 from fp8calib.verification.report import SCALE_ONE, RefusedCandidate
 from fp8calib.verification.verify import Verification

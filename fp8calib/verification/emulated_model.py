@@ -28,17 +28,16 @@ from fp8calib.model.topology import find_text_decoder, name_cache_argument
 from fp8calib.numerics.formats import E4M3FN, FP8_FORMATS
 from fp8calib.numerics.schemes import SCHEMES
 from fp8calib.verification.candidates import (
-    Scales,
     Target,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
     check_sites,
-    open_candidate,
 )
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.weights import changed_weights
+from fp8calib.verification.opened import Scales, open_candidate
 from fp8calib.verification.report import SCALE_ONE
 
 _EMULATED: WeakSet[LoadedModel] = WeakSet()

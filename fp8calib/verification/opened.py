@@ -1,27 +1,59 @@
-"""Read and make the candidates of a verification, before a weight of the model is read."""
+"""Open candidates (statistics, scales of any dialect, FP8 checkpoints) for a model, and rules."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
 
-from fp8calib.calibration.calibration_stats import CalibrationStats, calibrate_first
+import torch
+
+from fp8calib.calibration.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.calibration.calibration_stats import (
+    STATS_NAME,
+    CalibrationStats,
+    calibrate_first,
+    is_stats_file,
+    load_stats_file,
+)
 from fp8calib.calibration.run_model import RunModel
+from fp8calib.calibration.unquantized_tensors import compare_with_base
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
 from fp8calib.formats.compute import compute_kv_scales
-from fp8calib.model.shapes import Role
+from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.formats.fp8.compressed_tensors import require_format
+from fp8calib.formats.fp8.pairing import is_fp8_checkpoint
+from fp8calib.formats.read import check_origin, has_kv_scales, read_scales
+from fp8calib.formats.registry import find_dialect
+from fp8calib.formats.table import ScaleTable
+from fp8calib.model.live_model import LiveCheckpoint
+from fp8calib.model.shapes import Layer, ModelGeometry, Role, Site
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.rules import Rule, ScaleRules
 from fp8calib.verification.candidates import (
-    Scales,
     Target,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
     check_sites,
+    describe_rounding,
     leave_cache,
-    open_candidate,
 )
 from fp8calib.verification.emulation.candidate import Candidate
+from fp8calib.verification.emulation.kv import explain_plain_cache
+from fp8calib.verification.emulation.stored import emulate_stored, list_embedding_and_head
 from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.same_config import find_other_setting
+
+Scales = str | Path | CalibrationStats
+"""A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
+_SAMPLE_BYTES = 4096
+_ELEMENTS_AT_ONCE = 2**22
 
 
 def require_head(model: RunModel) -> None:
@@ -73,7 +105,14 @@ def make_candidates(
             name = f"statistics-{index}" if index else "statistics"
         try:
             made = open_candidate(item, target, name=name, scheme=scheme)
-            _check_format(made, target)
+            table = made.table
+            # e4m3fn and e4m3fnuz differ in range
+            if table is not None and not made.weights and table.fmt is not target.fmt:
+                raise ModelError(
+                    f"{name}: the scales are for {table.fmt.name}, but the KV cache is emulated in "
+                    f"{target.fmt.name}",
+                    hint=f"use --fp8-dtype {table.fmt.name}",
+                )
             opened.append(finish(made))
         except (ModelError, VerificationError) as error:
             faults[name] = error
@@ -86,17 +125,6 @@ def make_candidates(
         unscaled = build_unscaled(SCALE_ONE, target.geometry, target.fmt, target.numerics)
         others.append(finish(unscaled))
     return opened, [*opened, *others], faults
-
-
-def _check_format(made: Candidate, target: Target) -> None:
-    """Refuse scales of another FP8 type than scale 1.0 has: e4m3fn and e4m3fnuz differ in range."""
-    if made.table is not None and not made.weights and made.table.fmt is not target.fmt:
-        fmt = made.table.fmt
-        raise ModelError(
-            f"{made.name}: the scales are for {fmt.name}, but the KV cache is emulated in "
-            f"{target.fmt.name}",
-            hint=f"use --fp8-dtype {fmt.name}",
-        )
 
 
 def make_rules(
@@ -124,3 +152,237 @@ def make_rules(
         made = build_kv_candidate(str(rule), table, target.numerics, origin=str(rule))
         found[str(rule)] = leave_cache(made, plain_caches, target.geometry)
     return found
+
+
+def find_candidate(name: str) -> Path:
+    """Find the file or folder of a candidate; in the output of a calibration, its statistics.
+
+    Raises:
+        UsageError: the path does not exist.
+        ModelError: the folder links to files outside of it.
+    """
+    path = Path(name)
+    require_path(path, option="--scales")
+    if not path.is_dir():
+        return path
+    refuse_external_links(path)
+    return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
+
+
+def open_candidate(
+    given: Scales, target: Target, *, name: str = "statistics", scheme: str | None = None
+) -> Candidate:
+    """Read what is compared with the model, check that it belongs to it, and emulate it.
+
+    Args:
+        given: statistics, or a path: of a stats file, of the output folder of a calibration, of
+            scales of any dialect, or of an FP8 checkpoint, which is read as the engine reads it.
+        target: the unquantized model.
+        name: that of statistics in memory.
+        scheme: the scheme of weights and inputs that statistics are for; None for the KV cache.
+
+    Raises:
+        UsageError: the path does not exist, or `scheme` is given and no statistics are.
+        ModelError: the scales or statistics are not valid, or of another model.
+    """
+    if isinstance(given, CalibrationStats):
+        return _open_stats(name, given, target, scheme)
+    name, path, numerics = str(given), find_candidate(str(given)), target.numerics
+    if is_stats_file(path):
+        return _open_stats(name, load_stats_file(path), target, scheme, folder=path.parent)
+    if scheme is not None:
+        raise UsageError(
+            f"--scheme {scheme} needs statistics, and {name} holds none",
+            hint="leave out --scheme to verify the scales of the file",
+        )
+    if not (path.is_dir() and is_fp8_checkpoint(path)):
+        table = _read_scales(name, path, target)
+        if path.is_dir() and target.checkpoint.has_weights:
+            _check_weights(path, target)
+        made = build_kv_candidate(name, table, numerics, origin=table.dialect)
+        return replace(made, origin=table.origin)
+    checkpoint = Fp8Checkpoint.open(
+        path,
+        fuse=numerics.fused_share_scales,
+        through_float16=numerics.weights_through_float16,
+        keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
+    )
+    require_format(path, checkpoint.load_config())
+    _check_config(checkpoint, target)
+    if not _is_base(checkpoint.origin, target):
+        check_origin(name, checkpoint.origin, target.fingerprint)
+    emulation = _emulate_checkpoint(checkpoint, target)
+    what = f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"
+    kv = Candidate(name=name)
+    if has_kv_scales(path):
+        table = _read_scales(name, path, target)
+        if why := explain_plain_cache(table, numerics):
+            kv = replace(kv, notes=(f"its KV scales are ignored: {why}",))
+        else:
+            kv = build_kv_candidate(name, table, numerics, origin=table.dialect)
+            what += f", {kv.description}"
+    return replace(
+        kv,
+        description=what + describe_rounding(emulation.quantizers, numerics),
+        quantizers={**emulation.quantizers, **kv.quantizers},
+        weights=emulation.weights,
+        notes=(*kv.notes, *emulation.notes),
+        origin=checkpoint.origin,
+    )
+
+
+def _open_stats(
+    name: str,
+    stats: CalibrationStats,
+    target: Target,
+    scheme: str | None,
+    *,
+    folder: Path | None = None,
+) -> Candidate:
+    """Make a candidate of statistics, and check that they belong to the model.
+
+    Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
+    which holds them, has an overlay, they are those of the overlay.
+    """
+    if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
+        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
+        raise ModelError(
+            f"{name}: these statistics are of another model "
+            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
+            hint="calibrate this model, or pass the model that was calibrated",
+        )
+    stats = _rename_sites(stats, target.geometry)
+    if scheme is not None:
+        made = build_scheme(name, scheme, target, stats)
+    else:
+        has_query = bool(stats.list_unfit_queries())
+        overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
+        if has_query and overlay is not None and overlay.is_dir():
+            headers = map(read_header, overlay.glob("*.safetensors"))
+            has_query = any(key.endswith(".q_scale") for each in headers for key in each.tensors)
+        table = compute_kv_scales(stats, target.fmt, query=has_query)
+        made = build_kv_candidate(name, table, target.numerics, origin="statistics, amax")
+    return replace(made, stats=stats, origin=stats.origin)
+
+
+def _rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> CalibrationStats:
+    """Rename the sites to the paths of `geometry`, which is of the same checkpoint.
+
+    A multimodal model in memory has its text decoder at another path than the decoder alone that is
+    loaded from its folder. Layers correspond by index, and modules by their order in a layer.
+    """
+
+    def shape(layer: Layer) -> tuple[object, ...]:
+        sizes = ((each.out_features, each.in_features, each.num_experts) for each in layer.linears)
+        return layer.attention is None, *sizes
+
+    own, other = stats.geometry.layers, geometry.layers
+    if list(map(shape, own)) != list(map(shape, other)):
+        raise ModelError(
+            f"the statistics are of {len(own)} layers, and not of the {len(other)} of the model",
+            hint="calibrate this model",
+        )
+    paths = {}
+    for one, two in zip(own, other, strict=True):
+        if one.attention is not None and two.attention is not None:
+            paths[one.attention.module] = two.attention.module
+        paths |= {a.module: b.module for a, b in zip(one.linears, two.linears, strict=True)}
+    if all(old == new for old, new in paths.items()):
+        return stats
+    sites = {
+        Site(paths.get(site.module, site.module), site.role): found
+        for site, found in stats.sites.items()
+    }
+    renamed = stats.header.model_copy(update={"geometry": geometry})
+    return replace(stats, header=renamed, sites=sites)
+
+
+def _read_scales(name: str, path: Path, target: Target) -> ScaleTable:
+    table = read_scales(path, target.geometry, fills_layers=True).table
+    if not _is_base(table.origin, target):
+        check_origin(name, table.origin, target.fingerprint)
+    return table
+
+
+def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
+    """Tell whether a quantized model, or one in memory, was made from the calibrated one.
+
+    One in memory may have another config and dtype than its files. Without weights, in a dry run,
+    there is nothing to compare.
+    """
+    if not target.checkpoint.has_weights:
+        return True
+    is_made = bool(target.checkpoint.form) or isinstance(target.checkpoint, LiveCheckpoint)
+    if origin is None or not origin.unquantized or not is_made:
+        return False
+    return not compare_with_base(origin.unquantized, target.checkpoint).difference
+
+
+def _check_weights(folder: Path, target: Target) -> None:
+    """Refuse an overlay whose weights or config are another model's."""
+    try:
+        opened = Checkpoint.open(folder)
+    except ModelError:
+        return  # no weights beside the scales: nothing to compare
+    with opened as overlay:
+        _check_config(overlay, target)
+        for name, entry in overlay.tensors.items():
+            own = target.checkpoint.tensors.get(name)
+            if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
+                continue
+            if own.shape != entry.shape or overlay.sample_bytes(
+                name, _SAMPLE_BYTES
+            ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+                raise ModelError(
+                    f"{folder}: its {name} is not that of the model, so the scales belong to "
+                    "another model",
+                    hint="pass the model that the overlay was made from",
+                )
+
+
+def _check_config(checkpoint: Checkpoint, target: Target) -> None:
+    """Refuse a checkpoint that engines compute in another way than the model."""
+    if other := find_other_setting(checkpoint.load_config(), target.model.config):
+        raise ModelError(
+            f"{checkpoint.folder}: its config.json is not that of the model: {other}",
+            hint="engines follow it: copy the value from the model's config.json",
+        )
+
+
+def _emulate_checkpoint(checkpoint: Fp8Checkpoint, target: Target) -> Candidate:
+    """Emulate the weights of a whole FP8 checkpoint."""
+    source, original = WeightSource(target.model, checkpoint), target.checkpoint
+    is_changed = partial(_is_changed, checkpoint=checkpoint, original=original)
+    # No FP8 scheme changes these, and all candidates are scored with the unquantized model's head.
+    for end in source.tensor_names(list_embedding_and_head(target.model)) - checkpoint.quantized:
+        is_stored_alike = end in original and original.dtype(end) == checkpoint.dtype(end)
+        if is_stored_alike and is_changed(end):
+            raise ModelError(
+                f"{checkpoint.folder}: its {end} is not that of the model",
+                hint="pass the model that the checkpoint was made from",
+            )
+    return emulate_stored(
+        checkpoint, target.geometry, source, target.numerics, is_changed=is_changed
+    )
+
+
+def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:
+    """Tell whether any value differs: a fine-tune may change a few rows of an embedding only."""
+    if name not in original or original.dtype(name) != checkpoint.dtype(name):
+        return True
+    shape = checkpoint.tensors[name].shape
+    if shape != original.tensors[name].shape:
+        return True
+    # bits are compared: NaN differs from itself
+    rows = shape[0] if len(shape) > 1 else 1
+    step = max(_ELEMENTS_AT_ONCE * rows // max(prod(shape), 1), 1)
+    for start in range(0, rows, step):
+        blocks = (
+            each.read_rows(name, start, min(start + step, rows))
+            if len(shape) > 1
+            else each.read(name)
+            for each in (checkpoint, original)
+        )
+        if not torch.equal(*(each.flatten().view(torch.uint8) for each in blocks)):
+            return True
+    return False
