@@ -369,9 +369,9 @@ def choose_smallest(report: VerifyReport, sizes: Mapping[str, int]) -> Decision:
     if not passing:
         name, nearest = min(found.items(), key=lambda item: get_kld(item[1]))
         verdict = f"{nearest.verdict}: {nearest.verdict_why}"
-        hint = "`quantize --scheme w8a16` or `gptq` may lose less."
+        other = "`quantize --scheme w8a16` or `gptq` may lose less."
         return _decide(
-            f"No choice passes the gate; the nearest, {name}, gets {verdict}. {hint}", details
+            f"No choice passes the gate; the nearest, {name}, gets {verdict}. {other}", details
         )
     least = min(sizes[name] for name in passing)
     best = min((passing[n] for n in passing if sizes[n] <= least * _ALIKE), key=get_kld)
