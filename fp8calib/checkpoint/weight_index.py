@@ -83,19 +83,12 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def _list_names(folder: Path) -> list[str]:
-    if not folder.exists():
-        hint = "name a folder that holds a model, or the hub id of one"
-        raise ModelError(f"{folder}: no such folder", hint=hint)
-    if not folder.is_dir():
-        hint = GGUF_HINT if folder.suffix == ".gguf" else "name the folder that holds the weights"
-        raise ModelError(f"{folder}: a file, not a model folder", hint=hint)
     try:
-        names = sorted(path.name for path in folder.iterdir())
+        return sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise ModelError(f"{folder}: cannot be read: {error.strerror}") from error
-    if not names:
-        raise ModelError(f"{folder}: the folder is empty", hint="download the model first")
-    return names
+        hint = "name a folder that holds a model, or the hub id of one"
+        message = f"{folder} is no model folder: {error.strerror}"
+        raise ModelError(message, hint=GGUF_HINT if folder.suffix == ".gguf" else hint) from error
 
 
 def list_pickled(names: Collection[str]) -> list[str]:

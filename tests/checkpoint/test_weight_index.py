@@ -46,7 +46,7 @@ def test_parts_without_an_index_are_refused(tmp_path: Path, names: list[str]) ->
 @pytest.mark.parametrize(
     ("names", "message", "hint"),
     [
-        ([], "the folder is empty", "download"),
+        ([], "there are no *.safetensors weights", "expected"),
         (["config.json"], "no *.safetensors weights", "model.safetensors"),
         (["config.json", "training_args.bin"], "no *.safetensors weights", "model.safetensors"),
         (["pytorch_model.bin"], "pickled (pytorch_model.bin)", "save_pretrained"),
@@ -69,9 +69,9 @@ def test_a_folder_without_weights_is_told_what_it_holds_instead(
 
 
 def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="is no model folder: No such file"):
         find_weights(tmp_path / "missing")
-    with pytest.raises(ModelError, match="a file, not a model folder"):
+    with pytest.raises(ModelError, match="is no model folder: Not a directory"):
         find_weights(_touch(tmp_path, "x") / "x")
 
 

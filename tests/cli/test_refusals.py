@@ -245,8 +245,8 @@ def test_a_name_that_is_nearly_that_of_a_folder(
 
 def test_what_is_no_folder_of_a_model(refused: Refused, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "the folder is empty" in refused(4, tmp_path / "empty")
-    assert "a file, not a model folder" in refused(4, folder / WEIGHTS)
+    assert "there are no *.safetensors weights" in refused(4, tmp_path / "empty")
+    assert "is no model folder: Not a directory" in refused(4, folder / WEIGHTS)
     (folder / "model.gguf").write_bytes(b"GGUF")
     hint = "use the safetensors model that the GGUF was made from"
     assert hint in refused(4, folder / "model.gguf")
