@@ -34,16 +34,17 @@ def observe_weights(
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
-    for weight in read_linears(observed, source):
-        linear, found = weight.linear, _reduce(weight.values, weight.name)
+    for linear, expert, weight in read_linears(observed, source):
+        index = "" if expert is None else f"[{expert}]"
+        found = _reduce(weight, f"{linear.weight_name}{index}")
         site = Site(linear.module, Role.WEIGHT)
-        if weight.expert is None:
+        if expert is None:
             yield site, SiteStats(count=0, **found)
             continue
         cut = found["amax_in" if linear.shard == "row" else "amax"]
         found["experts"] = group_amax(cut.unsqueeze(0), linear.expert_block)[0]
         by_expert[linear.module].append(found)
-        if weight.expert == linear.num_experts - 1:
+        if expert == linear.num_experts - 1:
             parts = by_expert.pop(linear.module)
             stacked = {name: torch.stack([part[name] for part in parts]) for name in found}
             joined = {name: x if name == "experts" else x.amax(0) for name, x in stacked.items()}

@@ -33,7 +33,7 @@ from fp8calib.formats.kv.json import name_rank_files
 from fp8calib.formats.metadata import make_metadata
 from fp8calib.formats.table import Scale, ScaleSource, ScaleTable
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.shapes import ModelGeometry, Part, Role, Site, find_difference
+from fp8calib.model.shapes import Linear, ModelGeometry, Part, Role, Site, find_difference
 from fp8calib.model.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import LinearWeight, WeightSource, read_linears
@@ -68,23 +68,28 @@ class RankWeights:
                 opened = [stack.enter_context((folder / name).open("wb")) for name in files]
                 for file, layout in zip(opened, layouts, strict=True):
                     file.write(layout.head)
-                for weight in _read(table.geometry, self.source):
-                    for part in weight.linear.parts:
-                        for rank, (file, layout) in enumerate(zip(opened, layouts, strict=True)):
-                            for name, data in _encode(table, weight, part, rank):
-                                file.seek(layout.starts[name])
-                                file.write(data)
+                for linear, expert, weight in _read(table.geometry, self.source):
+                    for part, rank in product(linear.parts, range(table.tp)):
+                        rows = _cut(linear, part, weight, table.tp, rank)
+                        for name, data in _encode(table, linear.logical(part, expert), rows, rank):
+                            opened[rank].seek(layouts[rank].starts[name])
+                            opened[rank].write(data)
             names += files
         return names
 
 
+def _cut(linear: Linear, part: Part, weight: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Give the rows and channels of a part that a tensor-parallel rank owns."""
+    channels = owned_channels(linear, tp, rank)
+    return weight[owned_rows(linear, part, tp, rank)][:, channels.start : channels.stop]
+
+
 def _encode(
-    table: ScaleTable, weight: LinearWeight, part: Part, rank: int
+    table: ScaleTable, module: str, rows: torch.Tensor, rank: int
 ) -> Iterator[tuple[str, bytes]]:
     """Encode what a rank has of a projection: its weight and its scales, by the tensor's name."""
-    module = weight.linear.logical(part, weight.expert)
     scales = {role: table.scales[Site(module, role)].values[rank] for role in _ROLES}
-    rows, scale = weight.cut(part, table.tp, rank), scales[Role.WEIGHT]
+    scale = scales[Role.WEIGHT]
     if table.fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
         codes = encode_rows(rows, scale).view(torch.uint8)
     else:
@@ -160,22 +165,25 @@ def adopt_scales(
             is not quantized (`ScaleSpread`).
     """
     scales = dict(table.scales)
-    for weight, shared in zip(weights, spread, strict=True):
-        linear = weight.linear
+    for (linear, expert, weight), (_, _, shared) in zip(weights, spread, strict=True):
         expected = (linear.out_features, linear.in_features)
-        if weight.values.shape != expected:
+        if weight.shape != expected:
             raise ModelError(
-                f"{linear.module} is {list(weight.values.shape)} in the checkpoint and "
+                f"{linear.module} is {list(weight.shape)} in the checkpoint and "
                 f"{list(expected)} in the calibrated model",
                 hint="name the int4 checkpoint of the model that was calibrated",
             )
         for part in linear.parts:
-            site = Site(linear.logical(part, weight.expert), Role.WEIGHT)
-            int4 = _find_scale(site, part, shared.values)
+            site = Site(linear.logical(part, expert), Role.WEIGHT)
+            int4 = _find_scale(site, part, shared)
             scales[site] = (
                 Scale(values=int4.expand(table.tp), source=ScaleSource.OBSERVED)
                 if bool(int4)
-                else _measure(table, site, part, weight)
+                else _measure(
+                    table,
+                    site,
+                    [_cut(linear, part, weight, table.tp, rank) for rank in range(table.tp)],
+                )
             )
     return replace(table, scales=scales)
 
@@ -194,10 +202,9 @@ def _find_scale(site: Site, part: Part, spread: torch.Tensor) -> torch.Tensor:
     return high
 
 
-def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) -> Scale:
-    """Compute the scales of an unquantized projection from its magnitudes."""
-    ranks = range(table.tp)
-    amax = torch.stack([tensor_amax(weight.cut(part, table.tp, rank)) for rank in ranks])
+def _measure(table: ScaleTable, site: Site, weights: Iterable[torch.Tensor]) -> Scale:
+    """Compute the scales of an unquantized projection from the weights of its ranks."""
+    amax = torch.stack([tensor_amax(weight) for weight in weights])
     if not bool(amax.isfinite().all()):
         raise ExportError(f"{site} contains NaN or infinity", hint="download the checkpoint again")
     is_there = amax > 0

@@ -168,7 +168,7 @@ def make_table(tp: int = 1) -> ScaleTable:
 
 
 def one(values: torch.Tensor) -> Iterator[LinearWeight]:
-    yield LinearWeight(linear=FUSED, expert=None, values=values)
+    yield FUSED, None, values
 
 
 def test_a_part_with_two_scales_is_refused() -> None:
