@@ -110,7 +110,7 @@ def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
         from fp8calib.checkpoint.hub import find_folder
         from fp8calib.commands.card import write_card
         from fp8calib.formats.kv.parse_names import find_spelling
-        from fp8calib.quantization.dequantize import plan_dequantized
+        from fp8calib.quantization.plan import plan_dequantized
         from fp8calib.quantization.sources.decoded import open_quantized
         from fp8calib.quantization.write import Written, find_finished, write_checkpoint
     started, out = time.monotonic(), Path(request.out)

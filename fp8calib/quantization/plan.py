@@ -16,7 +16,7 @@ from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.fingerprint import fingerprint_model
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, replace_dtype
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ExportError
@@ -36,6 +36,7 @@ from fp8calib.quantization.shard_layout import (
     ShardLayout,
     lay_out,
 )
+from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 
 _ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"
@@ -185,7 +186,16 @@ def make_plan(
         **make_metadata(origin=scales.origin, geometry=scales.geometry if scales.kv else None),
         **({} if rounding is None else {_ROUNDING_KEY: json.dumps(rounding)}),
     }
-    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
+    made: dict[str, list[OutputTensor]] = defaultdict(list)
+    """By the tensor of the source that they are made from."""
+    for matrix in selection.quantized:
+        made[matrix.source] += _quantized_tensors(matrix, settings, scales)
+    for expert in selection.unquantized_experts:
+        made[expert.source].append(
+            OutputTensor(name=expert.tensor, dtype=expert.dtype, shape=expert.shape, content=expert)
+        )
+    kv = (_constant(name, each, settings.dialect) for name, each in sorted(scales.kv.items()))
+    shards = _lay_out_shards(checkpoint, made, metadata, kv)
     groups: dict[Scheme, dict[str, None]] = defaultdict(dict)
     for matrix in selection.quantized:
         paths = (matrix.module, name_fused_path(matrix.module))
@@ -243,32 +253,45 @@ def plan_files(
     }
 
 
+def plan_dequantized(checkpoint: DecodedCheckpoint) -> CheckpointPlan:
+    """Plan the checkpoint of a quantized one's values; few bytes of weights are read.
+
+    A file of the source that holds scales alone has no shard.
+    """
+    refuse_duplicate_tensors(checkpoint)
+    stored, dtype = checkpoint.stored, checkpoint.dtype_name
+    fields = [dtype, fingerprint_model(stored.load_config(), stored)]
+    config = replace_dtype(checkpoint.load_config(), dtype)
+    shards = _lay_out_shards(checkpoint, {}, {})
+    return CheckpointPlan(
+        **plan_files(checkpoint, shards, {CONFIG_NAME: config}),
+        tag=hashlib.sha256(json.dumps(fields).encode()).hexdigest(),
+    )
+
+
 def _lay_out_shards(
     checkpoint: Checkpoint,
-    settings: PlanSettings,
-    selection: Selection,
-    scales: CalibratedScales,
+    made: Mapping[str, list[OutputTensor]],
     metadata: Mapping[str, str],
-) -> Iterable[ShardLayout]:
-    made: dict[str, list[OutputTensor]] = defaultdict(list)
-    """By the tensor of the source that they are made from."""
-    for matrix in selection.quantized:
-        made[matrix.source] += _quantized_tensors(matrix, settings, scales)
-    for expert in selection.unquantized_experts:
-        made[expert.source].append(
-            OutputTensor(name=expert.tensor, dtype=expert.dtype, shape=expert.shape, content=expert)
-        )
+    last: Iterable[OutputTensor] = (),
+) -> tuple[ShardLayout, ...]:
+    """Lay out a shard for each file of the source that has tensors.
+
+    Args:
+        checkpoint: the source.
+        made: what is made of some tensors, by their names; the others are copied.
+        metadata: of every shard.
+        last: further tensors of the last shard.
+    """
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
     for name, entry in checkpoint.tensors.items():
         copied = OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=name)
         by_file[checkpoint.file_of(name).name] += made.get(name, [copied])
-    last = checkpoint.files[-1].path.name
-    by_file[last] += [
-        _constant(name, value, settings.dialect) for name, value in sorted(scales.kv.items())
-    ]
-    for path in (file.path for file in checkpoint.files):
-        name = path.name if checkpoint.index else SINGLE_FILE_NAME
-        yield lay_out(name, by_file[path.name], metadata=metadata)
+    by_file[max(by_file)] += last
+    return tuple(
+        lay_out(name if checkpoint.index else SINGLE_FILE_NAME, by_file[name], metadata=metadata)
+        for name in sorted(by_file)
+    )
 
 
 def _quantized_tensors(
