@@ -24,32 +24,22 @@ def estimate_kv_bytes(config: Mapping[str, object], dtype: str) -> tuple[int, in
     that read another layer's cache count as if they had their own.
     """
     fields = dict(pair for _, part in list_text_configs(config) for pair in part.items())
-    layers, elements = _count_layers(fields), _count_elements(fields)
+
+    def take(*names: str) -> int | None:
+        values = (fields.get(name) for name in names)
+        return next((value for value in values if type(value) is int and value > 0), None)
+
+    kinds, layers = fields.get("layer_types"), take(*LAYER_COUNTS)
+    if isinstance(kinds, list):
+        layers = sum(not any(mark in str(kind) for mark in _WITHOUT_CACHE) for kind in kinds)
+    heads = take("num_attention_heads", "n_head", "n_heads")
+    kv_heads = take("num_key_value_heads", "num_kv_heads") or heads
+    hidden = take("hidden_size", "n_embd", "d_model")
+    head_dim = take("head_dim") or (hidden // heads if hidden and heads else None)
+    latent, rotary = take("kv_lora_rank"), take("qk_rope_head_dim")
+    elements = 2 * kv_heads * head_dim if kv_heads and head_dim else None
+    if latent and rotary:
+        elements = latent + rotary
     if layers is None or elements is None:
         return None
-    size = _WIDE_DTYPES.get(dtype, 2)
-    return layers * elements * size, layers * elements
-
-
-def _count_layers(fields: Mapping[str, object]) -> int | None:
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list):
-        return sum(not any(mark in str(kind) for mark in _WITHOUT_CACHE) for kind in kinds)
-    return _take(fields, *LAYER_COUNTS)
-
-
-def _count_elements(fields: Mapping[str, object]) -> int | None:
-    """Give how many numbers one layer caches per token."""
-    latent, rotary = _take(fields, "kv_lora_rank"), _take(fields, "qk_rope_head_dim")
-    if latent is not None and rotary is not None:
-        return latent + rotary
-    heads = _take(fields, "num_attention_heads", "n_head", "n_heads")
-    kv_heads = _take(fields, "num_key_value_heads", "num_kv_heads") or heads
-    hidden = _take(fields, "hidden_size", "n_embd", "d_model")
-    size = _take(fields, "head_dim") or (hidden // heads if hidden and heads else None)
-    return None if kv_heads is None or size is None else 2 * kv_heads * size
-
-
-def _take(fields: Mapping[str, object], *names: str) -> int | None:
-    found = (fields.get(name) for name in names)
-    return next((value for value in found if type(value) is int and value > 0), None)
+    return layers * elements * _WIDE_DTYPES.get(dtype, 2), layers * elements

@@ -83,11 +83,11 @@ class Part(Frozen):
 
     def rows(self, units: range) -> list[int]:
         """List the output rows of `units`, in order."""
-        return [start + row for start in map(self._start, units) for row in range(self.unit)]
-
-    def _start(self, unit: int) -> int:
-        group, place = divmod(unit, self.per_group)
-        return self.first + group * self.group_stride + place * self.unit
+        rows: list[int] = []
+        for group, place in (divmod(unit, self.per_group) for unit in units):
+            start = self.first + group * self.group_stride + place * self.unit
+            rows += range(start, start + self.unit)
+        return rows
 
 
 class Linear(Frozen):
