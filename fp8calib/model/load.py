@@ -119,7 +119,7 @@ def open_source(
         raw_config=raw,
         trust_remote_code=trust_remote_code,
     )
-    _model_class(source)  # which refuses what is not decoder-only
+    _choose_class(source)  # which refuses what is not decoder-only
     return source
 
 
@@ -155,11 +155,15 @@ def _explain_load_error(error: BaseException) -> str:
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
 
 
-def _model_class(source: ModelSource) -> Any:
-    """Choose the class of transformers; ModelError if the model is not decoder-only."""
+def _choose_class(source: ModelSource) -> tuple[Any, Any]:
+    """Choose the class of transformers, and the config that it takes: some take only the text's.
+
+    Raises:
+        ModelError: the model is not decoder-only.
+    """
     config, raw = source.config, source.raw_config
     if source.trust_remote_code and isinstance(raw.get("auto_map"), dict):
-        return transformers.AutoModelForCausalLM
+        return transformers.AutoModelForCausalLM, config
     architectures = raw.get("architectures")
     named = str(architectures[0]) if isinstance(architectures, list) and architectures else "?"
     is_generative = named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
@@ -168,21 +172,17 @@ def _model_class(source: ModelSource) -> Any:
     )
     mapped = (mapping[type(config)] for mapping in _MODEL_CLASSES if type(config) in mapping)
     classes = [found[0] if isinstance(found, tuple) else found for found in mapped]
-    if classes and not is_encoder:
-        # Some types have a class for text alone beside the one that sees: the config names one.
-        return next((each for each in classes if each.__name__ == named), classes[0])
-    raise ModelError(
-        f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only language "
-        "model (looked for a causal or image-text-to-text class of transformers)",
-        hint="use a model that generates text from left to right",
-    )
-
-
-def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
-    """Choose the config for a model class: some classes take only the text decoder's config."""
+    if not classes or is_encoder:
+        raise ModelError(
+            f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only "
+            "language model (looked for a causal or image-text-to-text class of transformers)",
+            hint="use a model that generates text from left to right",
+        )
+    # Some types have a class for text alone beside the one that sees: the config names one.
+    chosen = next((each for each in classes if each.__name__ == named), classes[0])
     text = config.sub_configs.get("text_config")
-    is_text_only = text is not None and getattr(model_class, "config_class", None) is text
-    return config.get_text_config(decoder=True) if is_text_only else config
+    is_text_only = text is not None and getattr(chosen, "config_class", None) is text
+    return chosen, source.text_config if is_text_only else config
 
 
 def as_unquantized(source: ModelSource) -> ModelSource:
@@ -302,7 +302,7 @@ def load_model(
         CalibrationError: the memory of the device, or of all devices, is too small.
         ModelError: a weight is missing or has another shape, or transformers fails to load it.
     """
-    model_class = _model_class(source)
+    model_class, config = _choose_class(source)
     place: Path | None = source.folder
     options: dict[str, Any] = {}
     if checkpoint is not None and checkpoint.form:
@@ -311,7 +311,7 @@ def load_model(
     try:
         model, info = model_class.from_pretrained(
             place,
-            config=_config_of(model_class, source.config),
+            config=config,
             dtype=dtype,
             device_map=device_map or (None if device == "cpu" else device),
             use_safetensors=True,
@@ -364,8 +364,8 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
 
     It computes in `dtype`; None means the config's.
     """
-    found = _model_class(source)
-    config = deepcopy(_config_of(found, source.config))  # transformers writes the dtype into it
+    found, config = _choose_class(source)
+    config = deepcopy(config)  # transformers writes the dtype into it
     options = {} if dtype is None else {"dtype": dtype}
     what = f"{source.folder}: transformers cannot build {source.config.model_type}"
     with _explained(what), torch.device("meta"):
