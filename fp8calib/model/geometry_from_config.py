@@ -166,20 +166,14 @@ def make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
             f"{folder}: {fault}, so the model's layers are not known",
             hint="update transformers, or use --model MODEL, the model that the scales belong to",
         )
-    sections = [plain, *(value for value in plain.values() if isinstance(value, Mapping))]
-    for key, value in ((key, value) for section in sections for key, value in section.items()):
-        # absurd sizes are refused before transformers builds a model of that size
-        most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
-        if type(value) is int and abs(value) > most:
-            raise UnusableConfigError(
-                f"{folder}/config.json: {key!a:.60} is too large",
-                hint="use the config.json that the model was published with",
-            )
-    counts = {key: plain[key] for key in LAYER_COUNTS if type(plain.get(key)) is int}
-    if (key := next((key for key, count in counts.items() if count < 1), None)) is not None:
-        raise _unusable(folder, f"{key} is {counts[key]}")
     plain = complete_heads(plain)
     for section in (plain, *(value for value in plain.values() if isinstance(value, dict))):
+        for key, value in section.items():
+            # absurd sizes are refused before transformers builds a model of that size
+            most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
+            least = 1 if key in LAYER_COUNTS and section is plain else -most
+            if type(value) is int and not least <= value <= most:
+                raise _unusable(folder, f"{key!a:.60} is out of range")
         for key in ("dtype", "torch_dtype"):
             if "float8" in str(section.get(key)):
                 section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits

@@ -29,7 +29,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 OPTIONS = [
     ("--format vllm-json --tp 0", "--tp: must be greater than or equal to 1, not 0"),
-    ("--rule percentile:nan", "--rule: rule 'percentile:nan': its number is not in 0 < P"),
+    ("--rule percentile:nan", "--rule: rule 'percentile:nan': needs a number, 0 < P"),
     ("--device-map balanced", "--device-map balanced: must be auto"),
     ("--recipe w8a16 --format rfc", "does not observe K and V"),
     ("--recipe w8a8-dynamic --format rfc", "does not observe inputs and weights"),
