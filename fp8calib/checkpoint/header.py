@@ -9,20 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.json_files import parse_unique_keys
 from fp8calib.errors import ModelError, shorten
+from fp8calib.numerics.arrays import STORED_DTYPES
 
-_DTYPES_BY_SIZE = {
-    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
-    2: "U16 I16 F16 BF16",
-    4: "U32 I32 F32",
-    8: "U64 I64 F64 C64",
-}
 ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
-    {dtype: size for size, dtypes in _DTYPES_BY_SIZE.items() for dtype in dtypes.split()}
+    {name: np.dtype(plain).itemsize for name, (plain, _) in STORED_DTYPES.items()}
 )
 INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 FLOATS = frozenset({"BF16", "F16", "F32"})
