@@ -141,25 +141,22 @@ def _ask_all(
 
 def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
     """Mark a layer as misread that reads another layer's cache, but has other scales."""
-    own = {layer.layer: layer for layer in report.layers}
-    layers = dict(own)
+    slots = report.slots
+    changed = {}
     for layer, attention in geometry.attentions():
         index = attention.producer
-        if index is None or not {index, layer.index} <= own.keys():
-            continue
-        changed = {}
         for role in KV_ROLES:
-            mine, theirs = (getattr(own[each], role) for each in (layer.index, index))
+            mine, theirs = slots.get((layer.index, role)), slots.get((index or 0, role))
+            if index is None or mine is None or theirs is None:
+                continue
             if None not in (mine.value, theirs.value) and mine.value != theirs.value:
                 why = (
                     f"it reads the cache of layer {index}, which is written with "
                     f"{theirs.value:.4g}, with {mine.value:.4g}"
                 )
-                fix = _SHARED_FIX.format(index)
-                update = {"status": Status.MISREAD, "why": why, "fix": fix}
-                changed[str(role)] = mine.model_copy(update=update)
-        layers[layer.index] = own[layer.index].model_copy(update=changed)
-    return report.model_copy(update={"layers": tuple(layers.values())})
+                update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
+                changed[layer.index, role] = mine.model_copy(update=update)
+    return report.put(changed)
 
 
 def _tell_preferred(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.scale_mistakes import (
     SWAPPED,
     UNCALIBRATED,
@@ -97,10 +97,7 @@ def mark_odd_scales(
 ) -> EngineReport:
     """Call scales of K and V bad that are far from statistics, or of another place.
 
-    Args:
-        report: what an engine does with them.
-        factor: by what it multiplies them before it uses them.
-        reaches: those of the statistics.
+    `factor` is by what the engine multiplies them before it uses them.
     """
     used = _list_used(report, factor)
     found = _list_odd(used, _match(used, reaches))
@@ -108,21 +105,11 @@ def mark_odd_scales(
     mixup, mixed = find_mixup(used, amax)
     found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
     found |= find_common_factor(used, amax)
-
-    def mark(index: int, role: Role, verdict: LoadVerdict) -> LoadVerdict:
-        text = found.get((index, role))
-        update = {"status": Status.BAD, "why": text, "fix": _FIX}
-        return verdict if text is None else verdict.model_copy(update=update)
-
-    layers = (
-        LayerVerdict(
-            layer=each.layer,
-            k=mark(each.layer, Role.K, each.k),
-            v=mark(each.layer, Role.V, each.v),
-        )
-        for each in report.layers
+    slots = report.slots
+    update = {"status": Status.BAD, "fix": _FIX}
+    return report.put(
+        {slot: slots[slot].model_copy(update={**update, "why": why}) for slot, why in found.items()}
     )
-    return report.model_copy(update={"layers": tuple(layers)})
 
 
 def suspect_odd_scales(
@@ -131,17 +118,23 @@ def suspect_odd_scales(
     """Suspect scales of K and V that no statistics are given for.
 
     The weights decide where they tell what K and V reach, with the scales of the other layers; else
-    these, and what K and V reach in the models in use.
-
-    Args:
-        report: what an engine does with the scales.
-        factor: by what the engine multiplies the scales before it uses them.
-        estimates: what the weights tell; empty where they are not read.
+    these, and what K and V reach in the models in use. `estimates` are empty where weights are not
+    read; `factor` is as for `mark_odd_scales`.
     """
     used = _list_used(report, factor)
     reaches = _match(used, estimates)
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
-    found = dict(_list_outliers(used, likely)) | _list_odd(used, reaches)
+    found: dict[Slot, str] = {}
+    for role in KV_ROLES:
+        scales = {layer: value for (layer, each), value in used.items() if each is role}
+        expected = {layer: likely[layer, role] for layer in scales if (layer, role) in likely}
+        known = {layer: scales[layer] for layer in expected}
+        unlike = find_outliers(known, expected, most_factor=_MOST_FROM_ESTIMATE)
+        others = {
+            layer: text for layer, text in find_outliers(scales).items() if layer not in known
+        }
+        found |= {(layer, role): text for layer, text in {**others, **unlike}.items()}
+    found |= _list_odd(used, reaches)
     noted = {slot: text for slot, text in found.items() if used[slot] == UNCALIBRATED}
     suspected = {slot: text for slot, text in found.items() if slot not in noted}
     report = report.suspect(*_summarize(suspected))
@@ -155,36 +148,13 @@ def suspect_odd_scales(
     return report.suspect(*filter(None, unusual))
 
 
-def _list_outliers(
-    used: Mapping[Slot, float], likely: Mapping[Slot, float]
-) -> Iterator[tuple[Slot, str]]:
-    """List the scales that are far from those of the other layers."""
-    for role in KV_ROLES:
-        scales = {layer: value for (layer, each), value in used.items() if each is role}
-        expected = {layer: likely[layer, role] for layer in scales if (layer, role) in likely}
-        known = {layer: scales[layer] for layer in expected}
-        unlike = find_outliers(known, expected, most_factor=_MOST_FROM_ESTIMATE)
-        others = find_outliers(scales)
-        found = {**{layer: text for layer, text in others.items() if layer not in known}, **unlike}
-        yield from (((layer, role), text) for layer, text in found.items())
-
-
 def _list_used(report: EngineReport, factor: float) -> dict[Slot, float]:
     """List the scales of K and V that the engine uses."""
     return {
-        (layer.layer, role): verdict.value * (1.0 if verdict.value == 1.0 else factor)
-        for layer in report.layers
-        for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True)
+        slot: verdict.value * (1.0 if verdict.value == 1.0 else factor)
+        for slot, verdict in report.slots.items()
         if verdict.status is Status.USED and verdict.value
     }
-
-
-def _list_odd(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, str]:
-    """Say what is odd about scales that are far from what their tensors reach."""
-    groups = (
-        {slot: each for slot, each in reaches.items() if slot[1] is role} for role in KV_ROLES
-    )
-    return {slot: text for group in groups for slot, text in find_odd(used, group).items()}
 
 
 def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, Reach]:
@@ -197,6 +167,14 @@ def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Sl
         if reaches.keys() >= set(slots):
             found[layer, role] = max((reaches[slot] for slot in slots), key=lambda each: each.amax)
     return found
+
+
+def _list_odd(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, str]:
+    """Say what is odd about scales that are far from what their tensors reach."""
+    groups = (
+        {slot: each for slot, each in reaches.items() if slot[1] is role} for role in KV_ROLES
+    )
+    return {slot: text for group in groups for slot, text in find_odd(used, group).items()}
 
 
 def _summarize(found: Mapping[Slot, str]) -> Iterator[str]:
@@ -251,10 +229,7 @@ def judge_weight_scales(
 ) -> str:
     """Describe a scale of an FP8 weight, or of its input, that is far from the statistics.
 
-    Args:
-        tensors: of the checkpoint, by name.
-        largest: the largest number of each scale, by name.
-        stats: of the unquantized model.
+    `largest` is the largest number of each scale.
     """
     sites = map_measured(stats)
     reaches: dict[tuple[Role, Fp8Format], dict[str, Reach]] = defaultdict(dict)
@@ -274,11 +249,8 @@ def judge_scale_places(
     """Describe scales of a weight that are of other rows or blocks, or off by a factor.
 
     Only where most weights have the scales that their largest values give, also those of the same
-    kind in other layers: not after a method that changes weights, or clips them.
-
-    Args:
-        scales: by the weight's name: its format, the size of its blocks, and its scales.
-        stats: of the unquantized model.
+    kind in other layers: not after a method that changes weights, or clips them. `scales` are, by
+    the weight's name: its format, the size of its blocks, and its scales.
     """
     modules = map_measured(stats)
     reached: dict[str, list[NDArray[np.float32]]] = {}
@@ -371,12 +343,7 @@ def suspect_weight_scales(
 ) -> Iterator[tuple[str, Collection[str]]]:
     """Describe scales of weights and inputs that are as large as reciprocals, and outliers.
 
-    Args:
-        tensors: of the checkpoint, by name.
-        largest: the largest number of each scale, by name.
-
-    Yields:
-        The description, and the names of the scales.
+    `largest` is the largest number of each scale. The names of the scales follow the description.
     """
     reach: dict[Role, list[float]] = defaultdict(list)
     kinds: dict[tuple[Role, str], list[str]] = defaultdict(list)
@@ -409,11 +376,7 @@ many matrices."""
 
 
 def suspect_sizes(sizes: Mapping[str, float]) -> Iterator[str]:
-    """Describe the matrices whose values are far larger or smaller than in the other layers.
-
-    Args:
-        sizes: the root mean square of each, by name.
-    """
+    """Describe the matrices whose root mean square is far from that in the other layers."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in sizes:
         kinds[_NUMBER.sub("#", name)].append(name)

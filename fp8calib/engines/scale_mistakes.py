@@ -74,12 +74,9 @@ class Reach:
 def find_odd(
     scales: Mapping[Key, float], reaches: Mapping[Key, Reach], fmt: Fp8Format = E4M3FN
 ) -> dict[Key, str]:
-    """Say what is odd about the scales of one group, and what they look like.
+    """Say what is odd about the scales of one kind, and what they look like.
 
-    Args:
-        scales: those of K, of weights or others of one kind.
-        reaches: what is known of their tensors; other scales are not judged.
-        fmt: the format that the scales are for.
+    Only those of tensors are judged of which something is known.
     """
     texts = {key: reach.judge(scales[key], fmt) for key, reach in reaches.items()}
     odd = {key: reaches[key] for key, text in texts.items() if text}
@@ -154,7 +151,7 @@ def find_outliers(
     expected: Mapping[int, float] | None = None,
     *,
     most_factor: float = _MOST_FACTOR,
-) -> Mapping[int, str]:
+) -> dict[int, str]:
     """Describe the scales that are far from those of the other layers, by layer.
 
     The logarithms are compared: with the median of all layers, in units of the median absolute
@@ -254,13 +251,9 @@ def list_moves(layers: Sequence[int]) -> Iterator[tuple[str, dict[Slot, Slot]]]:
 
 
 def are_swapped(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> bool:
-    """Tell whether k and v are swapped, where an estimate of what they hold shows it.
+    """Tell whether k and v are swapped, where estimates of what each place holds show it.
 
     The estimates of K and those of V may be off by a factor each.
-
-    Args:
-        scales: by layer and role.
-        amax: what each place holds, about.
     """
     _, swapped = next(list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
     return _fits(scales, amax, swapped, by_role=True, most_shared=math.inf)
@@ -269,14 +262,10 @@ def are_swapped(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> boo
 def find_mixup(
     scales: Mapping[Slot, float], amax: Mapping[Slot, float]
 ) -> tuple[str, Sequence[Slot]]:
-    """Say which places scales are of, where they fit those far better than their own.
+    """Say which places scales are of, where they fit what these hold far better than their own.
 
     A factor that all of them share, such as headroom, is left out; where K and V are swapped, one
     of K and another of V too.
-
-    Args:
-        scales: by layer and role.
-        amax: what each place holds.
 
     Returns:
         What happened, and the scales that it changes; nothing where each scale is of its place.
@@ -309,10 +298,11 @@ def _find_order(
     slots = [slot for slot in scales if slot[1] is role and slot in amax]
     by_scale = sorted(slots, key=lambda slot: scales[slot])
     order = dict(zip(by_scale, sorted(slots, key=lambda slot: amax[slot]), strict=True))
-    shared = _find_shared([_compare(scales[slot], amax[order[slot]]) for slot in slots])
+    shared = _find_shared(_compare(scales, amax, order))
     if shared is None or abs(shared) > _MOST_SHARED:
         return {}
-    own = {slot: abs(_compare(scales[slot], amax[slot]) - shared) for slot in slots}
+    logs = zip(slots, _compare(scales, amax, dict(zip(slots, slots, strict=True))), strict=True)
+    own = {slot: abs(each - shared) for slot, each in logs}
     if max(own.values()) < _LEAST_MISFIT:
         return {}
     return {slot: order[slot] for slot in slots if own[slot] > _SAME}
@@ -320,8 +310,8 @@ def _find_order(
 
 def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> dict[Slot, str]:
     """Say by which factor all scales are too small; empty where none is common to them."""
-    slots = [slot for slot in scales if slot in amax]
-    shared = _find_shared([_compare(scales[slot], amax[slot]) for slot in slots])
+    slots = {slot: slot for slot in scales if slot in amax}
+    shared = _find_shared(_compare(scales, amax, slots))
     if shared is None or not _LEAST_FACTOR <= -shared <= _MOST_SHARED:
         return {}
     factor = math.exp(-shared)
@@ -329,9 +319,11 @@ def find_common_factor(scales: Mapping[Slot, float], amax: Mapping[Slot, float])
     return dict.fromkeys(slots, f"{text} of the statistics: the largest values clip")
 
 
-def _compare(scale: float, amax: float) -> float:
-    """Give the logarithm of what a scale covers, divided by what a place holds."""
-    return math.log(scale * E4M3FN.max / amax)
+def _compare(
+    scales: Mapping[Slot, float], amax: Mapping[Slot, float], moved: Mapping[Slot, Slot]
+) -> list[float]:
+    """Give the logarithms of what scales cover, divided by what the places hold they are put to."""
+    return [math.log(scales[slot] * E4M3FN.max / amax[place]) for slot, place in moved.items()]
 
 
 def _find_shared(logs: Sequence[float]) -> float | None:
@@ -368,19 +360,11 @@ def _fits(
         return False
     groups = [[slot for slot in known if slot[1] is role] for role in KV_ROLES]
     groups = [group for group in groups if group] if by_role else [list(known)]
-    own, other = (
-        [[_compare(scales[slot], amax[place]) for slot, place in group] for group in placed]
-        for placed in (
-            [[(slot, slot) for slot in group] for group in groups],
-            [[(slot, known[slot]) for slot in group] for group in groups],
-        )
-    )
-    is_near = all(abs(median(group)) <= most_shared for group in other)
-    distance = _measure_spread(other)
-    is_better = _measure_spread(own) > max(_LEAST_MISFIT, _LEAST_GAIN * distance)
-    return is_near and distance < _MOST_MISFIT and is_better
-
-
-def _measure_spread(groups: Sequence[Sequence[float]]) -> float:
-    """Give the mean distance of logarithms from the median of their group."""
-    return mean([abs(each - median(group)) for group in groups for each in group])
+    misfits = []
+    for places in ({slot: slot for slot in known}, known):
+        logs = [_compare(scales, amax, {slot: places[slot] for slot in group}) for group in groups]
+        # the mean distance from the median of the group
+        misfits.append(mean([abs(each - median(group)) for group in logs for each in group]))
+    own, other = misfits
+    is_near = all(abs(median(group)) <= most_shared for group in logs)
+    return is_near and other < _MOST_MISFIT and own > max(_LEAST_MISFIT, _LEAST_GAIN * other)

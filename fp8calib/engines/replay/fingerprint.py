@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.model.shapes import KV_ROLES, Role
+from fp8calib.model.shapes import Role
 
 _DIGITS = 16
 Place = tuple[int, int, Role]
@@ -32,12 +32,10 @@ def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
 def add_fingerprint(report: EngineReport, tp: int) -> EngineReport:
     """Add the fingerprint of what an engine holds on `tp` ranks, where all of it is known."""
     found: dict[Place, Sequence[float]] = {}
-    for layer in report.layers:
-        for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True):
-            held = report.held.get((layer.layer, role))
-            value = () if verdict.value is None else (verdict.value,)  # not known where it is empty
-            for rank in range(tp):
-                numbers = value if held is None else held.of_rank(rank, tp)
-                found[layer.layer, rank, role] = numbers
+    for (layer, role), verdict in report.slots.items():
+        held = report.held.get((layer, role))
+        value = () if verdict.value is None else (verdict.value,)  # not known where it is empty
+        for rank in range(tp):
+            found[layer, rank, role] = value if held is None else held.of_rank(rank, tp)
     is_known = bool(found) and all(found.values())
     return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})

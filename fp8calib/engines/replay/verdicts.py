@@ -46,10 +46,6 @@ class LayerVerdict(Frozen):
         """Whether both scales are used."""
         return self.k.status is Status.USED and self.v.status is Status.USED
 
-    def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> LayerVerdict:
-        """Return the same layer with other verdicts on k and on v."""
-        return self.model_copy(update={"k": change(self.k), "v": change(self.v)})
-
 
 class HeldScale(Frozen):
     """What an engine holds of one scale after loading."""
@@ -165,19 +161,34 @@ class EngineReport(Frozen):
         return self.load_fault or shorten(next(iter(doubts), ""))
 
     @property
-    def verdicts(self) -> list[LoadVerdict]:
+    def slots(self) -> dict[tuple[int, Role], LoadVerdict]:
         """The verdicts on k and v of every layer."""
-        return [verdict for layer in self.layers for verdict in (layer.k, layer.v)]
+        return {
+            (layer.layer, role): verdict
+            for layer in self.layers
+            for role, verdict in ((Role.K, layer.k), (Role.V, layer.v))
+        }
+
+    @property
+    def verdicts(self) -> list[LoadVerdict]:
+        """The same without their places."""
+        return list(self.slots.values())
 
     def give_names(self, other: EngineReport) -> EngineReport:
         """Return another report with what does not depend on what the engine does."""
         kept = {name: getattr(self, name) for name in ("engine", "version", "asks_for_kv")}
         return other.model_copy(update=kept)
 
+    def put(self, changed: Mapping[tuple[int, Role], LoadVerdict]) -> EngineReport:
+        """Return the same report with other verdicts on some of its k and v."""
+        slots = {**self.slots, **changed}
+        numbers = (layer.layer for layer in self.layers)
+        layers = (LayerVerdict(layer=n, k=slots[n, Role.K], v=slots[n, Role.V]) for n in numbers)
+        return self.model_copy(update={"layers": tuple(layers)})
+
     def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> EngineReport:
         """Return the same report with other verdicts on k and v."""
-        layers = tuple(layer.change(change) for layer in self.layers)
-        return self.model_copy(update={"layers": layers})
+        return self.put({slot: change(verdict) for slot, verdict in self.slots.items()})
 
     def add_problems(self, *problems: str) -> EngineReport:
         """Return the same report with more problems."""

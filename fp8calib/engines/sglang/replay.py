@@ -90,24 +90,29 @@ def replay_sglang(
     context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     zero_is_unset = release.has(_ZERO_UNSET)
     layers = []
-    for layer, attention in geometry.attentions():
+    for layer, _ in geometry.attentions():
         if fault is not None:
             layers.append(context.judge_absent_layer(layer.index, why=fault[0], fix=fault[1]))
             continue
         path = paths[layer.index]
         why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
         absent = (why, _FIX.format(path=path))
-        verdict = context.judge_pair(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset)
-        if attention.kind == "latent":
-            # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`,
-            # MLATokenToKVPool), and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply
-            # logits by k_scale.
-            verdict = verdict.change(
-                lambda one: one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
-            )
-        layers.append(verdict)
+        judge = context.judge_pair
+        layers.append(judge(layer.index, "SGLang", absent, zero_is_unset=zero_is_unset))
     context.note_unread("SGLang does not read it, and does not use it to quantize the query")
-    report = note_drafter(context.report(layers), geometry, release)
+    report = context.report(layers)
+    if fault is None:
+        # The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool),
+        # and `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
+        kinds = {layer.index: attention.kind for layer, attention in geometry.attentions()}
+        report = report.put(
+            {
+                slot: one.misread(_LATENTS, _LATENTS_FIX)
+                for slot, one in report.slots.items()
+                if kinds[slot[0]] == "latent" and one.value != 1.0
+            }
+        )
+    report = note_drafter(report, geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
     if NVFP4_CACHE in release.list_values("--kv-cache-dtype"):

@@ -461,22 +461,16 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
     )
     heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
 
-    def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
-        scale = stored.get((index, role))
-        if scale is None or len(scale.values) == 1:
-            return one
-        ranks = (rank_range(heads[index], tp, rank) for rank in range(tp))
-        if all(len(set(scale.values[rank.start : rank.stop])) == 1 for rank in ranks):
-            return one
-        return one.misread(_LARGEST.format(scale), _LARGEST_FIX)
+    def judge(one: LoadVerdict, scale: FoundScale, heads: int) -> LoadVerdict:
+        ranks = (rank_range(heads, tp, rank) for rank in range(tp))
+        is_alike = all(len(set(scale.values[each.start : each.stop])) == 1 for each in ranks)
+        return one if is_alike else one.misread(_LARGEST.format(scale), _LARGEST_FIX)
 
     report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
-    layers = tuple(
-        LayerVerdict(
-            layer=each.layer,
-            k=judge(each.k, each.layer, Role.K),
-            v=judge(each.v, each.layer, Role.V),
-        )
-        for each in report.layers
+    return report.put(
+        {
+            slot: judge(verdict, stored[slot], heads[slot[0]])
+            for slot, verdict in report.slots.items()
+            if slot in stored and len(stored[slot].values) != 1
+        }
     )
-    return report.model_copy(update={"layers": layers})
