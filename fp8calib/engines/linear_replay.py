@@ -54,12 +54,8 @@ def compare_linears(
 ) -> tuple[LinearCount | None, list[Finding]]:
     """Compare what the config and the model's class mean with what is stored.
 
-    Args:
-        engine: an engine; without a reader, as a plug-in may be, it has rules alone.
-        stored: the checkpoint.
-        groups: its linears, as the engine joins them.
-        named: what their names alone show, in its place among the findings.
-        tp: the number of ranks.
+    An engine without a reader, as a plug-in may be, has rules alone. `named` is what the names of
+    the linears show, in its place among the findings.
 
     Raises:
         Refusal: the engine refuses the config, or that cannot be told.

@@ -41,14 +41,7 @@ def estimate_reaches(
 
     A norm's output has the length sqrt(hidden size) before its weight g, whatever the text. Hence
     no channel i of K exceeds sqrt(hidden size) * |W_i * g|; RoPE adds a factor of at most sqrt(2).
-
-    Args:
-        folder: of the checkpoint.
-        geometry: the model's.
-        odd_scales: those of FP8 weights that are not to be trusted.
-
-    Returns:
-        What is known, by layer and role.
+    `odd_scales` are those of FP8 weights that are not to be trusted.
     """
     reaches: dict[Slot, Reach] = {}
     if geometry.model_type in _WEIGHTLESS_NORMS:
@@ -65,9 +58,6 @@ def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
     """Measure the root mean square of some rows of FP8 matrices, by their names.
 
     Left out are experts, which may be dead, and what is zero or not finite.
-
-    Raises:
-        ModelError: a file cannot be read.
     """
     with np.errstate(all="ignore"), _Weights(folder, ()) as weights:
         sizes = {

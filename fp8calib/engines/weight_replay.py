@@ -116,9 +116,9 @@ def _list_findings(
                 if not isinstance(refusal, Unjudged):
                     return None, found
     if stored.folder.tensors:
-        found += compare_parameters(rules, geometry, stored.tensors, stored.folder)
+        found += compare_parameters(rules, stored)
     found += (Finding(status=Status.UNKNOWN, why=why) for why in stored.doubts)
-    if why := lacks_drafter(geometry, stored.tensors, stored.folder.config):
+    if why := lacks_drafter(stored):
         found.append(Finding(status=Status.USED, why=why))
     return count, found
 

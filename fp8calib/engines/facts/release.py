@@ -82,21 +82,12 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 def read_facts(written: Mapping[str, Any]) -> list[Fact]:
-    """Read the facts of a file.
-
-    Raises:
-        TypeError: one has a field too many or too few.
-        ValueError: how it is known is none of `Evidence`.
-    """
+    """Read the facts of a file."""
     return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
 
 
 def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
-    """Make the releases of a file, the oldest first.
-
-    Raises:
-        ValueError: a fact begins or ends with a release that is not listed.
-    """
+    """Make the releases of a file, the oldest first."""
     versions = [each["version"] for each in written["releases"]]
     names = [".".join(each.split(".")[: written["name_parts"]]) for each in versions]
     facts = read_facts(written)

@@ -59,11 +59,7 @@ class SglangReader(LinearReader):
 
     @classmethod
     def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> SglangReader:
-        """Find the config.
-
-        Raises:
-            Refusal: SGLang refuses it.
-        """
+        """Find the config, or refuse it as SGLang does."""
         quantization = find_sglang_config(folder) or {}
         if quantization.get("quant_method") == "auto-round":
             require_auto_round(quantization, release)

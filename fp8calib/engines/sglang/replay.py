@@ -158,11 +158,7 @@ _Fault = tuple[str, str]
 
 
 def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
-    """Say why attention layers have no parameters for KV scales; None where they have.
-
-    Raises:
-        Refusal: SGLang does not start with this config.
-    """
+    """Say why attention layers have no parameters for KV scales; None where they have."""
     fault = _find_config_fault(find_sglang_config(folder), release)
     if fault is None and not has_class(geometry.architecture, release):
         since = release.begins[_CLASS][geometry.architecture]

@@ -25,9 +25,6 @@ def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
     """Give a folder as vLLM opens it: 2 before 10, and of `consolidated*` files nothing else.
 
     Such a file in a folder below is enough for vLLM to look for them, but it is not opened.
-
-    Raises:
-        Refusal: vLLM finds no file.
     """
     ordered = replace(folder, order=_split_numbers)
     found = folder.path.rglob(_PREFERRED)

@@ -146,13 +146,7 @@ def _is_of_modelopt(own_file: Mapping[str, object]) -> bool:
 def find_exclusions(
     quantization: Mapping[str, object], section: Mapping[str, object], release: Release
 ) -> str:
-    """Name the list by which ModelOpt's method excludes linears.
-
-    Args:
-        quantization: the whole config, where one that is nested has another list.
-        section: the part of it with the algorithm.
-        release: whose rules hold.
-    """
+    """Name the list by which ModelOpt's method excludes linears: a nested config has another."""
     if "quantization" in quantization:
         return "exclude_modules"
     keys = release.list_values("modelopt-list")

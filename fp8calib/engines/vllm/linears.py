@@ -49,11 +49,7 @@ class VllmReader(LinearReader):
 
     @classmethod
     def open(cls, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> VllmReader:
-        """Find the config.
-
-        Raises:
-            Refusal: vLLM refuses it.
-        """
+        """Find the config, or refuse it as vLLM does."""
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         method = name_method(section, release)
         if method in ("inc", "auto-round"):

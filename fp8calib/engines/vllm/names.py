@@ -224,9 +224,6 @@ class WeightLoader:
         """Refuse a folder where the name of a scale stops the loader.
 
         Scales of quantized weights are judged elsewhere (`weight_replay.py`).
-
-        Raises:
-            Refusal: naming the scale.
         """
         is_quantized = _make_test(self._context)
         for name in sorted(filter(_is_scale_name, self._context.tensors)):

@@ -207,11 +207,7 @@ class _Replay:
         )
 
     def report(self) -> EngineReport:
-        """Report on every layer, and on what else the folder has.
-
-        Raises:
-            Refusal: vLLM does not start.
-        """
+        """Report on every layer, and on what else the folder has."""
         method, release, geometry = self._method, self._release, self._geometry
         layers, held = self._judge_layers()
         if self._on_gpus and self._per_head:

@@ -48,14 +48,8 @@ def list_block_findings(
 
     Sources: vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py
     (validate_fp8_block_shape); SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py
-    (validate_fp8_block_shape).
-
-    Args:
-        engine: `vllm` or `sglang`.
-        weights: of the checkpoint.
-        geometry: of the model.
-        tp: the number of ranks.
-        repeats_scales: it repeats the scales of `autofp8` experts for smaller blocks.
+    (validate_fp8_block_shape). `repeats_scales`: it repeats the scales of `autofp8` experts for
+    smaller blocks.
     """
     if weights.dialect not in _DIALECTS:
         return

@@ -65,14 +65,7 @@ def list_expected(
     scheme: StoredScheme | OtherScheme,
     dialect: Fp8Dialect,
 ) -> Mapping[str, Expected]:
-    """List the tensors of a quantized linear, by the last part of their names.
-
-    Args:
-        group: what the linear is joined with.
-        linear: one of its members.
-        scheme: by the config.
-        dialect: that of the config.
-    """
+    """List the tensors of a quantized linear, one of a group, by the last part of their names."""
     if isinstance(scheme, OtherScheme):
         return scheme.list_expected(*linear.shape)
     # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
@@ -157,12 +150,9 @@ _FP4_INPUTS = (_FP4, f"dynamic {_FP4}")
 def read_compressed_group(
     group: Mapping[str, object], form: object, formats: Collection[str]
 ) -> StoredScheme | OtherScheme:
-    """Read the scheme of a group.
+    """Read the scheme of a group of `config_groups`, of a format.
 
-    Args:
-        group: of `config_groups`.
-        form: its format, or else that of the whole config.
-        formats: those for which the engine has schemes of FP8 weights.
+    `formats` are those for which the engine has schemes of FP8 weights.
 
     Raises:
         Unjudged: the group is of no form that is known.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, product
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.hub import find_ranged_file
+from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
+from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.engines.facts.classes import ClassMap, make_pattern
-from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import (
@@ -38,7 +39,6 @@ _ABSENT_FIX = "complete the download or the export, or use the config.json of th
 _MISFIT_FIX = "use the config.json that the weights were saved with"
 _NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
 _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
-_CONFIG_KEYS = ("quantization_config", "compression_config")
 _UNTIED_FIX = "store an output layer, and set tie_word_embeddings to false"
 _HEAD_FIX = "serve it with an engine whose class has an output layer of its own"
 _HEAD = "lm_head.weight"
@@ -57,12 +57,8 @@ _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: bool) -> str:
     """Say what the checkpoint lacks, or stores in another shape than its config says.
 
-    Empty where there is nothing of that kind, or where the model's class is not known.
-
-    Args:
-        geometry: the model's.
-        tensors: the checkpoint's.
-        has_linears: whether to compare the shapes of linears and experts too.
+    Empty where there is nothing of that kind, or where the model's class is not known. The shapes
+    of linears and experts are compared only where `has_linears`.
     """
     if absent := next(_list_absent(geometry, tensors), ""):
         return (
@@ -77,20 +73,14 @@ def find_first_fault(geometry: ModelGeometry, tensors: Tensors, *, has_linears: 
     return ""
 
 
-def compare_parameters(
-    rules: NameRules, geometry: ModelGeometry, tensors: Tensors, folder: ScaleFolder
-) -> list[Finding]:
+def compare_parameters(rules: NameRules, stored: OpenedWeights) -> list[Finding]:
     """List the model's parameters that the checkpoint lacks, or stores otherwise.
 
-    Where tensors have names that the model's class does not have, an engine may know these names:
-    what it does with them, and with the parameters that they do not fill, is not known.
-
-    Args:
-        rules: the engine's.
-        geometry: the model's; one whose class is not known has no parameters to compare.
-        tensors: those that the engine opens.
-        folder: the checkpoint, for its configs.
+    A model whose class is not known has no parameters to compare. Where tensors have names that the
+    model's class does not have, an engine may know these names: what it does with them, and with
+    the parameters that they do not fill, is not known.
     """
+    geometry, tensors, folder = stored.geometry, stored.tensors, stored.folder
     found = list(_list_other_names(rules, geometry, tensors))
     if are_elsewhere(geometry, tensors) and not found:
         return []
@@ -98,7 +88,7 @@ def compare_parameters(
     sections = [folder.config, *([inner] if isinstance(inner, dict) else [])]
     unties = any(each.get("tie_word_embeddings") is False for each in sections)
     is_quantized = folder.modelopt is not None or any(
-        each.get(key) is not None for each in sections for key in _CONFIG_KEYS
+        each.get(key) is not None for each in sections for key in QUANTIZATION_KEYS
     )
     explains = any(
         len(tensors[each.subject].shape) > 1 for each in found if each.subject in tensors
@@ -112,8 +102,12 @@ def compare_parameters(
         absent = [name for name in absent if name != _HEAD]
     # vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading) raises an error for what no
     # tensor fills without a quantization config, and but for modules with a quant_method (read).
+    parameters = geometry.parameters.items()
+    matrices = {name.rpartition(".")[0] for name, shape in parameters if len(shape) > 1}
+    modules = (name.rpartition(".")[0] for name in absent)
+    has_vector = any(each not in matrices and split_expert(each) is None for each in modules)
     is_silent = rules.is_silent or (
-        rules.is_silent_if_quantized and (is_quantized or not _has_vector(geometry, absent))
+        rules.is_silent_if_quantized and (is_quantized or not has_vector)
     )
     found += (
         Finding(
@@ -137,13 +131,8 @@ def judge_head(
 ) -> Iterator[Finding]:
     """Say where an engine does not compute with the output layer that the checkpoint means.
 
-    transformers computes with a stored one, whatever the config ties (5.23, run).
-
-    Args:
-        rules: the engine's.
-        classes: what its class creates.
-        stored: the checkpoint.
-        is_own: the class has an output layer of its own, whatever the config ties.
+    transformers computes with a stored one, whatever the config ties (5.23, run). `is_own`: the
+    engine's class has an output layer of its own, whatever the config ties.
     """
     geometry, tensors = stored.geometry, stored.tensors
     own = (each for each in geometry.matrices if each.split(".")[-2:-1] in _HEAD_PARTS)
@@ -207,23 +196,16 @@ def _judge_half(
         yield Finding(status=Status.REFUSED, subject=head, why=why, fix=_UNTIED_FIX)
 
 
-def lacks_drafter(geometry: ModelGeometry, tensors: Tensors, config: Mapping[str, object]) -> str:
+def lacks_drafter(stored: OpenedWeights) -> str:
     """Say that a config promises a drafter of which nothing is stored; empty where that is not."""
-    promise, decoder = find_promise(config), find_decoder(geometry)
+    geometry, tensors = stored.geometry, stored.tensors
+    promise, decoder = find_promise(stored.folder.config), find_decoder(geometry)
     is_whole = any(len(each.shape) > 1 for each in tensors.values())
     has_one = any(is_drafted(name, len(geometry.layers), decoder) for name in tensors)
     if not promise or not is_whole or has_one:
         return ""
     why = f"config.json promises a drafter ({promise}), and no tensor of one is stored"
     return f"{why}: decoding with it is not possible"
-
-
-def _has_vector(geometry: ModelGeometry, names: Collection[str]) -> bool:
-    """Tell whether one of these parameters is of a module without a matrix."""
-    parameters = geometry.parameters.items()
-    matrices = {name.rpartition(".")[0] for name, shape in parameters if len(shape) > 1}
-    modules = (name.rpartition(".")[0] for name in names)
-    return any(each not in matrices and split_expert(each) is None for each in modules)
 
 
 def are_elsewhere(geometry: ModelGeometry, tensors: Tensors) -> bool:

@@ -343,13 +343,7 @@ class LinearReader(ABC):
     def _read_target(
         self, target: str, formats: Collection[str], *, reads_own_format: bool
     ) -> StoredScheme | OtherScheme:
-        """Read the config group of a target of compressed-tensors.
-
-        Args:
-            target: one of `targets`.
-            formats: those for which the engine has schemes of FP8 weights.
-            reads_own_format: the format of a group comes before that of the whole config.
-        """
+        """Read the config group of a target: its own format may come before the whole config's."""
         group = self.targets[target]
         own = group.get("format") if reads_own_format else None
         form = self.section.get("format") if own is None else own
@@ -400,11 +394,7 @@ _PACKINGS = {"fp": "auto_round:fp8", "mx_fp": "auto_round:llm_compressor"}
 
 
 def require_auto_round(config: ConfigSection, release: Release) -> None:
-    """Require that a release accepts the config of auto-round.
-
-    Raises:
-        Refusal: it does not start.
-    """
+    """Require that a release accepts the config of auto-round."""
     if (fault := next(_list_auto_round_faults(config, release), None)) is not None:
         raise Refusal(f"{release.title} refuses {fault}", fix=AUTO_ROUND_FIX)
 
