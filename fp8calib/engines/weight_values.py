@@ -157,7 +157,7 @@ def _find_wrong(data: NDArray[np.uint8], dtype: torch.dtype) -> NDArray[np.bool_
     return np.asarray((data.view(kind) & exponent) == exponent)
 
 
-# --- scales that make NaN or zeros of integer and FP4 weights --------------------------------------
+# --- scales that make NaN or zeros of integer and FP4 weights -------------------------------------
 
 _MARKS = {"I8": 0xFF, "I32": 0xFF, "U8": 0x77}
 """The dtypes of codes, and the bits that count: FP4 has zeros of both signs."""

@@ -10,8 +10,7 @@ from fp8calib.calibration.run_model import RunModel
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry import read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten

@@ -13,12 +13,21 @@ from typing import Any
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.locations import refuse_external_link
-from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
+from fp8calib.checkpoint.model_config import (
+    CONFIG_NAME,
+    LAYER_COUNTS,
+    MAX_LAYERS,
+    MODELOPT_CONFIG_NAME,
+    find_dtype,
+)
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
-from fp8calib.errors import ModelError, cut_list, shorten
+from fp8calib.errors import ModelError, NotUnderstoodError, cut_list, shorten
 from fp8calib.formats.kv.parse_names import ScaleName, is_probability_scale, parse_name
 from fp8calib.formats.metadata import DTYPE_KEY
+from fp8calib.model.drafters import count_layers
+from fp8calib.model.plain_model import read_plain_geometry
+from fp8calib.model.shapes import Attention, Layer, ModelGeometry
 
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: a larger tensor is not a scale and is not read."""
@@ -220,3 +229,47 @@ def _read_scales(file: TensorFile) -> dict[str, FoundScale]:
             name=name, file=file.path.name, shape=entry.shape, values=tuple(values)
         )
     return found
+
+
+def read_replayed_geometry(model: ScaleFolder) -> ModelGeometry:
+    """Find the shape of a model.
+
+    Raises:
+        NotUnderstoodError: its layers are not understood, or only its own code knows them.
+        ModelError: it is no language model that generates from left to right.
+    """
+    if (found := read_plain_geometry(model.path, model.config)) is not None:
+        return found
+    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
+        is_known,
+        read_geometry,
+    )
+
+    if "auto_map" in model.config and not is_known(model.config):
+        model_type = shorten(str(model.config.get("model_type")))
+        raise NotUnderstoodError(
+            f"{model.path}: model_type {model_type} is unknown to this tool: only code of its own "
+            "knows it, which is not run",
+            hint="use --model MODEL, a model of a known type with the same layers",
+        )
+    return read_geometry(model.path, model.config)
+
+
+def imagine_geometry(model: ScaleFolder) -> ModelGeometry:
+    """Make the shape of a model of which nothing is known but the number of its layers."""
+    counts = (count_layers(model.config), *(model.config.get(key) for key in LAYER_COUNTS))
+    known = (each for each in counts if isinstance(each, int) and 0 < each <= MAX_LAYERS)
+    named = model.config.get("architectures")
+    heads = {"num_heads": 1, "num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1}
+    layers = []
+    for index in range(next(known, 1)):
+        names = {"module": str(index), "checkpoint_module": str(index)}
+        attention = Attention(kind="heads", **names, **heads)
+        layer = {"module": "", "mixer": "unknown", "linears": ()}
+        layers.append(Layer(index=index, attention=attention, **layer))
+    return ModelGeometry(
+        architecture=str(named[0]) if isinstance(named, list) and named else "",
+        model_type=str(model.config.get("model_type")),
+        checkpoint_dtype=find_dtype(model.config),
+        layers=tuple(layers),
+    )

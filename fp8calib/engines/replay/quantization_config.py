@@ -8,15 +8,11 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.model.module_paths import matches_expression, refuse_costly
 
-_FIX = "name modules by their paths, or by a plain regular expression"
-
 
 def matches_target(target: object, *names: str) -> bool:
-    """Check whether a target equals one of the names, or as `re:...` matches the start of one.
+    """Check whether a target of a config is one of the names, or as `re:...` matches the start.
 
-    Args:
-        target: as written in a config.
-        names: the path of a module, and its class where the engine compares that too.
+    Names are the path of a module, and its class where the engine compares that too.
 
     Raises:
         Refusal: the expression is invalid, or could take exponential time.
@@ -30,7 +26,8 @@ def matches_target(target: object, *names: str) -> bool:
         refuse_costly(pattern)
         return matches_expression(pattern, *names)
     except ValueError as error:
-        raise Refusal(f"target {target!a:.60}: {error}", fix=_FIX) from error
+        fix = "name modules by their paths, or by a plain regular expression"
+        raise Refusal(f"target {target!a:.60}: {error}", fix=fix) from error
 
 
 METHODS_FIX = (
@@ -50,16 +47,18 @@ CONFIG_KEYS = (
 def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
     """Find the quantization config of a folder in the places and the order of an engine.
 
-    Args:
-        folder: the checkpoint.
-        keys: `modelopt` for `hf_quant_config.json`, else keys of config.json; `text_config.KEY`
-            is a key of its text part.
+    Keys are `modelopt` for `hf_quant_config.json`, else those of config.json; `text_config.KEY` is
+    a key of its text part.
 
     Raises:
         Refusal: it is not an object.
     """
     for key in keys:
-        found = folder.modelopt if key == "modelopt" else _look_up(folder.config, key)
+        outer, _, inner = key.rpartition(".")
+        section = folder.config.get(outer) if outer else folder.config
+        found = section.get(inner) if isinstance(section, Mapping) else None
+        if key == "modelopt":
+            found = folder.modelopt
         if found is None:
             continue
         if not isinstance(found, dict):
@@ -72,9 +71,3 @@ def find_modelopt_section(quantization: Mapping[str, object]) -> Mapping[str, ob
     """Find the part of ModelOpt's config that names the algorithm: nested in its own file."""
     nested = quantization.get("quantization", quantization)
     return nested if isinstance(nested, dict) else {}
-
-
-def _look_up(config: Mapping[str, object], key: str) -> object:
-    outer, _, inner = key.rpartition(".")
-    section = config.get(outer) if outer else config
-    return section.get(inner) if isinstance(section, Mapping) else None

@@ -126,24 +126,6 @@ def _has_class(geometry: ModelGeometry, release: Release) -> bool:
     return is_native or name in release.list_values(WRAPPERS)
 
 
-def _refuse_unsupported(geometry: ModelGeometry, release: Release) -> None:
-    """Refuse a model that a release runs in no way.
-
-    Since its backend for transformers' classes has parameters for KV scales, it may run a model
-    whose own class came later.
-    """
-    first = release.begins[_CLASS].get(geometry.architecture)
-    is_later = bool(first) and not release.has(_BACKEND_PLACES)
-    is_dropped = geometry.model_type in release.list_values(_UNSTARTED)
-    if not (is_later or is_dropped) or _has_class(geometry, release):
-        return
-    if first:
-        why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-        raise UnrunRefusal(why, fix=f"use vLLM {first} or later")
-    why = f"{release.title} does not run {geometry.model_type}"
-    raise UnrunRefusal(why, fix="use another engine")
-
-
 def replay_vllm(
     folder: ScaleFolder,
     geometry: ModelGeometry,
@@ -159,7 +141,18 @@ def replay_vllm(
     Raises:
         Refusal: vLLM does not start.
     """
-    _refuse_unsupported(geometry, release)
+    # Since its backend for transformers' classes has parameters for KV scales, a release may run a
+    # model whose own class came later.
+    first = release.begins[_CLASS].get(geometry.architecture)
+    is_later = bool(first) and not release.has(_BACKEND_PLACES)
+    is_dropped = geometry.model_type in release.list_values(_UNSTARTED)
+    if (is_later or is_dropped) and not _has_class(geometry, release):
+        why = f"{release.title} does not run {geometry.model_type}"
+        fix = "use another engine"
+        if first:
+            why = f"{release.title} has no class for {shorten(geometry.architecture)}"
+            fix = f"use vLLM {first} or later"
+        raise UnrunRefusal(why, fix=fix)
     return _Replay(folder, geometry, tp, release, on_gpus=on_gpus).report()
 
 
@@ -392,7 +385,14 @@ class _Replay:
         for stored in self._context.optional["q_scale"]:
             if not self._per_head:
                 require_scalar(stored, "vLLM")
-            elif not any(_fits_query(stored, each) for _, each in self._geometry.attentions()):
+                continue
+            for _, attention in self._geometry.attentions():
+                # vLLM reduces it to one maximum per KV head
+                num_heads = attention.num_kv_heads
+                groups, rest = divmod(len(stored.values), attention.num_heads // num_heads)
+                if not rest and (groups == 1 or groups >= num_heads):
+                    break
+            else:
                 why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
                 fix = "store one number per head of q, or leave it out"
                 raise Refusal(f"{why}: RuntimeError", fix=fix)
@@ -436,12 +436,6 @@ class _Replay:
                     "has no scheme; `fp8calib vllm check` asks its loader"
                 )
         return report
-
-
-def _fits_query(stored: FoundScale, attention: Attention) -> bool:
-    """Check that vLLM can reduce a scale of q to one maximum per KV head."""
-    groups, rest = divmod(len(stored.values), attention.num_heads // attention.num_kv_heads)
-    return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
 def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:

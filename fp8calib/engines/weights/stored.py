@@ -94,8 +94,13 @@ class OpenedWeights:
         """What looks wrong about scales of FP8 weights."""
         self.odd_scales: set[str] = set()
         """Their names: they tell nothing of K and V."""
-        self.doubts = [paths] if (paths := _describe_paths(folder)) else []
+        self.doubts: list[str] = []
         """What engines do with these weights and nobody here knows."""
+        weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+        named = weight_map.values() if isinstance(weight_map, dict) else ()
+        if path := next((each for each in named if isinstance(each, str) and os.sep in each), ""):
+            why = f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it"
+            self.doubts.append(why)  # engines compare paths as texts
         self.unlike_stats: Finding | None = None
         """A scale that is far from the statistics of the model."""
         fp8 = {name: each for name, each in self.tensors.items() if each.dtype in WEIGHT_FORMATS}
@@ -294,11 +299,3 @@ def describe_bad(values: NDArray[np.float32], smallest: float) -> str:
         f"a number under {smallest:.4g}": values < smallest,
     }
     return next((what for what, found in marks.items() if bool(found.any())), "")
-
-
-def _describe_paths(folder: ScaleFolder) -> str:
-    """Say where the index names files by paths, which engines compare as texts; else empty."""
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    named = weight_map.values() if isinstance(weight_map, dict) else ()
-    path = next((each for each in named if isinstance(each, str) and os.sep in each), "")
-    return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""

@@ -13,8 +13,7 @@ from fp8calib.commands.checked import check_path
 from fp8calib.commands.options import Stats
 from fp8calib.commands.stats import read_stats
 from fp8calib.engines.facts.release import parse_version
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.geometry import read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder, read_replayed_geometry
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.formats.compute import compute_kv_scales
