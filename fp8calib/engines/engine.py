@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,16 +83,9 @@ class Launch:
         return " ".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
-    """A backend that stores a type of the KV cache on a generation of GPUs."""
-
-    cache_type: str
-    backend: str
-    generation: str
-    rank: int
-    """Its place among those that the engine tries."""
-    refused_head_sizes: tuple[int, ...]
+Storage = Mapping[tuple[str, str], Sequence[tuple[int, str, Collection[int]]]]
+"""What stores a type of the KV cache on a generation of GPUs: the backend's place among those that
+the engine tries, its name, and the sizes of heads that it refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +117,7 @@ class Engine:
     """What `verify` emulates."""
     cache_types: Sequence[str] = ()
     """The values of its --kv-cache-dtype that quantize; empty where they are not known."""
-    storage: Sequence[Storage] = ()
+    storage: Storage = field(default_factory=dict)
     """What stores them on which GPU; empty where that is not known."""
     scale_factor: float = 1.0
     """By what it multiplies the global scales of an NVFP4 cache on B200; elsewhere it does not."""
@@ -162,35 +155,28 @@ class Engine:
     def list_backends(
         self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int] = ()
     ) -> tuple[str, ...]:
-        """List the backends that store a type of the KV cache, what the engine tries first, first.
+        """List backends that store a cache type, in the engine's order of preference.
 
         Args:
             cache_type: the value of --kv-cache-dtype.
             gpu: the one that serves; None for any.
             head_sizes: of the model.
         """
-        found = self._list_storage(cache_type, gpu, head_sizes)
-        return tuple(dict.fromkeys(each.backend for each in sorted(found, key=lambda e: e.rank)))
+        places = GENERATIONS if gpu is None else (gpu.generation,)
+        known = [each for place in places for each in self.storage.get((cache_type, place), ())]
+        if not set(head_sizes).issubset(HEAD_SIZES):
+            known = []
+        fitting = [each for each in known if not set(each[2]).intersection(head_sizes)]
+        return tuple(dict.fromkeys(name for _, name, _ in sorted(fitting, key=itemgetter(0))))
 
     def list_generations(
         self, cache_type: str, head_sizes: Collection[int] = ()
     ) -> tuple[str, ...]:
         """List the generations of GPUs with such a backend, oldest first."""
-        found = {each.generation for each in self._list_storage(cache_type, None, head_sizes)}
-        return tuple(each for each in GENERATIONS if each in found)
-
-    def _list_storage(
-        self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int]
-    ) -> list[Storage]:
-        if not set(head_sizes).issubset(HEAD_SIZES):
-            return []
-        return [
-            each
-            for each in self.storage
-            if each.cache_type == cache_type
-            and (gpu is None or each.generation == gpu.generation)
-            and not set(each.refused_head_sizes).intersection(head_sizes)
-        ]
+        gpus = (Gpu(name="", generation=each) for each in GENERATIONS)
+        return tuple(
+            gpu.generation for gpu in gpus if self.list_backends(cache_type, gpu, head_sizes)
+        )
 
     def explain_unserved(self, cache_type: str, gpu: Gpu, head_sizes: Collection[int] = ()) -> str:
         """Say why a GPU does not serve a type of the KV cache; empty where it does."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.metadata import version
 
-from fp8calib.engines.engine import Engine
+from fp8calib.engines.engine import Engine, on_call
 from fp8calib.engines.facts.release import FOLDER, parse_version
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.sglang.engine import SGLANG
-from fp8calib.engines.transformers.engine import TRANSFORMERS
+from fp8calib.engines.status import Evidence
 from fp8calib.engines.vllm.engine import VLLM, VLLM_CPU
 from fp8calib.errors import UsageError, suggest
 from fp8calib.plugin import load_all
@@ -24,6 +25,18 @@ REFERENCE = Engine(
     cache_types=tuple(dict.fromkeys([*VLLM.cache_types, *SGLANG.cache_types, _QUANTIZED_CACHE])),
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
+_TRANSFORMERS = Engine(
+    key="transformers",
+    title="transformers",
+    version=version("transformers"),
+    evidence=Evidence.RUN,
+    no_numerics="with KV scales transformers keeps no FP8 cache: compressed-tensors rounds K and V "
+    "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
+    "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
+    "QuantizedCache, whose other backends, quanto and hqq, are not emulated",
+    replay_folder=on_call("fp8calib.engines.transformers.report:report_transformers"),
+)
+"""The installed one, with the installed compressed-tensors."""
 _ONLY_READ_HINT = "docs/reference.md lists such engines"
 ONLY_READ: dict[str, dict[str, str]] = json.loads((FOLDER / "only_read.json").read_bytes())
 """Engines whose source was read once, by the name that `--engine` had for them: a title, the
@@ -43,7 +56,7 @@ def register_engine(engine: Engine) -> None:
     ENGINES[engine.key] = engine
 
 
-for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TRANSFORMERS, *load_all("engines")):
+for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, _TRANSFORMERS, *load_all("engines")):
     register_engine(_engine)
 
 
@@ -97,7 +110,7 @@ def find_replayed(name: str) -> Engine:
 
 
 def _find(name: str, known: list[str]) -> Engine:
-    key, _, version = name.partition("==")
+    key, _, named = name.partition("==")
     if key in ONLY_READ:
         text = (
             "{title} {version}: KV scales: {kv_scales}; FP8 weights: {weights} ({source})"
@@ -108,7 +121,7 @@ def _find(name: str, known: list[str]) -> Engine:
     releases = (ENGINES[key], *ENGINES[key].releases)
     if key == name:
         return releases[0]
-    found = _find_release(releases, version.removeprefix("v"))
+    found = _find_release(releases, named.removeprefix("v"))
     if found is None:
         versions = ", ".join(each.version for each in releases if each.version) or "none"
         hint = f"known versions of {key}: {versions}"
@@ -116,28 +129,28 @@ def _find(name: str, known: list[str]) -> Engine:
     return found
 
 
-def _find_release(releases: tuple[Engine, ...], version: str) -> Engine | None:
+def _find_release(releases: tuple[Engine, ...], named: str) -> Engine | None:
     """Find the release whose rules hold for a version, noting where it is another one.
 
     A patch version has the rules of its minor release, and one that is newer than all those of the
     newest.
     """
     for each in releases:
-        if each.version.removesuffix(".0") == version.removesuffix(".0"):
+        if each.version.removesuffix(".0") == named.removesuffix(".0"):
             return each
     newest = releases[0]
     minor = newest.minor_parts
-    wanted = parse_version(version)
+    wanted = parse_version(named)
     if not wanted or not minor:
         return None
     for each in releases:
         if parse_version(each.version)[:minor] == wanted[:minor]:
             # The minor release alone, such as 0.11, is the release that was read.
             is_patch = len(wanted) > minor
-            note = f"version {version} is judged by the rules of {each.version}"
+            note = f"version {named} is judged by the rules of {each.version}"
             return replace(each, note=note) if is_patch else each
     if wanted > parse_version(newest.version):
-        note = f"version {version} is unknown: the rules are those of {newest.version}, the newest"
+        note = f"version {named} is unknown: the rules are those of {newest.version}, the newest"
         return replace(newest, note=f"{note} that is known")
     return None
 

@@ -100,7 +100,10 @@ def _list_findings(
         key = (engine.loader, engine.version, geometry.architecture)
         has_reader = engine.make_reader is not None
         classes = (find_class_map(*key) or {}) if has_reader else {}
-        groups = tuple(list_groups(stored.tensors, geometry, classes))
+        may_refuse = any(each.state == "refused" for made in classes.values() for each in made)
+        groups: tuple[LinearGroup, ...] = ()
+        if may_refuse or not stored.is_plain:
+            groups = tuple(list_groups(stored.tensors, geometry, classes))
         if stored.folder.tensors and has_reader:
             found += judge_head(rules, classes, stored, is_own=has_own_head(*key))
             found += join_alike(list(_list_misplaced(groups, geometry)))

@@ -17,9 +17,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.weights.blocks import list_block_findings
+from fp8calib.engines.weights.blocks import QuantizedWeights, list_block_findings
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
-from fp8calib.engines.weights.rules import QuantizedWeights
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.fp8.registry import FP8_DIALECTS, list_written_fp8
 from fp8calib.model.geometry_from_config import read_geometry

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +33,7 @@ _KERNELS_READ = "kernels and functions that Numerics names are those of 0.32.0"
 _REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
 
 
-def read_storage(release: Release) -> tuple[Storage, ...]:
+def _read_storage(release: Release) -> Storage:
     """Read which backend stores which type of the KV cache on which GPUs."""
     orders = [each.split(": ") for each in release.list_values("order of the backends on")]
     ranks = {
@@ -41,27 +42,15 @@ def read_storage(release: Release) -> tuple[Storage, ...]:
         for generation in generations.split(", ")
         for rank, backend in enumerate(order.split(", "))
     }
-    return tuple(
-        Storage(
-            cache_type=cache_type,
-            backend=backend,
-            generation=generation,
-            rank=ranks[generation, backend],
-            refused_head_sizes=tuple(map(int, sizes.split())),
-        )
-        for value in release.list_values("backend stores a cache type on")
-        for backend, cache_type, places in [value.split(": ")]
-        for part in places.split("; ")
-        for generations, _, sizes in [part.partition(" but heads of ")]
-        for generation in generations.split(", ")
-    )
-
-
-def read_multiplied(release: Release) -> Mapping[str, frozenset[str]]:
-    """Read on which GPUs linears multiply quantized inputs, by `fp8` and `mxfp8`."""
-    values = release.list_values("GPU multiplies quantized inputs in")
-    split = (value.partition(": ") for value in values)
-    return {name: frozenset(generations.split(", ")) for name, _, generations in split}
+    found: dict[tuple[str, str], list[tuple[int, str, Collection[int]]]] = defaultdict(list)
+    for value in release.list_values("backend stores a cache type on"):
+        backend, cache_type, places = value.split(": ")
+        for part in places.split("; "):
+            generations, _, sizes = part.partition(" but heads of ")
+            refused = tuple(map(int, sizes.split()))
+            for generation in generations.split(", "):
+                found[cache_type, generation].append((ranks[generation, backend], backend, refused))
+    return found
 
 
 def _make_numerics(release: Release) -> Numerics:
@@ -100,8 +89,12 @@ def _make_engine(release: Release) -> Engine:
         ),
         numerics=_make_numerics(release),
         cache_types=release.list_values("--kv-cache-dtype"),
-        storage=read_storage(release),
-        multiplied=read_multiplied(release),
+        storage=_read_storage(release),
+        multiplied={
+            name: frozenset(generations.split(", "))
+            for value in release.list_values("GPU multiplies quantized inputs in")
+            for name, generations in [value.split(": ")]
+        },
         view=on_call(f"{_HERE}.files:open_as_vllm"),
         replay_folder=on_call(f"{_HERE}.replay:replay_vllm", release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
@@ -142,7 +135,7 @@ VLLM_CPU = replace(
         read_numerics("vllm-cpu"), bfloat16_types=VLLM_RUN.list_values(BFLOAT16_TYPES)
     ),
     cache_types=("fp8", "fp8_e4m3", "fp8_e5m2"),
-    storage=(),
+    storage={},
     multiplied={},
     replay_folder=on_call(f"{_HERE}.replay:replay_cpu"),
 )

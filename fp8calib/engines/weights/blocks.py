@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
-from fp8calib.engines.weights.rules import QuantizedWeights
+from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.tensor_parallel import rank_range
@@ -34,6 +35,21 @@ _MIXER_STATES = ("mamba_d_state", "ssm_state_size")
 _FIX = "quantize with one scale per tensor or per channel"
 _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeights:
+    """The linears of a checkpoint, as an engine joins them, and the schemes of those in FP8."""
+
+    dialect: str
+    """The name of its FP8 dialect."""
+    config: Mapping[str, object]
+    """The model's config.json."""
+    groups: Sequence[LinearGroup]
+    schemes: Mapping[str, StoredScheme]
+    """By the config, of linears that are stored in FP8, by path."""
+    is_mixed: bool = False
+    """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
 
 
 def list_block_findings(

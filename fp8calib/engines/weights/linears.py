@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import (
@@ -136,10 +137,7 @@ def list_groups(
             shape = shapes.get(module) or _read_matrix(held[WEIGHT].shape if WEIGHT in held else ())
             linears[module] = StoredLinear(module=module, shape=shape, tensors=held)
     decoder = find_decoder(geometry)
-
-    def find(path: str) -> Sequence[CreatedLinear]:
-        return _find_created(classes, decoder, path)
-
+    find = partial(_find_created, classes, decoder)
     yield from _join(linears, find, geometry)
     counts = {}
     if stored:
@@ -152,8 +150,30 @@ def list_groups(
             for end in ends
             for index, number in count_experts(geometry).items()
         }
-    yield from _group_experts(experts, counts, beside, find)
-    yield from _group_stacks(tensors, find)
+    grouped = dict(_group_experts(experts, counts, beside))
+    # those of layers that store them in one tensor of 16 bits, as linears of one; stacks in FP8 are
+    # not judged
+    stacks: dict[str, list[StoredLinear]] = defaultdict(list)
+    for name, entry in tensors.items():
+        is_plain = entry.dtype in PLAIN_DTYPES and len(entry.shape) == 3
+        if is_plain and (stack := _STACK.fullmatch(name)):
+            path = f"{stack[1]}.experts"
+            stacks[path] += (
+                StoredLinear(module=f"{path}.0.{each}", shape=(0, 0), tensors={WEIGHT: entry})
+                for each in _STACKED[stack[2]]
+            )
+    for path, members in (*grouped.items(), *stacks.items()):
+        joined = [f"{path}.gate_up_proj", f"{path}.down_proj"]
+        names = [*joined, f"{path.rpartition('.')[0]}.input_linear"]
+        paths = [*(each.module for each in members[:1]), *names]
+        created = next((each for name in paths for each in find(name)), None)
+        yield LinearGroup(
+            path=path,
+            kind="experts",
+            members=tuple(members),
+            state="" if created is None else created.state,
+            listed="" if created is None else fill_pattern(created.path, path),
+        )
 
 
 def _read_matrix(shape: Shape) -> tuple[int, int]:
@@ -255,15 +275,13 @@ def _group_experts(
     experts: Sequence[tuple[str, int, str]],
     counts: Mapping[str, int],
     beside: Mapping[str, Mapping[str, TensorEntry]],
-    find: _FindCreated,
-) -> Iterator[LinearGroup]:
-    """Group the experts of each layer, each with all projections that any expert has.
+) -> Iterator[tuple[str, Sequence[StoredLinear]]]:
+    """Group the experts of each layer by path, each with all projections that any expert has.
 
     Args:
         experts: the path of the layer's experts, the number and the projection of each linear.
         counts: how many experts the model has, by path.
         beside: all tensors of the checkpoint.
-        find: gives what the engine's class creates.
     """
     numbers: dict[str, dict[int, None]] = defaultdict(dict)
     shapes: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
@@ -284,36 +302,4 @@ def _group_experts(
                 shape = _read_matrix(common[0][0] if common else ())
                 held = beside.get(module, {})
                 members.append(StoredLinear(module=module, shape=shape, tensors=held))
-        yield _make_experts(path, members, find)
-
-
-def _group_stacks(tensors: Mapping[str, TensorEntry], find: _FindCreated) -> Iterator[LinearGroup]:
-    """Group the experts of layers that store them in one tensor of 16 bits, as linears of one.
-
-    Stacks in FP8 are not judged.
-    """
-    found: dict[str, list[StoredLinear]] = defaultdict(list)
-    for name, entry in tensors.items():
-        is_plain = entry.dtype in PLAIN_DTYPES and len(entry.shape) == 3
-        if is_plain and (stack := _STACK.fullmatch(name)):
-            path = f"{stack[1]}.experts"
-            found[path] += (
-                StoredLinear(module=f"{path}.0.{each}", shape=(0, 0), tensors={WEIGHT: entry})
-                for each in _STACKED[stack[2]]
-            )
-    for path, members in found.items():
-        yield _make_experts(path, members, find)
-
-
-def _make_experts(path: str, members: Sequence[StoredLinear], find: _FindCreated) -> LinearGroup:
-    """Make the group of a layer's experts, and find how the engine's class creates them."""
-    names = [f"{path}.gate_up_proj", f"{path}.down_proj", f"{path.rpartition('.')[0]}.input_linear"]
-    paths = [*(each.module for each in members[:1]), *names]
-    created = next((each for name in paths for each in find(name)), None)
-    return LinearGroup(
-        path=path,
-        kind="experts",
-        members=tuple(members),
-        state="" if created is None else created.state,
-        listed="" if created is None else fill_pattern(created.path, path),
-    )
+        yield path, members

@@ -19,8 +19,7 @@ from fp8calib.numerics.schemes import Granularity, find_nearest
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import Finding
-    from fp8calib.engines.weights.linears import LinearGroup
-    from fp8calib.formats.fp8.quantization_config import StoredScheme
+    from fp8calib.engines.weights.blocks import QuantizedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +85,6 @@ class NameRules:
     """It compares nothing: it raises no error for a parameter that no tensor fills."""
     is_silent_if_quantized: bool = False
     """The same, where the checkpoint has a quantization config."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedWeights:
-    """The linears of a checkpoint, as an engine joins them, and the schemes of those in FP8."""
-
-    dialect: str
-    """The name of its FP8 dialect."""
-    config: Mapping[str, object]
-    """The model's config.json."""
-    groups: Sequence[LinearGroup]
-    schemes: Mapping[str, StoredScheme]
-    """By the config, of linears that are stored in FP8, by path."""
-    is_mixed: bool = False
-    """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
 
 
 def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
