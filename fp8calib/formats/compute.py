@@ -199,10 +199,22 @@ def _linear_scales(
     tp: int,
 ) -> dict[int | None, Scale]:
     """Compute the scales of one projection, by the number of the expert; None without experts."""
+    ranks, counts = range(tp), None
     if linear.num_experts:
-        amax, counts = _expert_amax(seen, linear, tp), seen.expert_counts
+        blocks, counts = seen.experts, seen.expert_counts
+        assert blocks is not None  # noqa: S101 -- an expert projection's stats always hold it
+        amax = blocks.expand(-1, tp)
+        if blocks.shape[1] > 1:
+            spans = (owned_blocks(linear, tp, rank) for rank in ranks)
+            amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in spans], dim=1)
+    elif role is Role.WEIGHT and linear.shard != "row":
+        rows = (owned_rows(linear, part, tp, rank) for rank in ranks)
+        amax = torch.stack([seen.amax[own].max() for own in rows]).unsqueeze(0)
     else:
-        amax, counts = _rank_amax(seen, linear, part, role, tp).unsqueeze(0), None
+        whole = seen.amax if role is Role.INPUT else seen.amax_in
+        assert whole is not None  # noqa: S101 -- a weight's stats always hold both axes
+        spans = (owned_channels(linear, tp, rank) for rank in ranks)
+        amax = torch.stack([whole[own.start : own.stop].max() for own in spans]).unsqueeze(0)
     values = _scales_or_nan(clip_range.apply(amax), fmt)
     return {
         expert: Scale(
@@ -210,26 +222,6 @@ def _linear_scales(
         )
         for expert, own in zip(linear.experts, values, strict=True)
     }
-
-
-def _rank_amax(seen: SiteStats, linear: Linear, part: Part, role: Role, tp: int) -> torch.Tensor:
-    ranks = range(tp)
-    if role is Role.WEIGHT and linear.shard != "row":
-        rows = (owned_rows(linear, part, tp, rank) for rank in ranks)
-        return torch.stack([seen.amax[own].max() for own in rows])
-    amax = seen.amax if role is Role.INPUT else seen.amax_in
-    assert amax is not None  # noqa: S101 -- a weight's stats always hold both axes
-    channels = (owned_channels(linear, tp, rank) for rank in ranks)
-    return torch.stack([amax[own.start : own.stop].max() for own in channels])
-
-
-def _expert_amax(seen: SiteStats, linear: Linear, tp: int) -> torch.Tensor:
-    blocks = seen.experts
-    assert blocks is not None  # noqa: S101 -- an expert projection's stats always hold it
-    if blocks.shape[1] == 1:
-        return blocks.expand(-1, tp)
-    ranges = (owned_blocks(linear, tp, rank) for rank in range(tp))
-    return torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
 
 
 def _scales_or_nan(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:

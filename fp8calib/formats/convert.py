@@ -67,11 +67,7 @@ def explain_conversion(
 ) -> Iterator[str]:
     """Explain what `convert_table` changed, and what the dialect that holds the result loses.
 
-    Args:
-        table: the scales as they were read.
-        converted: the same, as they are written.
-        joins_kv: the dialect has one scale a layer for k and v.
-        has_query: it has a place for the scale of q.
+    It may have one scale a layer for k and v, and a place for the scale of q.
     """
     if table.tp not in (1, converted.tp):
         source = f"the scales of {table.tp} ranks"
@@ -132,22 +128,20 @@ def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
 def _convert_ranks(
     table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
 ) -> torch.Tensor:
-    """Convert [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
+    """Convert [tp] or [1, heads] of the table to [tp] or [1, heads] of the target.
+
+    A head gets the scale of its rank; one that ranks share gets their largest.
+    """
     if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
         return values
-    by_head = _spread_to_heads(table, values, heads)
-    return by_head.unsqueeze(0) if per_head else max_per_rank(by_head, tp)
-
-
-def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Give each head the scale of its rank; a head that ranks share gets their largest."""
     if table.per_head:
-        return values[0]
-    if not fits_heads(table.geometry, table.tp):
-        return values.max().expand(heads)
-    by_head = torch.zeros(heads)
-    for rank in range(table.tp):
-        owned = rank_range(heads, table.tp, rank)
-        part = by_head[owned.start : owned.stop]
-        part.copy_(part.clamp(min=float(values[rank])))
-    return by_head
+        by_head = values[0]
+    elif not fits_heads(table.geometry, table.tp):
+        by_head = values.max().expand(heads)
+    else:
+        by_head = torch.zeros(heads)
+        for rank in range(table.tp):
+            owned = rank_range(heads, table.tp, rank)
+            part = by_head[owned.start : owned.stop]
+            part.copy_(part.clamp(min=float(values[rank])))
+    return by_head.unsqueeze(0) if per_head else max_per_rank(by_head, tp)

@@ -105,11 +105,7 @@ def read_scales(
 def _fill_shared(
     geometry: ModelGeometry, parsed: ParsedScales
 ) -> tuple[dict[Site, torch.Tensor], dict[Site, ScaleSource], list[str]]:
-    """Give layers that read another layer's cache its scale.
-
-    Returns:
-        All scales, the sources of those that are shared, and notes.
-    """
+    """Give layers that read another layer's cache its scale: all scales, new sources, notes."""
     values = dict(parsed.values)
     shared: dict[Site, ScaleSource] = {}
     differing: list[int] = []
@@ -149,22 +145,12 @@ def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) 
 
 
 def has_kv_scales(path: Path) -> bool:
-    """Tell whether a folder or file has KV scales, in any dialect.
-
-    Raises:
-        UsageError: there is no such path.
-        ModelError: a file is damaged.
-    """
+    """Tell whether a folder or file has KV scales, in any dialect; refuse a damaged one."""
     return _recognise(path)[1] is not None
 
 
 def require_kv_scales(path: Path) -> None:
-    """Refuse a folder or file without KV scales in any dialect; their values are not judged.
-
-    Raises:
-        UsageError: there is no such path.
-        ModelError: a file is damaged, or there are no KV scales.
-    """
+    """Refuse a folder or file without KV scales in any dialect; their values are not judged."""
     files, dialect = _recognise(path)
     if dialect is None:
         raise _no_scales(files)

@@ -190,20 +190,12 @@ def write_found(
     attachment: Attachment = NO_ATTACHMENT,
     attached: Iterable[str] = (),
 ) -> tuple[list[ScaleTable], tuple[str, ...]]:
-    """Convert scales that were read to what a dialect holds, and write them.
+    """Convert scales that were read to what a dialect holds, for each number of ranks, and write.
 
-    Args:
-        found: the scales as they were read.
-        dialect: how they are written.
-        folder: it becomes an overlay, or holds the files.
-        fmt: the FP8 format to write them for.
-        tps: the numbers of ranks, each with a table.
-        model: the fingerprint of the model, recorded if the scales record none.
-        files: the names of the files that held them.
-        source: the model.
-        shown: the final path of the folder.
-        attachment: how they belong to a model that is quantized already.
-        attached: what a user should know about that.
+    `folder` becomes an overlay, or holds the files; `shown` is its final path. `files` are the
+    names of those that held the scales, and `model` is the model's fingerprint, recorded if the
+    scales record none. `attachment` says how they belong to a `source` that is quantized already,
+    and `attached` what a user should know about that.
 
     Returns:
         The tables as they were written, and what a user should know.

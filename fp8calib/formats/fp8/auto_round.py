@@ -45,8 +45,10 @@ def _find_layer(config: Fields, module: str) -> tuple[Fields, str]:
     """
     extra = config.get("extra_config")
     layers: Mapping[str, object] = extra if isinstance(extra, dict) else {}
-    for is_named in (str.__eq__, _is_end, _matches):
-        key = next((key for key in layers if is_named(module, key)), None)
+    ends = (key for key in layers if module.endswith(f".{key}"))
+    expressions = (key for key in layers if not _SPECIAL.isdisjoint(key) and _searches(key, module))
+    for keys in ((key for key in layers if key == module), ends, expressions):
+        key = next(keys, None)
         if key is not None and isinstance(own := layers[key], dict):
             return {**config, **own}, key
     blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
@@ -56,15 +58,9 @@ def _find_layer(config: Fields, module: str) -> tuple[Fields, str]:
     return config, ""
 
 
-def _is_end(module: str, key: str) -> bool:
-    return module.endswith(f".{key}")
-
-
-def _matches(module: str, key: str) -> bool:
-    if _SPECIAL.isdisjoint(key):
-        return False
-    refuse_costly(key)
-    return matches_expression(f".*(?:{key})", module)  # engines search
+def _searches(expression: str, module: str) -> bool:
+    refuse_costly(expression)
+    return matches_expression(f".*(?:{expression})", module)  # engines search
 
 
 def _make_finder(path: Path, config: Fields) -> FindScheme:

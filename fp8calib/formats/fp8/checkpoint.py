@@ -20,7 +20,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
-from fp8calib.formats.fp8.dialect import Fp8Dialect
 from fp8calib.formats.fp8.pairing import EXPONENT_DTYPES, Fp8Weight, pair_tensors
 from fp8calib.formats.fp8.quantization_config import Activation, contradiction
 from fp8calib.formats.fp8.registry import load_finder, refine_dialect
@@ -81,7 +80,12 @@ class Fp8Checkpoint(Checkpoint):
         )
         self.quantized = frozenset(self._weights)
         self.fmt = WEIGHT_FORMATS[stored.tensors[next(iter(self._weights))].dtype]
-        self.dialect = self._refine(dialect)
+        scales = {each.scale_name: each.scheme.weights for each in self._weights.values()}
+        for name in scales:
+            if not any(dialect.gives_name(name, granularity) for granularity in Granularity):
+                fault = f"there is {name}, but quant_method is {dialect.method}"
+                raise contradiction(self.folder / CONFIG_NAME, fault)
+        self.dialect = refine_dialect(dialect, scales)
         self.origin = find_origin(self.folder, self.files)
         for name in zero_points:
             if stored.read(name).to(torch.float32).any():
@@ -121,20 +125,14 @@ class Fp8Checkpoint(Checkpoint):
         """Read one tensor: an FP8 weight as fp32 values, any other as stored.
 
         Raises:
-            ModelError: there is no such tensor, its file is no longer readable, or the
-                weight holds a NaN or an infinity.
+            ModelError: it cannot be read, or the weight holds a NaN or an infinity.
         """
         self._require(name)
         stored = self._checkpoint.read(name)
         return self._dequantize(name, stored, 0) if name in self.quantized else stored
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does.
-
-        Raises:
-            ModelError: as `read`.
-            IndexError: the tensor does not have these rows.
-        """
+        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does."""
         self._require(name)
         stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
@@ -149,9 +147,6 @@ class Fp8Checkpoint(Checkpoint):
 
         The scale is the weight's own, not a shared one; the rounding error of the scale's dtype is
         added. `start` and `stop` (exclusive) choose rows.
-
-        Returns:
-            fp32, of the shape of these rows.
         """
         weight = self._find(name)
         scale = self._spread_scale(name)
@@ -172,19 +167,12 @@ class Fp8Checkpoint(Checkpoint):
         """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
         If weights share a scale, it is the shared one, which `read` uses too.
-
-        Raises:
-            ModelError: `name` is not an FP8 weight, or its scale cannot be read.
         """
         scale = self._read_scale(self._find(name).scale_name)
         return scale.fill_(self._shared[name]) if name in self._shared else scale
 
     def activation(self, name: str) -> Activation:
-        """Describe how the input of the linear with the FP8 weight `name` is quantized.
-
-        Raises:
-            ModelError: `name` is not an FP8 weight.
-        """
+        """Describe how the input of the linear with the FP8 weight `name` is quantized."""
         scheme = self._find(name).scheme
         return Activation(
             kind=scheme.inputs,
@@ -192,14 +180,6 @@ class Fp8Checkpoint(Checkpoint):
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
-
-    def _refine(self, dialect: Fp8Dialect) -> Fp8Dialect:
-        scales = {each.scale_name: each.scheme.weights for each in self._weights.values()}
-        for name in scales:
-            if not any(dialect.gives_name(name, granularity) for granularity in Granularity):
-                fault = f"there is {name}, but quant_method is {dialect.method}"
-                raise contradiction(self.folder / CONFIG_NAME, fault)
-        return refine_dialect(dialect, scales)
 
     def _require(self, name: str) -> None:
         if name not in self.tensors:

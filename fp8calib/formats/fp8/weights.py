@@ -65,12 +65,7 @@ def is_linear_scale(name: str) -> bool:
 def list_scale_shapes(
     shape: tuple[int, ...], block: tuple[int, int]
 ) -> dict[Granularity, tuple[tuple[int, ...], ...]]:
-    """List the shapes that the scales of a weight are stored in.
-
-    Args:
-        shape: [out, in]; for stacked experts [experts, ., .].
-        block: rows and columns of a block.
-    """
+    """List the shapes that the scales of a weight are stored in: [out, in], or [experts, ., .]."""
     blocks = count_blocks(shape, block)
     if len(shape) == 3:
         experts, rows, columns = shape

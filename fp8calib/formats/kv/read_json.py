@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -39,22 +38,18 @@ def read_json(
     factors = kv_cache.get("scaling_factor")
     if not isinstance(factors, dict) or not factors:
         raise refusal(path, "there is no `scaling_factor` object in `kv_cache`", hint=_EXPECTED)
-    numbers = _number_ranks(path, factors, rank_prefix)
-    if requires_model_type and "model_type" not in document:
-        raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
-    check_model_type(path, document.get("model_type"), geometry)
-    ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
-    origin = parse_origin(path, document)
-    return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
-
-
-def _number_ranks(path: Path, factors: Mapping[str, object], prefix: str) -> dict[str, int]:
-    numbers = {key: key.removeprefix(prefix) for key in factors if key.startswith(prefix)}
+    starting = [key for key in factors if key.startswith(rank_prefix)]
+    numbers = {key: key.removeprefix(rank_prefix) for key in starting}
     if len(numbers) < len(factors) or not all(map(_INDEX.fullmatch, numbers.values())):
         keys = cut_list([ascii(key)[:40] for key in factors])
         hint = 'ranks are "0", "1", ... (vllm-json) or "rank0", "rank1", ... (rfc), never both'
         raise refusal(path, f"the keys of kv_cache.scaling_factor are not ranks: {keys}", hint=hint)
-    return {key: int(number) for key, number in numbers.items()}
+    if requires_model_type and "model_type" not in document:
+        raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
+    check_model_type(path, document.get("model_type"), geometry)
+    ranks = {int(numbers[key]): _read_rank(path, key, held) for key, held in factors.items()}
+    origin = parse_origin(path, document)
+    return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
 
 
 def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
