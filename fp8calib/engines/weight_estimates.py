@@ -61,7 +61,7 @@ def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
     """
     with np.errstate(all="ignore"), _Weights(folder, ()) as weights:
         sizes = {
-            name: weights.measure(name)
+            name: weights.measure(name, entry.shape[0])
             for held in folder.tensors.values()
             for name, entry in held.items()
             if entry.dtype in WEIGHT_FORMATS and ".experts." not in name and len(entry.shape) == 2
@@ -128,64 +128,44 @@ class _Weights:
         """Check whether K or V of an attention module has a norm of its own."""
         return any("norm" in each and each.startswith(role) for each in self._beside[path])
 
-    def read(self, name: str) -> NDArray[np.float32] | None:
-        """Read floats or FP8 with its scale; None for another dtype, an odd scale or no tensor."""
-        file = self._located.get(name)
-        entry = None if file is None else self._folder.tensors[file][name]
-        if entry is None or entry.dtype not in (*PLAIN_DTYPES, *WEIGHT_FORMATS):
-            return None
-        values = self._read_floats(name)
-        if entry.dtype in PLAIN_DTYPES:
-            return values
-        scales = [each for each in name_companions(name).scales if each in self._located]
-        if len(scales) != 1 or values.ndim != 2 or not values.size:
-            return None
-        if scales[0] in self._odd_scales:
-            return None
-        scale = self._read_floats(scales[0])
-        if not scale.size:
-            return None
-        rows, columns = (scale.size, 1) if scale.ndim < 2 else (scale.shape[0], scale[0].size)
-        scale = scale.reshape(rows, columns)
-        if rows not in (1, len(values)) or columns not in (1, values.shape[1]):
-            # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
-            chosen = [
-                np.arange(size) * count // size
-                for size, count in zip(values.shape, (rows, columns), strict=True)
-            ]
-            scale = scale[np.ix_(*chosen)]
-        return values * scale
+    def read(
+        self, name: str, first: int = 0, last: int | None = None
+    ) -> NDArray[np.float32] | None:
+        """Read floats, or rows of FP8 with their scale; None where this is not possible.
 
-    def measure(self, name: str) -> float:
-        """Give the root mean square of rows in the middle of an FP8 matrix; 0 without a scale."""
-        file = self._open(name)
+        That is for another dtype, an odd scale, no tensor.
+        """
+        if (file := self._open(name)) is None:
+            return None
         entry = file.tensors[name]
+        if entry.dtype in PLAIN_DTYPES:
+            return file.read_scale(name)
         scales = [each for each in name_companions(name).scales if each in self._located]
-        if len(scales) != 1 or not entry.size_bytes:
-            return 0.0
-        rows, columns = entry.shape
-        first = max(0, (rows - _SAMPLED_ROWS) // 2)
-        last = min(rows, first + _SAMPLED_ROWS)
-        data = file.read_array(name, first * columns, last * columns)
-        scale = self._read_floats(scales[0])
+        is_matrix = len(entry.shape) == 2 and bool(entry.size_bytes)
+        if entry.dtype not in WEIGHT_FORMATS or not is_matrix or len(scales) != 1:
+            return None
+        held = self._open(scales[0])
+        if held is None or scales[0] in self._odd_scales:
+            return None
+        scale = held.read_scale(scales[0])
         if not scale.size:
-            return 0.0
+            return None
+        rows, columns = entry.shape
+        last = rows if last is None else last
+        data = file.read_array(name, first * columns, last * columns)
         scale = scale.reshape(scale.shape[0] if scale.ndim else 1, -1)
+        # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
         chosen = np.ix_(
             np.arange(first, last) * scale.shape[0] // rows,
             np.arange(columns) * scale.shape[1] // columns,
         )
-        values = decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
-        return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+        return decode_floats(data, entry.dtype).reshape(-1, columns) * scale[chosen]
 
-    def _read_floats(self, name: str) -> NDArray[np.float32]:
-        return self._open(name).read_scale(name)
-
-    def _open(self, name: str) -> TensorFile:
-        file = self._located[name]
-        if file not in self._files:
-            self._files[file] = TensorFile(self._folder.path / file)
-        return self._files[file]
+    def measure(self, name: str, rows: int) -> float:
+        """Give the root mean square of rows in the middle of an FP8 matrix; 0 without a scale."""
+        first = max(0, (rows - _SAMPLED_ROWS) // 2)
+        values = self.read(name, first, min(rows, first + _SAMPLED_ROWS))
+        return 0.0 if values is None else float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
 
     def read_bias(self, name: str, length: int) -> NDArray[np.float32] | None:
         """Read a bias; zeros where the model has none, None for another shape or dtype."""
@@ -193,3 +173,9 @@ class _Weights:
             return np.zeros(length, dtype=np.float32)
         bias = self.read(name)
         return bias if bias is not None and bias.shape == (length,) else None
+
+    def _open(self, name: str) -> TensorFile | None:
+        file = self._located.get(name)
+        if file is not None and file not in self._files:
+            self._files[file] = TensorFile(self._folder.path / file)
+        return None if file is None else self._files[file]

@@ -28,11 +28,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from fp8calib.engines.facts.release import parse_version
+from fp8calib.engines.facts.release import FOLDER, list_spans, parse_version
 
-_FOLDER = Path(__file__).parent
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 UNBUILT = "unbuilt: "
 """How facts begin about classes of which nothing is known, with the reason."""
@@ -143,13 +141,11 @@ def has_own_head(engine: str, version: str, architecture: str) -> bool:
 @cache
 def read_class_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
     """Read the file of an engine: the facts by release and architecture."""
-    written = json.loads((_FOLDER / f"{engine}_classes.json").read_text())
+    written = json.loads((FOLDER / f"{engine}_classes.json").read_text())
     versions = [each["version"] for each in written["releases"]]
     facts: dict[str, dict[str, list[str]]] = {version: {} for version in versions}
-    for entry in written["facts"]:
-        first = versions.index(entry["since"]) if entry["since"] else 0
-        after = versions.index(entry["until"]) if entry["until"] else len(versions)
-        for version in versions[first:after]:
+    for entry, span in list_spans(written):
+        for version in versions[span.start : span.stop]:
             for architecture in entry["values"]:
                 facts[version].setdefault(architecture, []).append(entry["fact"])
     return facts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -86,20 +86,26 @@ def read_facts(written: Mapping[str, Any]) -> list[Fact]:
     return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
 
 
+def list_spans(written: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], range]]:
+    """List the facts of a file, each with the numbers of the releases of which it is true."""
+    versions = [each["version"] for each in written["releases"]]
+    for each in written["facts"]:
+        first = versions.index(each["since"]) if each.get("since") else 0
+        after = versions.index(each["until"]) if each.get("until") else len(versions)
+        yield each, range(first, after)
+
+
 def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
     """Make the releases of a file, the oldest first."""
-    versions = [each["version"] for each in written["releases"]]
-    names = [".".join(each.split(".")[: written["name_parts"]]) for each in versions]
-    facts = read_facts(written)
-    begins: dict[str, dict[str, str]] = {each.fact: {} for each in facts}
-    true: list[dict[str, tuple[str, ...]]] = [dict.fromkeys(begins, ()) for _ in versions]
-    for each in facts:
-        first = versions.index(each.since) if each.since else 0
-        after = versions.index(each.until) if each.until else len(versions)
-        for value in each.values:
-            begins[each.fact].setdefault(value, names[first] if each.since else "")
-        for values in true[first:after]:
-            values[each.fact] += tuple(each.values)
+    parts = (each["version"].split(".")[: written["name_parts"]] for each in written["releases"])
+    names = [".".join(each) for each in parts]
+    begins: dict[str, dict[str, str]] = {each["fact"]: {} for each in written["facts"]}
+    true: list[dict[str, tuple[str, ...]]] = [dict.fromkeys(begins, ()) for _ in names]
+    for each, span in list_spans(written):
+        for value in each.get("values", ("",)):
+            begins[each["fact"]].setdefault(value, names[span.start] if each.get("since") else "")
+        for index in span:
+            true[index][each["fact"]] += tuple(each.get("values", ("",)))
     return tuple(
         Release(
             engine=written["engine"],

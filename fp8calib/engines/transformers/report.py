@@ -17,7 +17,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.replay.dtypes import amend_for_dtype
-from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
+from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -62,16 +62,19 @@ _SINCE_RENAMED = (
     "transformers 5.24 uses no KV scale: it renamed an argument by which compressed-tensors 0.20 "
     "finds attention"
 )
+_SHARED = (
+    "scales of layers that read another layer's cache are reported as unexpected: the layer that "
+    "writes the cache quantizes it"
+)
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
 _FNUZ = "compressed-tensors quantizes to e4m3fn, for which the scale is twice too large"
 _E5M2 = "compressed-tensors quantizes to e4m3fn with a scale that was made for e5m2"
 
 
-def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    """Report what `from_pretrained` with `dtype="auto"` does."""
-    del tp  # it runs in one process
+def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, _tp: int) -> EngineReport:
+    """Report what `from_pretrained` with `dtype="auto"` does, in one process."""
     try:
-        return _report_loaded(folder, geometry, load_on_meta(folder))
+        return _Report(folder, geometry, load_on_meta(folder)).make()
     except Refusal as refusal:
         report = report_refusal(geometry, refusal)
         entries = (entry for file in folder.tensors.values() for entry in file.values())
@@ -81,140 +84,242 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
         return report.model_copy(update={"weights": verdict})
 
 
-def _report_loaded(folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaModel) -> EngineReport:
-    for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
-        parameter = loaded.find_parameter(name)
-        if parameter is not None and parameter.dtype in _FP8_DTYPES:
-            why = f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
-            raise Refusal(why, fix=_WEIGHT_FIX)
-    context = LoadContext(folder, geometry, loaded.files)
-    if SINGLE_FILE_NAME in loaded.files and folder.has_index:
-        context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
-    layers = [
-        _judge(context, loaded, layer.index, attention)
-        for layer, attention in geometry.attentions()
-    ]
-    if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
-        context.problems.insert(0, _SINCE_RENAMED)
-    context.note_unread("reported as unexpected")
-    context.problems += _note_unexpected(folder, loaded)
-    report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
-    if fault := next(_list_weight_faults(context, loaded), None):
-        verdict = LoadVerdict(status=Status.MISREAD, why=fault, fix=_WEIGHT_FIX)
-        report = report.model_copy(update={"weights": verdict})
-    elif fault := next(_list_bad_scales(context, loaded), None):
-        verdict = LoadVerdict(status=Status.BAD, why=fault, fix=_WEIGHT_FIX)
-        report = report.model_copy(update={"weights": verdict})
-    elif finer := next(_list_finer(context, loaded), None):
-        report = report.doubt(finer)
-    # The last, because it decompresses the weights.
-    is_quantized = bool(folder.config.get("quantization_config"))
-    if is_quantized and (error := find_run_error(loaded.model)):
-        raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
-    return report
+class _Report:
+    """The report on a model that was loaded."""
 
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, loaded: MetaModel) -> None:
+        self._folder = folder
+        self._loaded = loaded
+        self._context = LoadContext(folder, geometry, loaded.files)
+        section = folder.config.get("quantization_config")
+        self._section: Mapping[str, object] = section if isinstance(section, dict) else {}
+        self._is_mx = self._section.get("quant_method") == "mxfp8"
+        self._stored = {
+            name: folder.tensors[file][name] for name, file in sorted(loaded.read.items())
+        }
+        """The tensors that filled a parameter, or a part of one."""
 
-def _judge(
-    context: LoadContext, loaded: MetaModel, index: int, attention: Attention
-) -> LayerVerdict:
-    owner = index if attention.producer is None else attention.producer
-    if owner != index:
-        context.problems.append(
-            "scales of layers that read another layer's cache are reported as unexpected: the "
-            "layer that writes the cache quantizes it"
+    def make(self) -> EngineReport:
+        """Make it; raise `Refusal` where the model does not run."""
+        context, loaded = self._context, self._loaded
+        for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
+            parameter = loaded.find_parameter(name)
+            if parameter is not None and parameter.dtype in _FP8_DTYPES:
+                why = f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
+                raise Refusal(why, fix=_WEIGHT_FIX)
+        if SINGLE_FILE_NAME in loaded.files and self._folder.has_index:
+            what = f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}"
+            context.problems.append(what)
+        layers = []
+        for layer, reader in context.geometry.attentions():
+            owner, attention = layer.index, reader
+            if reader.producer is not None:
+                context.problems.append(_SHARED)
+                owner = reader.producer
+                attention = context.geometry.layers[owner].attention or reader
+            k, v = (self._judge((owner, role), attention) for role in KV_ROLES)
+            layers.append(LayerVerdict(layer=layer.index, k=k, v=v))
+        if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
+            context.problems.insert(0, _SINCE_RENAMED)
+        context.note_unread("reported as unexpected")
+        context.problems += self._note_unexpected()
+        report = amend_for_dtype(context.report(layers), self._folder, fnuz=_FNUZ, e5m2=_E5M2)
+        for status, faults in (
+            (Status.MISREAD, self._list_weight_faults()),
+            (Status.BAD, self._list_bad_scales()),
+        ):
+            if report.weights is None and (fault := next(faults, None)):
+                verdict = LoadVerdict(status=status, why=fault, fix=_WEIGHT_FIX)
+                report = report.model_copy(update={"weights": verdict})
+        if report.weights is None and (finer := next(self._list_finer(), None)):
+            report = report.doubt(finer)
+        # The last, because it decompresses the weights.
+        is_quantized = bool(self._folder.config.get("quantization_config"))
+        if is_quantized and (error := find_run_error(loaded.model)):
+            raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
+        return report
+
+    def _judge(self, slot: Slot, attention: Attention) -> LoadVerdict:
+        context, loaded = self._context, self._loaded
+        leaf = f"{slot[1]}_scale"
+        parameter = loaded.find_parameter(f"{attention.module}.{leaf}")
+        if parameter is None:
+            why = "reported as unexpected, and the cache is not quantized"
+            module = loaded.find_module(attention.module)
+            arguments = {"past_key_value", "past_key_values"}
+            if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
+                why = f"{why}: {_RENAMED}"
+            verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
+            return verdict.model_copy(update={"value": None})
+        # the tensor that filled the parameter, by its name or without the model's root
+        paths = (attention.checkpoint_module, attention.module.partition(".")[2])
+        read = next((name for path in paths if (name := f"{path}.{leaf}") in loaded.read), None)
+        stored = None if read is None else self._folder.scales[loaded.read[read]].get(read)
+        if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
+            verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_CONFIG_FIX)
+            why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
+            return verdict.model_copy(update={"why": why})
+        if f"{attention.module}.{slot[1]}_zero_point" in loaded.missing:
+            why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
+            return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
+        values = torch.tensor(stored.values).to(parameter.dtype).float().tolist()
+        if parameter.dtype is not torch.float32:
+            name = str(parameter.dtype).removeprefix("torch.")
+            context.problems.append(f"scales are rounded to the model's {name}")
+        bad = [value for value in values if not is_scale(value)]
+        source = (
+            f"{stored}" if len(values) == 1 else f"the largest of {len(values)} heads, {stored}"
         )
-        attention = context.geometry.layers[owner].attention or attention
-    k, v = (_judge_role(context, loaded, attention, (owner, role)) for role in KV_ROLES)
-    return LayerVerdict(layer=index, k=k, v=v)
+        verdict = judge_number(bad[0] if bad else max(values), source)
+        scheme = self._section.get("kv_cache_scheme")
+        fields = scheme if isinstance(scheme, dict) else {"type": ""}
+        if (fields.get("type", "int"), int(fields.get("num_bits", 8))) != ("float", 8):
+            why = f"{stored}: kv_cache_scheme is not FP8"
+            update = {"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX}
+            return verdict.model_copy(update=update)
+        return verdict
 
+    def _note_unexpected(self) -> Iterator[str]:
+        """Note the tensors that are left out, but for scales of K and V, which have verdicts."""
+        loaded = self._loaded
+        found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
+        if found:
+            yield (
+                f"{len(found)} tensors, such as {shorten(found[0])}, have no parameter: "
+                "transformers reports them UNEXPECTED and leaves them out"
+            )
+        opened = [self._folder.tensors.get(file, {}) for file in loaded.files]
+        several = [name for name in loaded.read if sum(name in held for held in opened) > 1]
+        if several:
+            yield (
+                f"{shorten(sorted(several)[0])} is in several of the files that transformers "
+                "opens: it keeps the last one"
+            )
 
-def _judge_role(
-    context: LoadContext, loaded: MetaModel, attention: Attention, slot: Slot
-) -> LoadVerdict:
-    leaf = f"{slot[1]}_scale"
-    parameter = loaded.find_parameter(f"{attention.module}.{leaf}")
-    if parameter is None:
-        why = "reported as unexpected, and the cache is not quantized"
-        module = loaded.find_module(attention.module)
-        arguments = {"past_key_value", "past_key_values"}
-        if module is not None and arguments.isdisjoint(signature(module.forward).parameters):
-            why = f"{why}: {_RENAMED}"
-        verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
-        return verdict.model_copy(update={"value": None})
-    # the tensor that filled the parameter, by its name or without the model's root
-    paths = (attention.checkpoint_module, attention.module.partition(".")[2])
-    read = next((name for path in paths if (name := f"{path}.{leaf}") in loaded.read), None)
-    stored = None if read is None else context.folder.scales[loaded.read[read]].get(read)
-    if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
-        verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_CONFIG_FIX)
-        why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
-        return verdict.model_copy(update={"why": why})
-    if f"{attention.module}.{slot[1]}_zero_point" in loaded.missing:
-        why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
-        return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
-    verdict = _judge_rounded(context, stored, parameter.dtype)
-    scheme = _read_section(context.folder).get("kv_cache_scheme")
-    fields = scheme if isinstance(scheme, dict) else {"type": ""}
-    if (fields.get("type", "int"), int(fields.get("num_bits", 8))) != ("float", 8):
-        why = f"{stored}: kv_cache_scheme is not FP8"
-        return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX})
-    return verdict
+    def _list_weight_faults(self) -> Iterator[str]:
+        """List what makes weights wrong without an error."""
+        missing = sorted(name for name in self._loaded.missing if parse_name(name) is None)
+        for name in missing if _have_weights(self._context.tensors.values()) else ():
+            what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
+            yield f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
+        for name, entry in self._stored.items():
+            yield from self._list_dtype_faults(name, entry)
+            yield from self._list_scaling_faults(name, entry)
+            yield from self._list_spread_faults(name)
+        yield from self._list_joined_faults()
 
+    def _list_bad_scales(self) -> Iterator[str]:
+        inputs = list_input_scale_names()
+        used = {  # joined experts need no scales of their inputs
+            name: (self._loaded.read[name], entry)
+            for name, entry in self._stored.items()
+            if not name.endswith(inputs) or self._loaded.find_parameter(name) is not None
+        }
+        for name, what in read_scale_values(self._folder, used).bad.items():
+            yield f"{shorten(name)} holds {what}"
 
-def _judge_rounded(context: LoadContext, stored: FoundScale, dtype: torch.dtype) -> LoadVerdict:
-    values = torch.tensor(stored.values).to(dtype).float().tolist()
-    if dtype is not torch.float32:
-        name = str(dtype).removeprefix("torch.")
-        context.problems.append(f"scales are rounded to the model's {name}")
-    bad = [value for value in values if not is_scale(value)]
-    source = str(stored) if len(values) == 1 else f"the largest of {len(values)} heads, {stored}"
-    return judge_number(bad[0] if bad else max(values), source)
+    def _list_dtype_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:
+        """List where values are cast to others, or taken for what they are not.
 
+        MXFP8's scales are exponents in uint8; transformers 5.23 takes all other dtypes for scales
+        (integrations/finegrained_fp8.py, _dequantize_one; run).
+        """
+        text = f"{shorten(name)} is {entry.dtype}"
+        parameter, stored = self._loaded.find_parameter(name), TORCH_DTYPES[entry.dtype]
+        module = self._loaded.find_module(name.rpartition(".")[0])
+        scheme = getattr(module, "quantization_scheme", None)
+        is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
+        has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
 
-def _note_unexpected(folder: ScaleFolder, loaded: MetaModel) -> Iterator[str]:
-    """Note the tensors that are left out, but for scales of K and V, which have verdicts."""
-    found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
-    if found:
-        yield (
-            f"{len(found)} tensors, such as {shorten(found[0])}, have no parameter: transformers "
-            "reports them UNEXPECTED and leaves them out"
-        )
-    several = [
-        name
-        for name in loaded.read
-        if sum(name in folder.tensors.get(file, {}) for file in loaded.files) > 1
-    ]
-    if several:
-        yield (
-            f"{shorten(sorted(several)[0])} is in several of the files that transformers opens: "
-            "it keeps the last one"
-        )
+        def read() -> torch.Tensor:
+            with TensorFile(self._folder.path / self._loaded.read[name]) as opened:
+                return opened.read(name).double()
 
+        if parameter is None or len(entry.shape) != 2:
+            pass
+        elif is_float and has_exponents is stored.is_floating_point:
+            kind = "exponents" if has_exponents else "floats"
+            if not has_exponents or not _are_exponents(read()):
+                yield f"{text}: transformers takes its values for {kind}"
+        elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
+            yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+        elif parameter.dtype is torch.float8_e4m3fn and stored is not parameter.dtype:
+            if stored.itemsize > 1:
+                yield f"{text}, but the config quantizes it: it is cast to FP8"
+            else:
+                cast = "casts its values to float8_e4m3fn, where those above 448 are NaN"
+                yield f"{text}: transformers {cast}"
+        if self._is_mx and is_linear_scale(name) and entry.dtype not in EXPONENT_DTYPES:
+            is_power = stored.is_floating_point and (torch.frexp(read()).mantissa == 0.5).all()
+            if not is_power:
+                yield f"{text}: transformers takes its values for scales"
 
-def _list_weight_faults(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
-    """List what makes weights wrong without an error."""
-    missing = sorted(name for name in loaded.missing if parse_name(name) is None)
-    for name in missing if _have_weights(context.tensors.values()) else ():
-        what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
-        yield f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
-    stored = {name: context.folder.tensors[loaded.read[name]][name] for name in sorted(loaded.read)}
-    section = _read_section(context.folder)
-    for name, entry in stored.items():
-        yield from _list_dtype_faults(context, loaded, name, entry)
-        yield from _list_scaling_faults(loaded, name, entry)
-        yield from _list_spread_faults(section, name, stored)
-    yield from _list_joined_faults(loaded)
+    def _list_scaling_faults(self, name: str, entry: TensorEntry) -> Iterator[str]:
+        """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
+        if len(entry.shape) < 2 or is_companion(name):
+            return
+        module = name.removesuffix(".weight")
+        beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
+        scale = next((each for each in beside if each in self._stored), "")
+        if entry.dtype in WEIGHT_FORMATS and not scale:
+            yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+        if entry.dtype in PLAIN_DTYPES and scale and self._loaded.find_parameter(scale) is None:
+            yield f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
 
+    def _list_spread_faults(self, name: str) -> Iterator[str]:
+        """List scales of blocks that are spread evenly, but blocks are meant otherwise.
 
-def _list_bad_scales(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
-    inputs = list_input_scale_names()
-    used = {  # joined experts need no scales of their inputs
-        name: (file, context.folder.tensors[file][name])
-        for name, file in sorted(loaded.read.items())
-        if not name.endswith(inputs) or loaded.find_parameter(name) is not None
-    }
-    for name, what in read_scale_values(context.folder, used).bad.items():
-        yield f"{shorten(name)} holds {what}"
+        transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's
+        size is that of the weight divided by the number of scales. Of MXFP8 it is 32, whatever is
+        stored.
+        """
+        module, _, leaf = name.rpartition(".")
+        weight, scale = self._stored.get(f"{module}.weight"), self._stored[name].shape
+        block = self._section.get("weight_block_size")
+        if leaf != "weight_scale_inv" or weight is None or len(scale) != 2:
+            return
+        # two values of FP4 share a byte
+        if not isinstance(block, list) or len(block) != 2 or weight.dtype not in WEIGHT_FORMATS:
+            return
+        for size, number, width in zip(weight.shape, scale, block, strict=True):
+            is_cut = number > 1 and number == -(-size // width) and bool(size % width)
+            is_other = number * width != size and not _is_finer(size, number, width)
+            if is_other if self._is_mx else is_cut:
+                yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
+
+    def _list_finer(self) -> Iterator[str]:
+        """List exponents of MXFP8 for smaller blocks: right on a CPU, if they are what is meant.
+
+        On a GPU transformers 5.23 has a parameter of another shape (FP8Linear, read).
+        """
+        tensors = self._context.tensors
+        for name in self._stored if self._is_mx else ():
+            weight, scale = tensors.get(name.removesuffix("_scale_inv")), tensors[name]
+            if not name.endswith(".weight_scale_inv") or weight is None or len(scale.shape) != 2:
+                continue
+            size, number = weight.shape[-1], scale.shape[-1]
+            if _is_finer(size, number, MX_BLOCK[1]):
+                why = "a CPU computes with blocks of that size, and a GPU stops"
+                yield f"{shorten(name)} has scales for blocks of {size // number}: {why}"
+
+    def _list_joined_faults(self) -> Iterator[str]:
+        """List the experts that transformers joins in one tensor without a scale for each of them.
+
+        transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run: it
+        pairs weights and scales in their order.
+        """
+        numbers: dict[str, set[int]] = defaultdict(set)
+        for name in self._stored:
+            expert = split_expert(name)
+            if expert is not None and self._loaded.find_parameter(name) is None:
+                numbers[span_experts(name)].add(expert[1])
+        for name in sorted(numbers):
+            scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
+            if scales and scales[0] != numbers[name]:
+                yield (
+                    f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} "
+                    "scales, and transformers gives these to the first ones"
+                )
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
@@ -222,127 +327,11 @@ def _have_weights(entries: Iterable[TensorEntry]) -> bool:
     return any(len(entry.shape) > 1 and 0 not in entry.shape for entry in entries)
 
 
-def _list_dtype_faults(
-    context: LoadContext, loaded: MetaModel, name: str, entry: TensorEntry
-) -> Iterator[str]:
-    """List where values are cast to others, or taken for what they are not.
-
-    MXFP8's scales are exponents in uint8; transformers 5.23 takes all other dtypes for scales
-    (integrations/finegrained_fp8.py, _dequantize_one; run).
-    """
-    text = f"{shorten(name)} is {entry.dtype}"
-    parameter, stored = loaded.find_parameter(name), TORCH_DTYPES[entry.dtype]
-    scheme = getattr(loaded.find_module(name.rpartition(".")[0]), "quantization_scheme", None)
-    is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
-    has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
-
-    def read() -> torch.Tensor:
-        with TensorFile(context.folder.path / loaded.read[name]) as opened:
-            return opened.read(name).double()
-
-    if parameter is None or len(entry.shape) != 2:
-        pass
-    elif is_float and has_exponents is stored.is_floating_point:
-        kind = "exponents" if has_exponents else "floats"
-        if not has_exponents or not _are_exponents(read()):
-            yield f"{text}: transformers takes its values for {kind}"
-    elif stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
-        yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-    elif parameter.dtype is torch.float8_e4m3fn and stored is not parameter.dtype:
-        if stored.itemsize > 1:
-            yield f"{text}, but the config quantizes it: it is cast to FP8"
-        else:
-            what = "transformers casts its values to float8_e4m3fn, where those above 448 are NaN"
-            yield f"{text}: {what}"
-    is_mx = _read_section(context.folder).get("quant_method") == "mxfp8" and is_linear_scale(name)
-    if is_mx and entry.dtype not in EXPONENT_DTYPES:
-        is_power = stored.is_floating_point and (torch.frexp(read()).mantissa == 0.5).all()
-        if not is_power:
-            yield f"{text}: transformers takes its values for scales"
-
-
 def _are_exponents(values: torch.Tensor) -> bool:
     """Check whether floats are exponents of MXFP8 as they are stored, which a cast keeps."""
     return bool(((values == values.round()) & (values >= 1) & (values <= _LARGEST_EXPONENT)).all())
 
 
-def _list_scaling_faults(loaded: MetaModel, name: str, entry: TensorEntry) -> Iterator[str]:
-    """List an FP8 weight that is multiplied by no scale, or another one that is by a scale."""
-    if len(entry.shape) < 2 or is_companion(name):
-        return
-    module = name.removesuffix(".weight")
-    beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
-    scale = next((each for each in beside if each in loaded.read), "")
-    if entry.dtype in WEIGHT_FORMATS and not scale:
-        yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-    if entry.dtype in PLAIN_DTYPES and scale and loaded.find_parameter(scale) is None:
-        yield f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
-
-
-def _list_spread_faults(
-    section: Mapping[str, object], name: str, stored: Mapping[str, TensorEntry]
-) -> Iterator[str]:
-    """List scales of blocks that are spread evenly, but blocks are meant otherwise.
-
-    transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's size
-    is that of the weight divided by the number of scales. Of MXFP8 it is 32, whatever is stored.
-    """
-    module, _, leaf = name.rpartition(".")
-    weight, scale = stored.get(f"{module}.weight"), stored[name].shape
-    block, is_fixed = section.get("weight_block_size"), section.get("quant_method") == "mxfp8"
-    if leaf != "weight_scale_inv" or weight is None or len(scale) != 2:
-        return
-    # two values of FP4 share a byte
-    if not isinstance(block, list) or len(block) != 2 or weight.dtype not in WEIGHT_FORMATS:
-        return
-    for size, number, width in zip(weight.shape, scale, block, strict=True):
-        is_cut = number > 1 and number == -(-size // width) and bool(size % width)
-        is_other = number * width != size and not _is_finer(size, number, width)
-        if is_other if is_fixed else is_cut:
-            yield f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
-
-
 def _is_finer(size: int, number: int, width: int) -> bool:
     """Tell whether there are several scales for each block that is meant, and all are as wide."""
     return number > size // width and size % number == 0 and number * width % size == 0
-
-
-def _list_finer(context: LoadContext, loaded: MetaModel) -> Iterator[str]:
-    """List exponents of MXFP8 for smaller blocks: right on a CPU, if they are what is meant.
-
-    On a GPU transformers 5.23 has a parameter of another shape (FP8Linear, read).
-    """
-    is_mx = _read_section(context.folder).get("quant_method") == "mxfp8"
-    for name in sorted(loaded.read) if is_mx else ():
-        weight, scale = context.tensors.get(name.removesuffix("_scale_inv")), context.tensors[name]
-        if not name.endswith(".weight_scale_inv") or weight is None or len(scale.shape) != 2:
-            continue
-        size, number = weight.shape[-1], scale.shape[-1]
-        if _is_finer(size, number, MX_BLOCK[1]):
-            why = "a CPU computes with blocks of that size, and a GPU stops"
-            yield f"{shorten(name)} has scales for blocks of {size // number}: {why}"
-
-
-def _list_joined_faults(loaded: MetaModel) -> Iterator[str]:
-    """List the experts that transformers joins in one tensor without a scale for each of them.
-
-    transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run: it
-    pairs weights and scales in their order.
-    """
-    numbers: dict[str, set[int]] = defaultdict(set)
-    for name in loaded.read:
-        expert = split_expert(name)
-        if expert is not None and loaded.find_parameter(name) is None:
-            numbers[span_experts(name)].add(expert[1])
-    for name in sorted(numbers):
-        scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
-        if scales and scales[0] != numbers[name]:
-            yield (
-                f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} scales, "
-                "and transformers gives these to the first ones"
-            )
-
-
-def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
-    section = folder.config.get("quantization_config")
-    return section if isinstance(section, dict) else {}
