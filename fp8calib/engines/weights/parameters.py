@@ -14,7 +14,6 @@ from itertools import chain, product
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
-from fp8calib.checkpoint.hub import find_ranged_file
 from fp8calib.engines.facts.classes import ClassMap, make_pattern
 from fp8calib.engines.replay.verdicts import CUT, Finding, join_alike
 from fp8calib.engines.status import Status
