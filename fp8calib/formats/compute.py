@@ -203,8 +203,9 @@ def _linear_scales(
     if linear.num_experts:
         blocks, counts = seen.experts, seen.expert_counts
         assert blocks is not None  # noqa: S101 -- an expert projection's stats always hold it
-        amax = blocks.expand(-1, tp)
-        if blocks.shape[1] > 1:
+        if blocks.shape[1] == 1:
+            amax = blocks.expand(-1, tp)
+        else:
             spans = (owned_blocks(linear, tp, rank) for rank in ranks)
             amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in spans], dim=1)
     elif role is Role.WEIGHT and linear.shard != "row":
