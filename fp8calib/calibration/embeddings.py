@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8calib.calibration.hooks import changed_input
 from fp8calib.model.topology import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
@@ -104,24 +102,3 @@ class EmbeddingRows:
                 rows[at : at + len(run)] = read_rows(int(run[0]), int(run[-1]) + 1)
                 at += len(run)
         return rows
-
-
-@contextmanager
-def open_embeddings(
-    weights: WeightSource, tokens: torch.Tensor, *, dtype: torch.dtype, device: str
-) -> Iterator[dict[str, EmbeddingRows]]:
-    """Fill the token embeddings with the rows of `tokens` while the context is open.
-
-    Yields:
-        The rows of each embedding by the name of its weight.
-    """
-    placed: dict[str, EmbeddingRows] = {}
-    with ExitStack() as stack:
-        for name, module in embeddings_by_row(weights).items():
-            read_rows = partial(weights.read_rows, f"{name}.weight")
-            rows = EmbeddingRows(module, read_rows, dtype=dtype, device=device)
-            rows.read(tokens[tokens < module.num_embeddings])
-            module.padding_idx = None  # used only in training, and may exceed the number of rows
-            placed[f"{name}.weight"] = rows
-            stack.enter_context(changed_input(module, rows.look_up))
-        yield placed

@@ -9,9 +9,9 @@ N rows, K experts a token goes to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,28 +268,9 @@ def _reduce_in_kernel(
     """Reduce [B, H, S, D] by head, or with `num_heads` 0 the channels of its one head."""
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
-    if not batch.sampled:
-        token_stride = 0  # the kernel without a histogram takes a quarter of the registers
-    amax, positions, sequences = (
-        batch.zeros(x.device, size)
-        for size in (num_heads or x.shape[-1], len(batch.spans), batch.shape[0])
-    )
-    histogram = batch.zeros(x.device, 2 * NUM_BINS).view(torch.int64)
-    kernels.reduce_heads(
-        *(x, num_heads, batch.counted(x.device)),
-        amax=amax,
-        positions=positions,
-        sequences=sequences,
-        histogram=histogram,
-        first=batch.first,
-        sequence_stride=HISTOGRAM_SEQUENCES,
-        token_stride=token_stride,
-    )
-    named = {"amax": amax, "positions": positions, "sequences": sequences}
-    tensors = {name: codes.view(torch.float32) for name, codes in named.items()}
-    if token_stride:
-        tensors["histogram"] = histogram
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+    run = partial(kernels.reduce_heads, x, num_heads, batch.counted(x.device))
+    sizes = {"amax": (num_heads or x.shape[-1],)}
+    return _launch(run, batch, x.device, sizes, token_stride)
 
 
 def _reduce_sorted_in_kernel(
@@ -302,35 +283,47 @@ def _reduce_sorted_in_kernel(
     """Reduce the input of down, [N * K, C] sorted by expert."""
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
-    num_blocks = -(-rows.shape[1] // call.block)
-    sizes = {
-        "amax": (rows.shape[1],),
-        "positions": (len(batch.spans),),
-        "sequences": (batch.shape[0],),
-        "by_expert": (call.num_experts, num_blocks),
-    }
-    codes = {
-        name: batch.zeros(rows.device, math.prod(size)).view(size) for name, size in sizes.items()
-    }
-    counts, histogram = (
-        batch.zeros(rows.device, 2 * size).view(torch.int64)
-        for size in (call.num_experts, NUM_BINS)
-    )
-    kernels.reduce_experts(
+    counts = batch.zeros(rows.device, 2 * call.num_experts).view(torch.int64)
+    run = partial(
+        kernels.reduce_experts,
         *(rows, order, experts, batch.counted(rows.device)),
         block=call.block,
         num_routed=call.index.shape[1],
         length=batch.shape[1],
-        **codes,
         expert_counts=counts,
+    )
+    num_blocks = -(-rows.shape[1] // call.block)
+    sizes = {"amax": (rows.shape[1],), "by_expert": (call.num_experts, num_blocks)}
+    seen = _launch(run, batch, rows.device, sizes, INPUT_HISTOGRAM_TOKENS)
+    seen.tensors |= {"experts": seen.tensors.pop("by_expert"), "expert_counts": counts}
+    return seen
+
+
+def _launch(
+    run: Callable[..., None],
+    batch: BatchView,
+    device: torch.device,
+    sizes: Mapping[str, tuple[int, ...]],
+    token_stride: int,
+) -> Reductions:
+    """Run a kernel, which raises zeros of these sizes and others to magnitudes, as codes of fp32.
+
+    `token_stride` is that of the histogram; 0 for none.
+    """
+    sizes = {**sizes, "positions": (len(batch.spans),), "sequences": (batch.shape[0],)}
+    codes = {name: batch.zeros(device, math.prod(size)).view(size) for name, size in sizes.items()}
+    histogram = batch.zeros(device, 2 * NUM_BINS).view(torch.int64)
+    # without a histogram a kernel takes a quarter of the registers
+    token_stride = token_stride if batch.sampled else 0
+    run(
+        **codes,
         histogram=histogram,
         first=batch.first,
         sequence_stride=HISTOGRAM_SEQUENCES,
-        token_stride=INPUT_HISTOGRAM_TOKENS if batch.sampled else 0,
+        token_stride=token_stride,
     )
     tensors = {name: each.view(torch.float32) for name, each in codes.items()}
-    tensors |= {"experts": tensors.pop("by_expert"), "expert_counts": counts}
-    if batch.sampled:
+    if token_stride:
         tensors["histogram"] = histogram
     return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
 

@@ -21,7 +21,8 @@ from fp8calib.calibration.decoder import (
     OutOfMemoryInForward,
     replaced_forward,
 )
-from fp8calib.calibration.embeddings import EmbeddingRows, open_embeddings
+from fp8calib.calibration.embeddings import EmbeddingRows, embeddings_by_row
+from fp8calib.calibration.hooks import changed_input
 from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, HiddenStateStore, LayerSteps
 from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader, set_tensor
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -258,11 +259,17 @@ def open_streamed(
     weights, dtype, device = prepared.weights, streaming.dtype, streaming.device
     loader = PartLoader(prepared, checkpoint, dtype=dtype, device=device)
     _compute_buffers(prepared.model, loader)
-    around = loader.around_layers()
-    with (
-        open_embeddings(weights, tokens, dtype=dtype, device=device) as embeddings,
-        loader.placed(around),
-    ):
+    embeddings: dict[str, EmbeddingRows] = {}
+    with ExitStack() as stack:
+        for path, module in embeddings_by_row(weights).items():
+            name = f"{path}.weight"
+            read_rows = partial(weights.read_rows, name)
+            rows = EmbeddingRows(module, read_rows, dtype=dtype, device=device)
+            rows.read(tokens[tokens < module.num_embeddings])
+            module.padding_idx = None  # used only in training, and may exceed the number of rows
+            embeddings[name] = rows
+            stack.enter_context(changed_input(module, rows.look_up))
+        stack.enter_context(loader.placed(loader.around_layers()))
         yield StreamedModel(prepared, loader, streaming, embeddings)
 
 
