@@ -65,8 +65,8 @@ class DecoderCall(NamedTuple):
     """The keywords of the cache."""
 
 
-class _DecoderIsCalled(BaseException):
-    """Ends the forward pass of the model at its decoder. No model handles it: no Exception."""
+class ForwardIsDone(BaseException):  # no Exception, so that no model handles it
+    """Ends a forward pass early."""
 
 
 class Decoder:
@@ -192,13 +192,10 @@ class Decoder:
             caches = tuple(name for name, value in kwargs.items() if value is cache)
             kept = {name: value for name, value in kwargs.items() if name not in caches}
             caught.append(DecoderCall(args, kept, caches or (self._cache_argument,)))
-            raise _DecoderIsCalled
+            raise ForwardIsDone
 
-        with (
-            self._explained(batch),
-            replaced_forward(self._decoder, catch),
-            suppress(_DecoderIsCalled),
-        ):
+        is_caught = replaced_forward(self._decoder, catch)
+        with self._explained(batch), is_caught, suppress(ForwardIsDone):
             self._model(**self._media_inputs(batch, cache))
         if caught:
             return caught[0]

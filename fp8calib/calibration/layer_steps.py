@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fp8calib.calibration.decoder import Decoder
+from fp8calib.calibration.decoder import Decoder, ForwardIsDone
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, ModelError
 from fp8calib.text import format_gib
@@ -35,10 +35,6 @@ class LayerState(NamedTuple):
     """The output of the layer: a tensor or a tuple of tensors."""
     shared: dict[str, dict[Any, Any]]
     """What layers wrote for later ones into a mapping passed to all of them (shared K and V)."""
-
-
-class _LayerIsDone(BaseException):
-    """Ends a forward pass after the layer. It is not an Exception, so that no model handles it."""
 
 
 class LayerSteps:
@@ -71,12 +67,8 @@ class LayerSteps:
 
         `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
         the layer reads more than that; a GPU's answer waits for `check`.
-
-        Raises:
-            ModelError: the model does not run its layers one after another.
-            CalibrationError: out of memory, or the forward pass failed.
         """
-        with suppress(_LayerIsDone):
+        with suppress(ForwardIsDone):
             self._run(index, batch, cache, before, checks=checks)
         after, self._after = self._after, None
         if after is None:
@@ -100,11 +92,7 @@ class LayerSteps:
             self._before = self._unknown = None
 
     def check(self) -> None:
-        """Look at what GPUs found out.
-
-        Raises:
-            ModelError: a layer reads more than the output of the layer before it.
-        """
+        """Refuse a layer that reads more than the output of the layer before, as GPUs found out."""
         suspects, self._suspects = self._suspects, []
         for index, reads_more in suspects:
             if bool(reads_more):
@@ -157,7 +145,7 @@ class LayerSteps:
         }
         kept = {name: values for name, values in written.items() if values}
         self._after = LayerState(output=output, shared=kept)
-        raise _LayerIsDone
+        raise ForwardIsDone
 
 
 def _has_nan(tree: Any) -> torch.Tensor:
@@ -195,11 +183,7 @@ class HiddenStateStore:
         )
 
     def put(self, number: Hashable, tree: Any) -> None:
-        """Store a copy of a tree of tensors, in place of the one with the same number.
-
-        Raises:
-            CalibrationError: it fits neither into memory nor onto the disk.
-        """
+        """Store a copy of a tree of tensors, in place of the one with the same number."""
         leaves, spec = pytree.tree_flatten(tree)
         rooms = pytree.tree_leaves(self._trees.get(number, ()))
         kept = [self._copy(leaf, room) for leaf, room in zip_longest(leaves, rooms[: len(leaves)])]

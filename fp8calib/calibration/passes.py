@@ -113,10 +113,9 @@ class BatchObserver:
         return HookedCache(self.decoder.config, self._attentions, self._unseen, self.recorder)
 
     def check(self, *, at_end: bool = False) -> bool:
-        """Check the batches since the last check, on a GPU if it was long ago; tell whether it did.
+        """Refuse NaN and inf in the batches since the last look; on a GPU, look if it was long ago.
 
-        Raises:
-            CalibrationError: an activation is NaN or inf; the message names site and sample.
+        Tells whether it looked.
         """
         now = time.monotonic()
         is_gpu = self.decoder.device.type != "cpu"
@@ -153,11 +152,6 @@ def run_whole(
 
     On a GPU the reductions of weights only begin. A batch that does not fit into memory is halved,
     and so are all later ones.
-
-    Raises:
-        ModelError: a weight that was read on the CPU is NaN or inf.
-        CalibrationError: an activation is NaN or inf (the message names layer and sample), or one
-            sequence does not fit into memory.
     """
     progress, journal = run.progress, run.journal
     if linears:
@@ -219,13 +213,7 @@ class LayerPass:
                 self._run.progress.advance(1)
 
     def observe(self, observer: BatchObserver, batches: Sequence[Batch]) -> dict[Site, SiteStats]:
-        """Run batches through the model; when one does not fit into memory, restart with halves.
-
-        Raises:
-            ModelError: a weight is NaN or inf.
-            CalibrationError: an activation is NaN or inf (the message names layer and sample), or
-                one sequence does not fit into memory.
-        """
+        """Run batches through the model; when one does not fit into memory, restart with halves."""
         layers = self._num_layers
         steps = sum(batch.num_tokens for batch in batches) * layers
         size = max(len(batch.lengths) for batch in batches)

@@ -91,13 +91,7 @@ class ProcessGroup:
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
-        """Where the failure of a peer interrupts or breaks something, raise its error.
-
-        Raises:
-            RankLostError: a process died.
-            Fp8CalibError: another process failed; the error is of the same kind.
-            KeyboardInterrupt: a process was interrupted.
-        """
+        """Where the failure of a peer interrupts or breaks something, raise its error."""
         try:
             yield
         except (KeyboardInterrupt, RuntimeError) as error:

@@ -147,12 +147,7 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
 
 
 def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
-    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C].
-
-    Raises:
-        CalibrationError: the batch is padded, and the shape of `x` does not show which rows are
-            padding.
-    """
+    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C]."""
     num_rows = x.shape[:-1].numel()
     if num_rows == batch.num_rows and has_reduction_kernel(x.device):
         heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])

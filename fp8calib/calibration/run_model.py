@@ -39,12 +39,7 @@ class RunModel:
         return self.is_live or self.device_map is not None
 
     def load(self, mode: MemoryPlan, progress: Progress) -> PreparedModel:
-        """Give the model with its weights, or without them the one that is streamed.
-
-        Raises:
-            CalibrationError: the memory is too small.
-            ModelError: a weight is missing or has another shape.
-        """
+        """Give the model with its weights, or without them the one that is streamed."""
         if self.is_live or mode.streaming is not None:
             return self.prepared
         progress.stage("loading the model", None)

@@ -110,10 +110,8 @@ class StreamedModel:
     def layers(self, *, first: int = 0) -> Iterator[Iterator[StreamedLayer]]:
         """Iterate over the layers; one is read, in a thread, while the one before is placed.
 
-        Those from `first` on will be placed.
-
-        Raises:
-            OutOfMemoryInForward: the GPU has no room to copy the next layer beside a batch.
+        Those from `first` on will be placed. `OutOfMemoryInForward` is raised where a GPU has no
+        room to copy the next layer beside a batch.
         """
         unread = zip(self.geometry.layers, self.parts, strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
@@ -202,9 +200,6 @@ class StreamedModel:
         """Let single layers run on batches; the towers run once, on the rows with media.
 
         What they give is stored beside the hidden states.
-
-        Raises:
-            CalibrationError: a tower failed, or there is no space for what it gives.
         """
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
@@ -251,9 +246,6 @@ def open_streamed(
     """Prepare a model that was built without weights for streaming.
 
     It is built in the dtype it computes in. Only the embeddings of `tokens` are read.
-
-    Raises:
-        ModelError: a weight is missing or has another shape, or the model cannot be streamed.
     """
     keep_freed_memory()
     weights, dtype, device = prepared.weights, streaming.dtype, streaming.device

@@ -87,11 +87,7 @@ class PartLoader:
     # --- parts ------------------------------------------------------------------------------------
 
     def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
-        """Collect the parameters and stored buffers whose names are wanted.
-
-        Raises:
-            ModelError: the checkpoint lacks one, or has another shape for it.
-        """
+        """Collect the parameters and stored buffers whose names are wanted."""
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         wanted, missing = dict[str, str](), list[str]()
         for name in filter(is_wanted, self._known):
@@ -168,9 +164,6 @@ class PartLoader:
         """Make the parameters of a part, on the CPU, in their dtype and layout, by name.
 
         Without `keep` the tensors that one is made from are dropped before it is yielded.
-
-        Raises:
-            ModelError: a joined weight does not have the shape the config states.
         """
         held, by_key = tensors.held, defaultdict[str, list[str]](list)
         for name, parameter in part.wanted.items():

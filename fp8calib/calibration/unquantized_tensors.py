@@ -202,11 +202,7 @@ def encode_sketch(sketch: torch.Tensor) -> str:
 
 
 def decode_sketch(text: str) -> torch.Tensor:
-    """Convert the text of a sketch back.
-
-    Raises:
-        ValueError: it is not a sketch.
-    """
+    """Convert the text of a sketch back."""
     try:
         raw = base64.b64decode(text.encode(), validate=True)
     except binascii.Error as error:

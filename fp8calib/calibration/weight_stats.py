@@ -27,10 +27,6 @@ def observe_weights(
 
     Of experts also the axis that tensor parallelism cuts, to the amax of blocks. Nothing waits for
     a GPU: `settle_weights` does, and looks for NaN.
-
-    Raises:
-        ModelError: a weight that was read on the CPU holds NaN or inf; the message names tensor and
-            index.
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
@@ -54,11 +50,7 @@ def observe_weights(
 def settle_weights(
     found: Mapping[Site, SiteStats], prepared: PreparedModel
 ) -> dict[Site, SiteStats]:
-    """Give the statistics of weights on the CPU.
-
-    Raises:
-        ModelError: a weight holds NaN or inf; the message names tensor and index.
-    """
+    """Give the statistics of weights on the CPU; refuse NaN and inf."""
     settled = {
         site: SiteStats(count=0, **{name: x.cpu() for name, x in stats.tensors.items()})
         for site, stats in found.items()
@@ -72,11 +64,7 @@ def settle_weights(
 
 
 def check_other_weights(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases.
-
-    Raises:
-        ModelError: a tensor holds NaN or inf; the message names tensor and index.
-    """
+    """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases."""
     for name in names:
         entry = checkpoint.tensors[name]
         if not TORCH_DTYPES[entry.dtype].is_floating_point:

@@ -68,11 +68,7 @@ class Medium:
 def parse_media_part(
     part: Mapping[str, Any], origin: str, folder: Path
 ) -> Medium | Modality | None:
-    """Read a part of a message: a medium, the kind of one in a column, or None for another part.
-
-    Raises:
-        DataError: it is a video.
-    """
+    """Read a part of a message: a medium, the kind of one in a column, or None for another part."""
     if part.get("type") in _VIDEO_TYPES:
         raise refuse_video(origin)
     kind = _TYPES.get(str(part.get("type")))
@@ -211,11 +207,7 @@ def _decoding(medium: Medium, *, package: str) -> Iterator[None]:
 
 
 def read_bytes(medium: Medium) -> bytes:
-    """Give the encoded bytes of a medium.
-
-    Raises:
-        DataError: it is a URL, a missing file, a broken data URI, or no form that is known.
-    """
+    """Give the encoded bytes of a medium."""
     value = medium.value
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]

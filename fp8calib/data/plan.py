@@ -185,11 +185,6 @@ class RowEncoder:
 
         The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
         gives no tokens.
-
-        Raises:
-            DataError: a token id is outside the vocabulary, the tokenizer has no chat template for
-                a conversation, a medium cannot be read, or many rows cannot be used.
-
         """
         for row in rows:
             self.counts.read += 1
@@ -304,10 +299,6 @@ def render_messages(
     Returns:
         The token ids, and whether the template kept all contents, and the names of the functions
         called.
-
-    Raises:
-        DataError: there is no chat template, or it rejects the conversation.
-
     """
     contents = list(_list_contents(messages))
 
@@ -383,9 +374,6 @@ def pack_rows(
 
     Returns:
         The sequences, 1-D int64, and those that are rows with media, by their index.
-
-    Raises:
-        DataError: `seq_len` would cut a medium.
     """
     sequences: list[torch.Tensor] = []
     media: dict[int, MediaRow] = {}

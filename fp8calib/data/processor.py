@@ -43,11 +43,7 @@ class MediaRow:
     """How many tokens at the end of the row are left out."""
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Give the tensors that the model takes beside the tokens, for a batch of this row alone.
-
-        Raises:
-            DataError: they are not those that were planned.
-        """
+        """Give the tensors that the model takes beside the tokens; refuse media that changed."""
         tensors = self.encoder.process(self.row)
         if _hash_tensors(tensors) != self.digest:
             raise DataError(
@@ -62,11 +58,7 @@ class MediaRow:
         }
 
     def cut(self, length: int) -> MediaRow:
-        """Drop the text after `length` tokens.
-
-        Raises:
-            DataError: a medium would be cut.
-        """
+        """Drop the text after `length` tokens; refuse to cut a medium."""
         needed = int(self.kinds.nonzero().max()) + 1
         if length >= len(self.ids):
             return self
@@ -107,11 +99,7 @@ class MediaEncoder:
         """Samples per second that the processor expects of sounds."""
 
     def encode(self, row: Row) -> MediaRow:
-        """Encode a row that has media.
-
-        Raises:
-            DataError: a medium cannot be read, or the processor refuses the row.
-        """
+        """Encode a row that has media."""
         taken = set(self._placeholders.values())
         if medium := _find_other(row, taken):
             raise DataError(
@@ -149,12 +137,7 @@ class MediaEncoder:
         return list(ids["input_ids"]), {kind: held for kind, held in media.items() if held}
 
     def process(self, row: Row) -> dict[str, torch.Tensor]:
-        """Let the processor make all tensors of a row.
-
-        Raises:
-            DataError: a medium cannot be read, or the processor refuses the row.
-            UsageError: the processor needs a package that is not installed.
-        """
+        """Let the processor make all tensors of a row."""
         messages, media = self._decode(row)
         options = {"sampling_rate": self._rate} if media[Modality.AUDIO] else {}
         try:

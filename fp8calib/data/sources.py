@@ -38,9 +38,6 @@ def split_data(
     """Tell specs from rows in memory: a string or a path is a spec, and so are several paths.
 
     Rows that are mappings are read from `text_column` if given (see `parse_row`).
-
-    Raises:
-        DataError: there are no rows.
     """
     if data is None or isinstance(data, str | Path):
         return (() if data is None else (str(data),)), None
@@ -114,12 +111,7 @@ def mix_rows(
 def iter_rows(
     spec: DataSpec, *, part: BuiltinPart = "calibrate", text_column: str | None = None
 ) -> Generator[ReadRow]:
-    """Yield the rows of one spec, read from `text_column` if given (see `parse_row`).
-
-    Raises:
-        DataError: a file cannot be read, or holds no rows.
-
-    """
+    """Yield the rows of one spec, read from `text_column` if given (see `parse_row`)."""
     source = spec.source
     if source is not None:
         where, folder = spec.label, source if isinstance(source, Path) else Path()
