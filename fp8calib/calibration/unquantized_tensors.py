@@ -13,7 +13,6 @@ from another matrix.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import math
 import re
@@ -32,10 +31,13 @@ _HASH_DIGITS = {1: 16, 2: 32}
 """Hexadecimal digits of the hash of a norm, and of an embedding."""
 _ELEMENTS_AT_ONCE = 2**18
 _SKETCH = "rows:"
-_NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)\.weight$")
-_LINEAR = re.compile(r"\.\d+\..*\.weight$")
-_STACK = re.compile(r"\.\d+\..*\.experts\.")
+_KEPT = {
+    1: re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE),
+    2: re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)\.weight$"),
+}
+"""The names of norms and embeddings, by the number of their axes."""
+_LINEAR = {2: re.compile(r"\.\d+\..*\.weight$"), 3: re.compile(r"\.\d+\..*\.experts\.")}
+"""The names of linears in layers, and of stacks of those of experts."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SKETCH_SIZE, _SKETCH_SEED = 32, 0
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
@@ -74,13 +76,15 @@ def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
     experts: dict[str, dict[int, str]] = {}
     linears: set[str] = set()
     for name, entry in checkpoint.tensors.items():
-        if _is_kept(name, entry):
+        if _matches(_KEPT, name, entry):
             found[name] = _hash(checkpoint, name, entry)
-        elif _is_linear(name, entry) and (expert := _EXPERT.search(name)) is not None:
+        elif not _matches(_LINEAR, name, entry):
+            continue
+        elif (expert := _EXPERT.search(name)) is None:
+            linears.add(name)
+        else:
             alike = f"{name[: expert.start(1)]}*{name[expert.end(1) :]}"
             experts.setdefault(alike, {})[int(expert[1])] = name
-        elif _is_linear(name, entry):
-            linears.add(name)
     for alike, names in experts.items():
         linears.add(names[sorted(names)[find_layer_of_tensor(alike) % len(names)]])
     for name in sorted(linears):  # processes that share a model read its tensors together
@@ -109,7 +113,7 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
         if entry is None:
             return BaseComparison(difference=f"it lacks {shorten(name)}")
         digits = _HASH_DIGITS.get(len(entry.shape))
-        if not _is_kept(name, entry) or checkpoint.form_of(name) or len(expected) != digits:
+        if not _matches(_KEPT, name, entry) or checkpoint.form_of(name) or len(expected) != digits:
             continue
         if _hash(checkpoint, name, entry) != expected:
             return BaseComparison(difference=f"its {shorten(name)} differs")
@@ -122,7 +126,7 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
     missing = []
     for name, text in sketches.items():
         entry = checkpoint.tensors.get(name)
-        if entry is None or not _is_linear(name, entry):
+        if entry is None or not _matches(_LINEAR, name, entry):
             missing.append(name)
         elif difference := _explain_distance(text, checkpoint, name):
             return BaseComparison(difference=difference)
@@ -153,16 +157,9 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
     )
 
 
-def _is_kept(name: str, entry: TensorEntry) -> bool:
-    pattern = {1: _NORM, 2: _EMBEDDING}.get(len(entry.shape))
+def _matches(patterns: Mapping[int, re.Pattern[str]], name: str, entry: TensorEntry) -> bool:
+    pattern = patterns.get(len(entry.shape))
     return entry.dtype in FLOATS and pattern is not None and pattern.search(name) is not None
-
-
-def _is_linear(name: str, entry: TensorEntry) -> bool:
-    """Whether a tensor is the weight of a linear in a layer, or a stack of those of experts."""
-    pattern = {2: _LINEAR, 3: _STACK}.get(len(entry.shape))
-    is_float = entry.dtype in FLOATS and not _EMBEDDING.search(name)
-    return is_float and pattern is not None and pattern.search(name) is not None
 
 
 def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> str:
@@ -203,10 +200,7 @@ def encode_sketch(sketch: torch.Tensor) -> str:
 
 def decode_sketch(text: str) -> torch.Tensor:
     """Convert the text of a sketch back."""
-    try:
-        raw = base64.b64decode(text.encode(), validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from error
+    raw = base64.b64decode(text.encode(), validate=True)
     values = torch.from_numpy(np.frombuffer(raw, "<i2").astype(np.int16)).view(torch.bfloat16)
     if len(values) != _SKETCH_SIZE or not bool(values.isfinite().all()):
         raise ValueError(f"not {_SKETCH_SIZE} finite numbers")

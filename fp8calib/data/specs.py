@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,31 @@ def parse_spec(text: str) -> DataSpec:
         DataError: the file or folder does not exist, or the folder holds no data file.
 
     """
-    body, weight = _split_weight(text)
+    body, weight = text, None
+    before, separator, number = text.rpartition("@")
+    if separator and not _is_data_path(text):
+        with suppress(ValueError):
+            body, weight = before, float(number)
+    if weight is not None and not 0 < weight < math.inf:
+        raise UsageError(
+            f"--data {text}: the weight {number} is not a positive finite number",
+            hint="use a positive weight such as @0.5, or omit the spec",
+        )
     if not body.strip():
         raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
     if body == "builtin":
         return DataSpec(None, text, weight)
     if body.startswith("hub:") and not _is_data_path(body):
-        return DataSpec(_parse_hub(body), text, weight)
+        name, *rest = body.removeprefix("hub:").split(":")
+        if not name or len(rest) > 2:
+            raise UsageError(
+                f"--data {body}: not of the form hub:NAME[:CONFIG][:SPLIT]",
+                hint="for example hub:wikitext:wikitext-2-raw-v1:test",
+            )
+        if len(rest) == 1:
+            rest = ["", rest[0]] if rest[0] in _SPLIT_NAMES else [rest[0], ""]
+        config, split = rest or ["", ""]
+        return DataSpec(HubSource(name, config or None, split or "train"), text, weight)
     path = Path(body)
     label = (path.absolute().name or body) + text[len(body) :]
     if all(_is_file(path / name) for name in _SAVED_FILES):
@@ -83,35 +102,6 @@ def parse_spec(text: str) -> DataSpec:
 def looks_like_spec(text: str) -> bool:
     """Whether a text is more likely meant as a spec: it names data, and is no text to run."""
     return text == "builtin" or text.startswith("hub:") or _is_data_path(text)
-
-
-def _split_weight(text: str) -> tuple[str, float | None]:
-    body, separator, number = text.rpartition("@")
-    try:
-        weight = float(number)
-    except ValueError:
-        return text, None
-    if not separator or _is_data_path(text):
-        return text, None
-    if not math.isfinite(weight) or weight <= 0:
-        raise UsageError(
-            f"--data {text}: the weight {number} is not a positive finite number",
-            hint="use a positive weight such as @0.5, or omit the spec",
-        )
-    return body, weight
-
-
-def _parse_hub(body: str) -> HubSource:
-    name, *rest = body.removeprefix("hub:").split(":")
-    if not name or len(rest) > 2:
-        raise UsageError(
-            f"--data {body}: not of the form hub:NAME[:CONFIG][:SPLIT]",
-            hint="for example hub:wikitext:wikitext-2-raw-v1:test",
-        )
-    if len(rest) == 1:
-        rest = ["", rest[0]] if rest[0] in _SPLIT_NAMES else [rest[0], ""]
-    config, split = rest or ["", ""]
-    return HubSource(name, config or None, split or "train")
 
 
 def _find_files(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
