@@ -26,6 +26,7 @@ from fp8calib.data.rows import ReadRow, has_chat_template
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
+from fp8calib.formats.quantized_model import find_quantized
 from fp8calib.model.device import DTYPES, choose_device, choose_dtype
 from fp8calib.model.live_model import ConfigCheckpoint, LiveCheckpoint, borrowed, check_live_model
 from fp8calib.model.load import (
@@ -37,7 +38,6 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.prepared import prepare
-from fp8calib.quantization.sources.decoded import open_model
 
 
 @contextmanager
@@ -108,6 +108,23 @@ def _open_path(request: RunOptions, recipe: Recipe | None) -> Iterator[RunModel]
             memory=request.memory,
         )
         yield replace(model, device_map=device_map)
+
+
+def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
+    """Open the checkpoint of a model to run; reading decodes a quantized one.
+
+    `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
+
+    Raises:
+        ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
+    """
+    checkpoint = Checkpoint.open(folder)
+    quantized = find_quantized(checkpoint)
+    if quantized is None:
+        return checkpoint
+    from fp8calib.quantization.sources.decoded import decode_model  # most models need none of it
+
+    return decode_model(quantized, if_quantized=if_quantized)
 
 
 def prepare_run_model(

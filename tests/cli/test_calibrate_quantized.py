@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.quantization.sources.decoded import open_model
+from fp8calib.commands.model import open_model
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail
 from tests.cli.quantized_children import (

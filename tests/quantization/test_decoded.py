@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.model import open_model
 from fp8calib.errors import ModelError
-from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.quantization.sources.packed import unpack
 from tests import zoo
 from tests.cli.quantized_children import (

@@ -27,7 +27,7 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.formats.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.formats.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.formats.fp8.weights import is_companion
-from fp8calib.formats.quantized_model import find_quantized
+from fp8calib.formats.quantized_model import QuantizedModel, find_quantized
 from fp8calib.quantization.sources.packed import StoredWeight, find_blocks, find_fp4, find_integers
 
 FP8 = "FP8"
@@ -40,27 +40,24 @@ _READ = (
 )
 
 
-def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
-    """Open the checkpoint of a model to run; reading decodes a quantized one.
+def decode_model(quantized: QuantizedModel, *, if_quantized: str) -> DecodedCheckpoint:
+    """Decode the checkpoint of a model to run.
 
     `if_quantized` is the hint of the error for a checkpoint that cannot be decoded.
 
     Raises:
-        ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
+        ModelError: it is quantized in a form that cannot be decoded.
     """
-    checkpoint = Checkpoint.open(folder)
-    quantized = find_quantized(checkpoint)
-    if quantized is None:
-        return checkpoint
+    checkpoint = quantized.source
     decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
     is_plain = all(entry.dtype in _DTYPES.values() for entry in checkpoint.tensors.values())
     if is_plain and quantized.method == COMPRESSED_TENSORS.method:
         what = "has KV scales, and its weights are not quantized"
-        raise ModelError(f"{folder} {what}", hint=if_quantized)
+        raise ModelError(f"{checkpoint.folder} {what}", hint=if_quantized)
     what = f"is already quantized (quant_method {quantized.method})"
-    raise ModelError(f"{folder} {what}", hint=f"{if_quantized}; {_READ}")
+    raise ModelError(f"{checkpoint.folder} {what}", hint=f"{if_quantized}; {_READ}")
 
 
 def open_quantized(folder: Path, *, dtype: str = "") -> DecodedCheckpoint:

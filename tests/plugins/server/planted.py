@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.commands.model import open_model
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.formats.table import Scale, ScaleSource
@@ -17,7 +18,6 @@ from fp8calib.model.prepared import prepare
 from fp8calib.model.shapes import Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN
-from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import EmulationHooks, emulated
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
