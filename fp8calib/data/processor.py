@@ -121,32 +121,33 @@ class MediaEncoder:
             )
         return MediaRow(row=row, ids=ids, kinds=kinds, digest=_hash_tensors(tensors), encoder=self)
 
-    def open(self, row: Row) -> tuple[list[int], dict[Modality, list[Any]]]:
-        """Give a row as an engine takes it, whose own processor expands placeholders.
-
-        Returns:
-            Token ids with one placeholder a medium, and the media: images of Pillow, and sounds
-            (fp32 [samples]) with their rate.
-        """
-        messages, media = self._decode(row)
-        text = str(self._apply_template(messages, tokenize=False))
-        bos = self.tokenizer.bos_token
-        # As transformers: special tokens are added unless the text has them.
-        ids = self.tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))
-        media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
-        return list(ids["input_ids"]), {kind: held for kind, held in media.items() if held}
-
     def process(self, row: Row) -> dict[str, torch.Tensor]:
         """Let the processor make all tensors of a row."""
-        messages, media = self._decode(row)
-        options = {"sampling_rate": self._rate} if media[Modality.AUDIO] else {}
+        rate: dict[str, int] = {}
+
+        def decode(part: ContentPart) -> Message:
+            if not isinstance(part, Medium):
+                return {"type": "text", "text": part}
+            if part.kind is Modality.IMAGE:
+                return {"type": "image", "image": load_image(part)}
+            rate["sampling_rate"] = self._rate
+            return {"type": "audio", "audio": load_audio(part, self._rate)}
+
+        messages = []
+        for message in row.messages or ():
+            content = message["content"]
+            parts = content if isinstance(content, list) else [content]
+            messages.append({**message, "content": list(map(decode, parts))})
+        # The classes of some processors cannot keep the template, which is then the tokenizer's.
+        is_own = self.template is self._processor
         try:
-            inputs = self._apply_template(
+            inputs = self._processor.apply_chat_template(
                 messages,
+                chat_template=None if is_own else self.tokenizer.chat_template,
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                processor_kwargs=options,
+                processor_kwargs=rate,
             )
             return {
                 key: value
@@ -167,31 +168,6 @@ class MediaEncoder:
                 f"({type(error).__name__}: {first_line(error)})",
                 hint="check the order of the roles, and that the model takes such media",
             ) from error
-
-    def _apply_template(self, messages: list[Message], **options: Any) -> Any:
-        # The classes of some processors cannot keep the template, which is then the tokenizer's.
-        is_own = self.template is self._processor
-        template = None if is_own else self.tokenizer.chat_template
-        return self._processor.apply_chat_template(messages, chat_template=template, **options)
-
-    def _decode(self, row: Row) -> tuple[list[Message], dict[Modality, list[Any]]]:
-        """Give the messages of a row with decoded media, and these by their kind."""
-        media: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
-
-        def decode(part: ContentPart) -> Message:
-            if not isinstance(part, Medium):
-                return {"type": "text", "text": part}
-            is_image = part.kind is Modality.IMAGE
-            decoded = load_image(part) if is_image else load_audio(part, self._rate)
-            media[part.kind].append(decoded)
-            return {"type": str(part.kind), str(part.kind): decoded}
-
-        messages = []
-        for message in row.messages or ():
-            content = message["content"]
-            parts = content if isinstance(content, list) else [content]
-            messages.append({**message, "content": list(map(decode, parts))})
-        return messages, media
 
 
 def _find_other(row: Row, kinds: Collection[Modality]) -> Medium | None:
