@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from fp8calib.calibration.calibrate import collect_stats, make_header
-from fp8calib.calibration.calibration_stats import CalibrationStats, save_stats
+from fp8calib.calibration.calibration_stats import CalibrationStats, merge_shards, save_stats
+from fp8calib.calibration.header import Observe
 from fp8calib.calibration.hooks import HookedCache
-from fp8calib.calibration.merge import merge_shards
-from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.passes import CalibrationRun
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.statistic import SiteStats, name_tensors

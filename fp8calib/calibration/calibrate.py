@@ -11,9 +11,8 @@ import torch
 
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
-from fp8calib.calibration.header import Skipped, StatsHeader, StatsShard
+from fp8calib.calibration.header import Observe, Skipped, StatsHeader, StatsShard
 from fp8calib.calibration.hooks import open_hooks
-from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.passes import (
     BatchObserver,
     CalibrationRun,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,14 @@ from pydantic import NonNegativeInt, ValidationError
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.header import StatsHeader, StatsShard
-from fp8calib.calibration.statistic import COUNTS, LENGTHS, NAMES, SiteStats, name_tensors
+from fp8calib.calibration.statistic import (
+    COUNTS,
+    LENGTHS,
+    NAMES,
+    SiteStats,
+    merge_sites,
+    name_tensors,
+)
 from fp8calib.checkpoint.header import read_header
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.model.shapes import KV_ROLES, Frozen, ModelGeometry, Role, Site
@@ -261,3 +269,71 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             joined.append((first, stop))
     return tuple(joined)
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
+    """Merge all shards of one run, in any order: the result is that of the unsharded run.
+
+    Args:
+        named: each shard's statistics with its name in messages.
+
+    Raises:
+        ModelError: the shards are of different runs, one is given twice, or one is missing.
+    """
+    if not named:
+        raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
+    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
+    found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
+    first_name, first, first_shard = found[0]
+    for name, stats, shard in found[1:]:
+        why = first.header.explain_other(stats.header) or first_shard.explain_other(shard)
+        if why:
+            raise ModelError(
+                f"{name} and {first_name} are of different runs: {why}",
+                hint="the runs of all shards must differ only in --shard",
+            )
+    for (name, _, shard), (other, _, following) in pairwise(found):
+        if shard.index == following.index:
+            raise ModelError(
+                f"{name} and {other} are both {shard.describe()}", hint="name every shard once"
+            )
+    count = first_shard.count
+    missing = sorted({*range(1, count + 1)} - {shard.index for *_, shard in found})
+    if missing:
+        what = "shards {} of {} are" if len(missing) > 1 else "shard {} of {} is"
+        raise ModelError(
+            f"{what.format(', '.join(map(str, missing)), count)} missing",
+            hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
+        )
+    sequences = join_ranges([each for *_, shard in found for each in shard.sequences])
+    if sequences != ((0, first.header.num_sequences),):
+        raise ModelError(
+            f"{', '.join(name for name, *_ in found)}: together they do not hold all "
+            f"{first.header.num_sequences} sequences",
+            hint="name the files of finished runs, not the checkpoints of interrupted ones",
+        )
+    others = [stats.header.skipped for _, stats, _ in found[1:]]
+    skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
+    return replace(
+        first,
+        header=first.header.model_copy(update={"skipped": skipped}),
+        sites=merge_sites(stats.sites for _, stats in named),
+        shard=None,
+    )
+
+
+def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
+    if stats.shard is None:
+        raise ModelError(
+            f"{name} is not a shard: it holds the statistics of a whole run",
+            hint="name the files of the shards; `fp8calib calibrate ... --shard I/N` writes one",
+        )
+    if stats.shard.is_checkpoint:
+        raise ModelError(
+            f"{name} is the checkpoint of an interrupted run, not a finished shard",
+            hint="finish that run first: repeat its command with --resume",
+        )
+    return stats.shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import (
     Field,
@@ -11,12 +11,47 @@ from pydantic import (
     NonNegativeInt,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from fp8calib.calibration.calibration_origin import explain_difference
 from fp8calib.data.modality import Modality
 from fp8calib.model.shapes import Frozen, ModelGeometry
+
+
+class Observe(Frozen):
+    """Which sites are observed."""
+
+    kv: bool = Field(
+        default=True, strict=True, description="K and V per head, as they are stored in the cache"
+    )
+    query: bool = Field(
+        default=True, strict=True, description="q per head, as attention receives it"
+    )
+    inputs: bool = Field(
+        default=True, strict=True, description="inputs of linears and experts, per channel"
+    )
+    weights: bool = Field(
+        default=True, strict=True, description="weights, per output and per input channel"
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
+        "a pattern that matches no module is an error",
+    )
+
+    @model_validator(mode="after")
+    def _observes_something(self) -> Self:
+        if not (self.kv or self.query or self.inputs or self.weights):
+            raise ValueError("nothing is observed: enable one of kv, query, inputs, weights")
+        return self
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether a forward pass is needed; weights are read without one."""
+        return self.kv or self.query or self.inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +106,41 @@ class StatsHeader(Frozen):
         """Count the tokens, those of each modality in brackets where there are several."""
         of_kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.modality_tokens.items())
         return f"{self.num_tokens:,} tokens" + (f" ({of_kinds})" if of_kinds else "")
+
+    def explain_other(self, other: StatsHeader) -> str:
+        """Explain how two runs differ; empty if they are the same.
+
+        Skipped sites, and the file names of equal data, are not compared.
+        """
+        differences: list[str] = []
+        if self.schema_version != other.schema_version:
+            differences.append("statistics of different versions of this tool")
+        models = self.model_fingerprint, other.model_fingerprint
+        if why := explain_difference(*models, between=", and "):
+            differences.append(f"different model ({why})")
+        elif self.geometry != other.geometry:
+            differences.append("other shapes of the same model")
+        own, others = self._list_settings(), other._list_settings()
+        for name in own | others:
+            texts = own.get(name, "none"), others.get(name, "none")
+            if texts[0] != texts[1]:
+                differences.append(f"different {name} ({', and '.join(texts)})")
+        return "; ".join(differences)
+
+    def _list_settings(self) -> dict[str, str]:
+        """List what two runs must have in common."""
+        return {
+            "data": (
+                f"{self.num_tokens} tokens in {self.num_sequences} sequences, "
+                f"{self.data_fingerprint[:16]}"
+            ),
+            "recipe": f"{self.recipe_name} {self.recipe_hash[:16]}",
+            "dtype": self.compute_dtype,
+            "engine": self.engine or "transformers",
+            **{f"version of {name}": self.versions[name] for name in sorted(self.versions)},
+            "histogram_sequences": str(self.histogram_sequences),
+            "input_histogram_tokens": str(self.input_histogram_tokens),
+        }
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:

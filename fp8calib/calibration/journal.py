@@ -26,7 +26,6 @@ from fp8calib.calibration.calibration_stats import (
 )
 from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.calibration.layer_steps import HiddenStateStore, LayerState
-from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.checkpoint.output import require_free_space
 from fp8calib.data.sequences import Batch, Share, sequence_ranges
@@ -211,7 +210,7 @@ class Journal:
         own, here = stats.shard, self._shard
         if own is None:
             raise ModelError("a checkpoint holds complete statistics", hint=again)
-        difference = explain_other_run(stats.header, self._header) or own.explain_other(here)
+        difference = stats.header.explain_other(self._header) or own.explain_other(here)
         if not difference and own.index != here.index:
             difference = f"{own.describe()}, and {here.describe()}"
         if difference:

@@ -19,11 +19,10 @@ import torch
 
 from fp8calib.calibration.allocator import return_freed_memory
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
-from fp8calib.calibration.header import BackOff, StatsHeader
+from fp8calib.calibration.header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.journal import INTERVAL_S, Journal
 from fp8calib.calibration.kernel_trial import gpus_of
-from fp8calib.calibration.observe import Observe
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder

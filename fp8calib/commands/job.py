@@ -23,7 +23,6 @@ from fp8calib.calibration.calibration_stats import (
 from fp8calib.calibration.header import StatsHeader
 from fp8calib.calibration.journal import Journal, is_checkpoint
 from fp8calib.calibration.memory_plan import MemoryPlan, Workload, find_limits, plan_halved
-from fp8calib.calibration.merge import explain_other_run
 from fp8calib.calibration.passes import CalibrationRun, TextEngine, choose_batch_size
 from fp8calib.calibration.processes import LONE, ProcessGroup, RankLostError
 from fp8calib.calibration.recorder import Recorder
@@ -291,7 +290,7 @@ def read_finished(job: CalibrationJob, header: StatsHeader, folder: Path) -> Cal
     except (ModelError, ValueError):
         return None
     asked, found = (each and (each.index, each.count) for each in (job.shard, stats.shard))
-    is_same = asked == found and not explain_other_run(stats.header, header)
+    is_same = asked == found and not stats.header.explain_other(header)
     if is_same:
         job.reporter.say(f"{job.out} is finished already")
     return result if is_same else None

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
-from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.header import Observe
 from fp8calib.commands import options as keys
 from fp8calib.commands.options import DATA, TextData, recipe_files
 from fp8calib.commands.request import Option, list_options

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 
 from fp8calib.calibration import calibration_stats
-from fp8calib.calibration.merge import merge_shards
+from fp8calib.calibration.calibration_stats import merge_shards
 from fp8calib.commands.options import Stats
 from fp8calib.commands.recipe import ScaleOptions, validate
 from fp8calib.errors import UsageError

@@ -377,35 +377,37 @@ def pack_rows(
     """
     sequences: list[torch.Tensor] = []
     media: dict[int, MediaRow] = {}
-    read: list[EncodedRow] = []
     stream, start = array("q"), 0
+    packed: list[int] = []
+    """The lengths of the rows in the stream."""
     for row in rows:
         if isinstance(row, MediaRow):
             whole = row.cut(seq_len)
             media[len(sequences)] = whole
             sequences.append(whole.ids)
-            read.append(whole)
-        elif len(row) >= (1 if pack else MIN_TOKENS):
-            read.append(array("q", row))
-            stream.extend(row if pack else row[:seq_len])
-        else:
+            counts.used += 1
+            counts.cut += whole.num_cut > 0
+        elif len(row) < (1 if pack else MIN_TOKENS):
             counts.too_short += 1
-        while len(sequences) < samples and len(stream) - start >= (seq_len if pack else MIN_TOKENS):
+        elif pack:
+            packed.append(len(row))
+            stream.extend(row)
+        else:
+            sequences.append(torch.tensor(row[:seq_len], dtype=torch.int64))
+            counts.used += 1
+            counts.cut += len(row) > seq_len
+        while len(sequences) < samples and len(stream) - start >= seq_len:
             sequences.append(torch.tensor(stream[start : start + seq_len], dtype=torch.int64))
-            start += len(sequences[-1])
+            start += seq_len
         if len(sequences) >= samples:
             counts.is_full = True
             break
     if len(sequences) < samples and len(stream) - start >= MIN_TOKENS:
         sequences.append(torch.tensor(stream[start:], dtype=torch.int64))
         start = len(stream)
-    for row in read:
-        if isinstance(row, MediaRow):
-            counts.used += 1
-            counts.cut += row.num_cut > 0
-        else:  # `start` counts down to the tokens of later rows that are in a sequence
-            num_kept = min(start if pack else seq_len, len(row))
-            start -= num_kept
-            counts.used += num_kept > 0
-            counts.cut += 0 < num_kept < len(row)
+    for length in packed:  # `start` counts down to the tokens of later rows that are in a sequence
+        num_kept = min(start, length)
+        start -= num_kept
+        counts.used += num_kept > 0
+        counts.cut += 0 < num_kept < length
     return sequences, media

@@ -13,10 +13,10 @@ import torch
 from fp8calib.calibration.calibration_stats import (
     CalibrationStats,
     load_stats_file,
+    merge_shards,
     save_stats,
 )
 from fp8calib.calibration.header import StatsShard
-from fp8calib.calibration.merge import merge_shards
 from fp8calib.calibration.statistic import SiteStats
 from fp8calib.data.sequences import Share
 from fp8calib.errors import ModelError, UsageError

@@ -14,8 +14,8 @@ import torch
 
 from fp8calib.calibration.calibration_origin import CalibrationOrigin
 from fp8calib.calibration.calibration_stats import CalibrationStats
+from fp8calib.calibration.header import Observe
 from fp8calib.calibration.journal import Journal
-from fp8calib.calibration.observe import Observe
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import find_folder
 from fp8calib.checkpoint.output import check_output

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.header import Observe
 from fp8calib.calibration.statistic import COUNTS, NAMES, SiteStats, join
 from fp8calib.errors import CalibrationError
 from fp8calib.model.prepared import PreparedModel

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import fp8calib
-from fp8calib.calibration.merge import explain_other_run
-from fp8calib.calibration.observe import Observe
+from fp8calib.calibration.header import Observe
 from fp8calib.calibration.statistic import COUNTS, SiteStats
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError
@@ -126,7 +125,7 @@ def test_every_sequence_is_run_once_in_order_a_step_each_with_a_16_bit_cache(
     }
     assert wanted.items() <= asked.arguments.items()
     other = fp8calib.calibrate(model_of("llama"), **OPTIONS).stats
-    assert explain_other_run(found.header, other.header) == (
+    assert found.header.explain_other(other.header) == (
         "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
     )
 
