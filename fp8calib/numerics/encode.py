@@ -1,7 +1,6 @@
 """Magnitudes become scales, and rows of a weight with their scales e4m3fn codes; and back.
 
-Codes come from torch's cast to `float8_e4m3fn` behind a clamp, which agrees with
-`fp8calib.numerics.cast.encode` for every input and takes a fraction of its time.
+Codes come from torch's cast to `float8_e4m3fn` behind a clamp.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import math
 import torch
 
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE, Fp8Format
-
-ENCODABLE_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-"""What weights are quantized from."""
 
 
 def scale_of(

@@ -78,11 +78,6 @@ class Fp8Format:
         """The smallest value above zero."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
-    @property
-    def nan_code(self) -> int:
-        """The code that a NaN is cast to."""
-        return 0x80 if self.specials is Specials.NEGATIVE_ZERO else 0x7F
-
     def value_of(self, code: int) -> float:
         """Decode one code, 0 to 255, as the standard defines it."""
         sign = -1.0 if code & 0x80 else 1.0

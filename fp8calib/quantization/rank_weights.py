@@ -39,8 +39,8 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.model.weight_source import LinearWeight, WeightSource, read_linears
 from fp8calib.numerics.amax import tensor_amax
 from fp8calib.numerics.cast import encode
-from fp8calib.numerics.encode import ENCODABLE_DTYPES, encode_rows, scale_of
-from fp8calib.numerics.formats import E4M3FN, Fp8Format
+from fp8calib.numerics.encode import scale_of
+from fp8calib.numerics.formats import Fp8Format
 from fp8calib.numerics.rules import ScaleRules
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
@@ -89,11 +89,7 @@ def _encode(
 ) -> Iterator[tuple[str, bytes]]:
     """Encode what a rank has of a projection: its weight and its scales, by the tensor's name."""
     scales = {role: table.scales[Site(module, role)].values[rank] for role in _ROLES}
-    scale = scales[Role.WEIGHT]
-    if table.fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
-        codes = encode_rows(rows, scale).view(torch.uint8)
-    else:
-        codes = encode(rows.to(torch.float32) / scale, table.fmt)
+    codes = encode(rows.to(torch.float32) / scales[Role.WEIGHT], table.fmt)
     yield f"{module}.weight", codes.numpy().tobytes()
     for role, value in scales.items():
         yield f"{module}.{role}_scale", value.to(torch.float32).numpy().tobytes()
