@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -40,7 +41,7 @@ class Fp8Checkpoint(Checkpoint):
     `read` and `read_rows` give an FP8 weight as fp32 values, and any other tensor as stored.
 
     Attributes:
-        tensors: all tensors as stored, except scales and zero points.
+        tensors: all tensors as they are read, except scales and zero points.
         quantized: the names of the FP8 weights.
         dialect: how it is stored.
         fmt: the format of all FP8 weights.
@@ -76,7 +77,11 @@ class Fp8Checkpoint(Checkpoint):
         self._weights, zero_points = pair_tensors(stored, find_scheme)
         parts = {part for each in self._weights.values() for part in each.companions}
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
-            {n: e for n, e in stored.tensors.items() if n not in parts and not is_companion(n)}
+            {
+                n: TensorEntry("F32", e.shape, 0, 4 * prod(e.shape)) if n in self._weights else e
+                for n, e in stored.tensors.items()
+                if n not in parts and not is_companion(n)
+            }
         )
         self.quantized = frozenset(self._weights)
         self.fmt = WEIGHT_FORMATS[stored.tensors[next(iter(self._weights))].dtype]
@@ -121,26 +126,12 @@ class Fp8Checkpoint(Checkpoint):
         with Checkpoint.open(folder) as stored:
             return cls(stored, **options)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor: an FP8 weight as fp32 values, any other as stored.
-
-        Raises:
-            ModelError: it cannot be read, or the weight holds a NaN or an infinity.
-        """
-        self._require(name)
-        stored = self._checkpoint.read(name)
-        return self._dequantize(name, stored, 0) if name in self.quantized else stored
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does."""
-        self._require(name)
-        stored = self._checkpoint.read_rows(name, start, stop)
-        return self._dequantize(name, stored, start) if name in self.quantized else stored
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Give the dtype of what `read` returns."""
-        self._require(name)
-        return torch.float32 if name in self.quantized else super().dtype(name)
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor | None:
+        """Dequantize rows of an FP8 weight; it may hold no NaN and no infinity."""
+        if name not in self.quantized:
+            return None
+        start, stop, _ = rows.indices(self.tensors[name].shape[0])
+        return self._dequantize(name, self._checkpoint.read_rows(name, start, stop), start)
 
     def read_clip_limits(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Give the largest magnitude that the file can store for each element of an FP8 weight.
@@ -180,10 +171,6 @@ class Fp8Checkpoint(Checkpoint):
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
-
-    def _require(self, name: str) -> None:
-        if name not in self.tensors:
-            raise refusal(self.folder, f"there is no tensor {name!r}")
 
     def _find(self, name: str) -> Fp8Weight:
         if name not in self._weights:
