@@ -132,14 +132,20 @@ def find_input_scales(
     """
     if not quantized:
         return {}, ()
-    scales, named = InputScales(stats, rules), _NamedInputs(stats)
+    scales, linears = InputScales(stats, rules), _find_linears(stats, quantized)
+    if missing := [matrix.module for matrix in quantized if matrix.module not in linears]:
+        outside = list_unmeasured(stats, quantized, others)
+        inside = [each for each in missing if not any(p in outside for p in list_paths(each))]
+        layers = (span_layers((split_expert(each) or (each,))[0]) for each in inside)
+        raise ExportError(
+            f"the stats have no input of {missing[0]}",
+            hint=f"add {spell_options(dict.fromkeys([*outside, *layers]))}, which calibrate does "
+            "not measure in this model, or use --scheme "
+            f"{join_or(list_without_calibration())}",
+        )
     largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
     for matrix in quantized:
-        found = named.find(matrix)
-        if found is None:
-            hint = _explain_missing(stats, quantized, others, named)
-            raise ExportError(f"the stats have no input of {matrix.module}", hint=hint)
-        linear, expert = found
+        linear, expert = linears[matrix.module]
         group = span_experts(matrix.fused_group)
         largest[group] = torch.maximum(largest[group], scales.of(linear, expert=expert))
     inputs = {matrix.module: largest[span_experts(matrix.fused_group)] for matrix in quantized}
@@ -220,54 +226,31 @@ class InputScales:
         return scale_of(clip_range.apply(amax), self._fmt) if amax > 0 else torch.tensor(1.0)
 
 
-class _NamedInputs:
-    """Finds the linears of statistics by the names of weights in the checkpoint."""
+def _find_linears(
+    stats: CalibrationStats, matrices: Collection[Matrix]
+) -> dict[str, tuple[Linear, int | None]]:
+    """Find the linears of statistics by weights of the checkpoint, whose modules are the keys.
 
-    def __init__(self, stats: CalibrationStats) -> None:
-        self._linears = {
-            linear.checkpoint_name: linear
-            for _, linear in stats.geometry.linears()
-            if linear.checkpoint_name is not None
-        }
-        self._experts = {
-            (prefix, linear.module.rpartition(".")[2]): linear
-            for layer in stats.geometry.layers
-            for prefix in _find_prefixes(layer)
-            for linear in layer.linears
-            if linear.num_experts
-        }
-
-    def find(self, matrix: Matrix) -> tuple[Linear, int | None] | None:
-        """Find the linear of a weight; of a weight in stacked experts, them and its number."""
-        linear = self._linears.get(matrix.tensor)
-        if linear is not None:
-            return linear, None
-        found = split_expert(matrix.module)
-        if found is None:
-            return None
-        _, number, projection = found
-        experts = self._experts.get((matrix.layer, _PROJECTIONS.get(projection, projection)))
-        return (experts, number) if experts and number < experts.num_experts else None
-
-
-def _explain_missing(
-    stats: CalibrationStats,
-    quantized: Collection[Matrix],
-    others: Collection[Matrix],
-    named: _NamedInputs,
-) -> str:
-    """Explain what to do instead, with the options that exclude all unmeasured linears."""
-    outside = list_unmeasured(stats, quantized, others)
-    missing = [
-        (split_expert(each.module) or (each.module,))[0]
-        for each in quantized
-        if named.find(each) is None and not any(path in outside for path in list_paths(each.module))
-    ]
-    options = spell_options(dict.fromkeys([*outside, *map(span_layers, missing)]))
-    return (
-        f"add {options}, which calibrate does not measure in this model, or use --scheme "
-        f"{join_or(list_without_calibration())}"
-    )
+    For a weight in stacked experts these are found, with its number.
+    """
+    linears = {linear.checkpoint_name: linear for _, linear in stats.geometry.linears()}
+    experts = {
+        (prefix, linear.module.rpartition(".")[2]): linear
+        for layer in stats.geometry.layers
+        for prefix in _find_prefixes(layer)
+        for linear in layer.linears
+        if linear.num_experts
+    }
+    found: dict[str, tuple[Linear, int | None]] = {}
+    for matrix in matrices:
+        if (linear := linears.get(matrix.tensor)) is not None:
+            found[matrix.module] = linear, None
+        elif expert := split_expert(matrix.module):
+            _, number, projection = expert
+            stacked = experts.get((matrix.layer, _PROJECTIONS.get(projection, projection)))
+            if stacked and number < stacked.num_experts:
+                found[matrix.module] = stacked, number
+    return found
 
 
 def _find_prefixes(layer: Layer) -> Iterator[str]:
