@@ -329,15 +329,14 @@ def describe(
 
 def _describe_candidates(report: VerifyReport, *, is_full: bool) -> Iterator[Block]:
     """Show a line for each of several candidates; the gate's reasons where it decides."""
-    hides_one = report.is_of_weights and not is_full
-    shown = [each for each in report.candidates if not (hides_one and each.name == SCALE_ONE)]
-    if is_full or len(shown) + len(report.refused) > 1:
+    shown = report if is_full else report.without_idle()
+    if is_full or len(shown.candidates) + len(report.refused) > 1:
         yield Line()
         is_choice = report.decision.remedy is Remedy.USE and len(report.candidates) > 2
         best = report.decision.candidate if is_choice else ""
-        table = candidates_table(report, best=best, is_full=is_full)
+        table = candidates_table(shown, best=best)
         yield table if is_full else table.without("KLD p99")
-    for candidate in shown:
+    for candidate in shown.candidates:
         name = candidate.name
         if is_full:
             yield Line(f"  {name}: {candidate.description}")

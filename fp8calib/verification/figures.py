@@ -23,19 +23,15 @@ def format_kld(kld: float | None, se: float | None = None) -> str:
     return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
 
 
-def format_error(error: float | None) -> str:
-    """Format the standard error of a ratio; `?` if it is unknown."""
-    return "?" if error is None else f"{error:.4f}"
-
-
 def format_db(value: float | None) -> str:
     """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def format_ratio(ratio: float, error: float | None) -> str:
-    """Format a perplexity ratio with its standard error."""
-    return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {format_error(error)}"
+    """Format a perplexity ratio with its standard error, `?` if that is unknown."""
+    shown = "?" if error is None else f"{error:.4f}"
+    return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {shown}"
 
 
 def format_share(share: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,6 @@ def plan_verification(
     walks: int = 2,
     always_streams: str = "",
     cannot_stream: UsageError | None = None,
-    extra_bytes: Mapping[str, int] | None = None,
     may_share: bool = False,
 ) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
@@ -48,7 +47,6 @@ def plan_verification(
         walks: how often all layers are read; the noise floor is one of two.
         always_streams: why it is streamed in any case.
         cannot_stream: raised where it would be streamed.
-        extra_bytes: further memory, by what needs it.
         may_share: let candidates share a batch with the unquantized model, where a GPU has room.
 
     Raises:
@@ -63,7 +61,7 @@ def plan_verification(
         DTYPES[model.dtype].itemsize,
         num_tokens=max(batch.input_ids.numel() for batch in text),
     )
-    extra = dict(extra_bytes or {})
+    extra = {}
     roles = {site.role for each in scored for site in each.quantizers}
     if Role.P in roles:
         heads = [attention.num_heads for _, attention in asked.geometry.attentions()]

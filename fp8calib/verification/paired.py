@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8calib.verification.report import PairedAnswer, PairedResult
-from fp8calib.verification.summary import count_clusters, standard_error
+from fp8calib.verification.summary import standard_error
 
 MARGIN = 0.1
 """Differences of less than this share of the base's divergence do not matter."""
@@ -37,12 +37,15 @@ def compare_paired(
     differences = klds[candidate].double() - base_klds
     mean, tokens = float(differences.mean()), len(differences)
     margin = MARGIN * float(base_klds.mean()) if margin is None else margin
-    se = standard_error(differences, lengths)
+    se, clusters = standard_error(differences, lengths)
     answer, more = PairedAnswer.CANNOT_TELL, None
     if se is not None:  # it is for one token, and for the same text over and over
-        clusters = count_clusters(tokens, lengths)
-        answer = _answer(mean, t_quantile(clusters - 1) * se, margin)
-        if answer is PairedAnswer.CANNOT_TELL and (target := max(abs(mean), margin)):
+        width = t_quantile(clusters - 1) * se
+        if abs(mean) + width <= margin:  # whether 0 is in the interval or not
+            answer = PairedAnswer.NO_DIFFERENCE
+        elif abs(mean) > width:
+            answer = PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
+        elif target := max(abs(mean), margin):
             more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
     return PairedResult(
         candidate=candidate,
@@ -64,15 +67,6 @@ def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
     while (t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
         found += 1
     return found
-
-
-def _answer(mean: float, width: float, margin: float) -> PairedAnswer:
-    """Judge the interval mean ± width; one inside the margin is no difference, 0 in it or not."""
-    if abs(mean) + width <= margin:
-        return PairedAnswer.NO_DIFFERENCE
-    if abs(mean) <= width:
-        return PairedAnswer.CANNOT_TELL
-    return PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
 
 
 def t_quantile(degrees: int) -> float:

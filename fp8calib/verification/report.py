@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, computed_field
 
@@ -342,22 +342,25 @@ class VerifyReport(Frozen):
         """The decision in words, the answer first."""
         return "\n".join(filter(None, (self.decision.headline, self.decision.details)))
 
-    @property
-    def is_of_weights(self) -> bool:
-        """Whether all candidates but scale 1.0 have FP8 weights."""
+    def without_idle(self) -> Self:
+        """Leave out scale 1.0 beside FP8 weights alone: it looks like one more choice of theirs."""
         others = {row.candidate for row in self.layers} - {SCALE_ONE}
-        weights = {row.candidate for row in self.layers if row.role == "weight"}
-        return bool(others) and others == weights
+        if not others or others != {r.candidate for r in self.layers if r.role == "weight"}:
+            return self
+        kept = {
+            "candidates": tuple(one for one in self.candidates if one.name != SCALE_ONE),
+            "layers": tuple(row for row in self.layers if row.candidate != SCALE_ONE),
+            "sequence_klds": {n: each for n, each in self.sequence_klds.items() if n != SCALE_ONE},
+            "comparisons": tuple(pair for pair in self.comparisons if pair.base != SCALE_ONE),
+        }
+        return self.model_copy(update=kept)
 
 
-def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = False) -> Table:
+def candidates_table(report: VerifyReport, *, best: str = "") -> Table:
     """Make the table of candidates; `best` is marked.
 
-    Beside FP8 weights alone, scale 1.0 has a row only where all is shown: it looks like one more
-    choice of theirs. Verdicts have a column only with a gate that was asked for.
+    Verdicts have a column only with a gate that was asked for.
     """
-    has_one = is_full or not report.is_of_weights
-    shown = [each for each in report.candidates if has_one or each.name != SCALE_ONE]
     rows: list[list[str | Cell]] = [
         [
             Cell(each.name + " *" * (each.name == best), aside=each.description, kind="name"),
@@ -371,16 +374,11 @@ def candidates_table(report: VerifyReport, *, best: str = "", is_full: bool = Fa
             format_ratio(each.ppl_ratio, each.ppl_ratio_se),
             format_share(each.top1_agreement),
         ]
-        for each in shown
+        for each in report.candidates
     ]
-    rows += [
-        [
-            Cell(each.name, kind="name"),
-            Cell("refused", aside=each.reason, kind="refused"),
-            *["-"] * 4,
-        ]
-        for each in report.refused
-    ]
+    for refused in report.refused:
+        why = Cell("refused", aside=refused.reason, kind="refused")
+        rows.append([Cell(refused.name, kind="name"), why, *["-"] * 4])
     columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "same token"]
     title = "* the one to use" if best else ""
     table = Table(title=title, columns=columns, rows=rows, words=(0, 1))

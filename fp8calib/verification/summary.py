@@ -100,12 +100,13 @@ def summarize_logprobs(
 
     `kld` is the mean divergence and its standard error; `more` are other fields.
     """
-    log_ratio, log_ratio_se = average(reference - logprobs, lengths)
+    losses = (reference - logprobs).double()
+    log_ratio_se, clusters = standard_error(losses, lengths)
     return Summary(
         tokens=len(logprobs),
-        clusters=count_clusters(len(logprobs), lengths),
+        clusters=clusters,
         ppl=compute_ppl(logprobs),
-        log_ratio=log_ratio,
+        log_ratio=float(losses.mean()),
         log_ratio_se=log_ratio_se,
         kld_mean=kld[0],
         kld_se=kld[1],
@@ -128,39 +129,32 @@ def compute_ppl(logprobs: torch.Tensor) -> float:
 def average(values: torch.Tensor, lengths: Sequence[int]) -> tuple[float, float | None]:
     """Give the mean of per-token values, and its `standard_error`."""
     exact = values.double()
-    return float(exact.mean()), standard_error(exact, lengths)
+    return float(exact.mean()), standard_error(exact, lengths)[0]
 
 
-def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None:
-    """Give the standard error of the mean of per-token `losses`, clustered by sequence.
+def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> tuple[float | None, int]:
+    """Give the standard error of the mean of per-token `losses`, and the clusters it rests on.
+
+    Sequences are the clusters.
 
     The mean is a ratio of two sums over sequences (losses and tokens), so its variance is that of
     the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3). One sequence is cut
     into as many blocks as each then has tokens, since neighbours are not independent.
 
-    Returns:
-        None if unknown: there is only one token, or the losses of all sequences are the same and
-        not zero (the same text over and over).
+    The error is None if it is unknown: there is only one token, or the losses of all sequences are
+    the same and not zero (the same text over and over).
     """
-    parts = list(split_sequences(losses, lengths))
+    parts, tokens = list(split_sequences(losses, lengths)), len(losses)
     if len(parts) < MIN_CLUSTERS:
-        parts = list(torch.tensor_split(losses, _count_blocks(len(losses))))
+        blocks = min(tokens, max(MIN_CLUSTERS, math.isqrt(tokens)))
+        parts = list(torch.tensor_split(losses, blocks))
     clusters = len(parts)
     if clusters < MIN_CLUSTERS:
-        return None
+        return None, clusters
     mean = float(losses.mean())
     residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
     variance = float(residuals.square().sum()) * clusters / (clusters - 1)
-    return None if mean and not variance else math.sqrt(variance) / len(losses)
-
-
-def count_clusters(num_tokens: int, lengths: Sequence[int]) -> int:
-    """Count the clusters of `standard_error`."""
-    return len(lengths) if len(lengths) >= MIN_CLUSTERS else _count_blocks(num_tokens)
-
-
-def _count_blocks(num_tokens: int) -> int:
-    return min(num_tokens, max(MIN_CLUSTERS, math.isqrt(num_tokens)))
+    return None if mean and not variance else math.sqrt(variance) / tokens, clusters
 
 
 def summarize_positions(

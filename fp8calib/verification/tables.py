@@ -37,6 +37,11 @@ def sites_table(
     rows: list[list[str | Cell]] = []
     for each in layers:
         is_lost = each.sqnr_db is not None and each.sqnr_db < LEAST_DB
+        scale = f"dynamic, per {each.scale_per}"
+        if each.scale is not None:
+            scale = f"{each.scale:.4g}"
+            if (least := each.smallest_scale) is not None:
+                scale = f"{least:.3g} to {each.scale:.3g} per {each.scale_per}"
         row: list[str | Cell] = [
             each.site,
             *([each.candidate] if has_candidates else []),
@@ -44,7 +49,7 @@ def sites_table(
             Cell(f"{each.clipped:.2%}", kind="bad" if each.clipped > MOST_CLIPPED else ""),
             f"{each.flushed:.2%}",
             f"{each.amax:.4g}",
-            format_scale(each),
+            scale,
         ]
         rows.append(row)
     columns = ["tensor", *named, "SQNR dB", "clipped", "zeroed", "amax", "scale"]
@@ -58,21 +63,12 @@ def join_readers(rows: Iterable[LayerResult]) -> list[LayerResult]:
         reader = row.site.rsplit(".", 2)[0] if row.role == "input" else row.site
         figures = (row.sqnr_db, row.clipped, row.flushed, row.amax, row.scale)
         alike.setdefault((row.candidate, reader, *figures), []).append(row)
-    return [first.model_copy(update=_name_all(first, more)) for first, *more in alike.values()]
-
-
-def _name_all(first: LayerResult, more: Sequence[LayerResult]) -> dict[str, str]:
-    names = ", ".join(row.site.split(".")[-2] for row in more)
-    return {"site": f"{first.site} (and {names})"} if names else {}
-
-
-def format_scale(row: LayerResult) -> str:
-    """Format the scale of a tensor, or the extremes of several."""
-    if row.scale is None:
-        return f"dynamic, per {row.scale_per}"
-    if row.smallest_scale is None:
-        return f"{row.scale:.4g}"
-    return f"{row.smallest_scale:.3g} to {row.scale:.3g} per {row.scale_per}"
+    joined = []
+    for first, *more in alike.values():
+        names = ", ".join(row.site.split(".")[-2] for row in more)
+        named = f"{first.site} (and {names})" if more else first.site
+        joined.append(first.model_copy(update={"site": named}))
+    return joined
 
 
 def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:

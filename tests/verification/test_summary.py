@@ -60,14 +60,14 @@ def test_perplexity_and_its_ratio_by_hand() -> None:
 def test_the_standard_error_by_hand() -> None:
     """Two sequences of 1 and 3 losses; mean 1.5; residuals -0.5 and 0.5; sqrt(2 * 0.5) / 4."""
     losses = torch.tensor([1.0, 1.0, 2.0, 2.0]).double()
-    assert standard_error(losses, [2, 4]) == pytest.approx(math.sqrt(2 * 0.5) / 4)
+    assert standard_error(losses, [2, 4])[0] == pytest.approx(math.sqrt(2 * 0.5) / 4)
 
 
 def test_the_error_of_one_sequence_is_that_of_its_blocks() -> None:
     """Two blocks, 1 2 and 4 9; mean 4; residuals -5 and 5; sqrt(2 * 50) / 4."""
     losses = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
-    assert standard_error(losses, [5]) == pytest.approx(2.5)
-    assert standard_error(losses[:2], [3]) == pytest.approx(math.sqrt(2 * 0.5) / 2)
+    assert standard_error(losses, [5])[0] == pytest.approx(2.5)
+    assert standard_error(losses[:2], [3])[0] == pytest.approx(math.sqrt(2 * 0.5) / 2)
 
 
 def test_blocks_find_the_error_of_tokens_that_go_together() -> None:
@@ -75,7 +75,7 @@ def test_blocks_find_the_error_of_tokens_that_go_together() -> None:
     generator = np.random.default_rng(0)
     steps = generator.normal(size=(2000, 920))
     losses = np.array([np.convolve(row, np.ones(21), "valid") for row in steps])
-    found = [standard_error(torch.from_numpy(row), [901]) for row in losses[:200]]
+    found = [standard_error(torch.from_numpy(row), [901])[0] for row in losses[:200]]
     assert np.mean([error or 0.0 for error in found]) == pytest.approx(
         losses.mean(1).std(), rel=0.3
     )
@@ -88,7 +88,7 @@ def test_blocks_find_the_error_of_tokens_that_go_together() -> None:
 )
 def test_an_error_that_nobody_can_know_is_not_zero(losses: list[float], lengths: list[int]) -> None:
     """Of one token, or of the same sequence twice."""
-    assert standard_error(torch.tensor(losses).double(), lengths) is None
+    assert standard_error(torch.tensor(losses).double(), lengths)[0] is None
     summary = summarize(
         make_scores([-1 - x for x in losses]), make_scores([-1.0] * len(losses)), lengths
     )
@@ -103,7 +103,7 @@ def test_equal_lengths_give_the_error_of_the_sequences_means() -> None:
     """The textbook case: the standard deviation of the means over the root of their number."""
     losses = np.random.default_rng(3).normal(size=(30, 7))
     expected = losses.mean(1).std(ddof=1) / math.sqrt(30)
-    found = standard_error(torch.from_numpy(losses.flatten()), [8] * 30)
+    found = standard_error(torch.from_numpy(losses.flatten()), [8] * 30)[0]
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -119,7 +119,7 @@ def test_the_error_is_what_a_bootstrap_over_sequences_finds() -> None:
     counts = lengths - 1
     picks = generator.integers(0, 80, size=(20000, 80))
     means = sums[picks].sum(1) / counts[picks].sum(1)
-    found = standard_error(torch.from_numpy(losses), lengths.tolist())
+    found = standard_error(torch.from_numpy(losses), lengths.tolist())[0]
     assert found == pytest.approx(means.std(), rel=0.03)
     assert found > 2 * losses.std() / math.sqrt(len(losses))
 

@@ -137,7 +137,7 @@ class Changes:
         """Tell whether the squared residual of `one` is below that of `other`, beyond doubt."""
         left, most = (self.server - self.find(name) for name in (one, other))
         difference = most.square() - left.square()
-        error = standard_error(difference, self.lengths)
+        error, _ = standard_error(difference, self.lengths)
         return error is not None and float(difference.mean()) > _SURE * error
 
 

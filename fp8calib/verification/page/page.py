@@ -107,7 +107,7 @@ def is_page(path: Path) -> bool:
 def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = None) -> str:
     """Render the page as HTML."""
     data = ", ".join(report.data)
-    report = _leave_out_idle(report)
+    report = report.without_idle()
     return render(
         title=_TITLE,
         subject=report.model,
@@ -126,21 +126,6 @@ def render_page(report: VerifyReport, *, command: str = "", gate: Gate | None = 
         sections=list(list_sections(report, gate)),
         provenance=report.provenance,
         facts={"Run": f"{report.duration_s:.0f} s on {report.device}"},
-    )
-
-
-def _leave_out_idle(report: VerifyReport) -> VerifyReport:
-    """Leave out scale 1.0 where FP8 weights alone are compared; it would look like one of them."""
-    if not report.is_of_weights:
-        return report
-    klds, pairs = report.sequence_klds, report.comparisons
-    return report.model_copy(
-        update={
-            "candidates": tuple(each for each in report.candidates if each.name != SCALE_ONE),
-            "layers": tuple(row for row in report.layers if row.candidate != SCALE_ONE),
-            "sequence_klds": {name: klds[name] for name in klds if name != SCALE_ONE},
-            "comparisons": tuple(each for each in pairs if each.base != SCALE_ONE),
-        }
     )
 
 
@@ -183,7 +168,8 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
             _draw_layers(report, role, styles) for role in _ROLES if role in {r.role for r in hurt}
         ],
     )
-    worst = sorted((r for r in hurt or report.layers if r.sqnr_db is not None), key=_rank)
+    worst = [row for row in hurt or report.layers if row.sqnr_db is not None]
+    worst.sort(key=lambda row: row.sqnr_db or 0.0)
     magnitudes = {row.site: row for row in report.histograms if any(row.counts)}
     joined = tables.join_readers(worst)
     sites = dict.fromkeys(row.site.partition(" ")[0] for row in joined)
@@ -202,10 +188,6 @@ def list_sections(report: VerifyReport, gate: Gate | None = None) -> Iterator[Pa
     rules = tables.rules_table(report.rules) if report.rules else None
     yield PageSection(title="Scale rules", table=rules)
     yield PageSection(title="Candidates in pairs", table=tables.pairs_table(report), is_folded=True)
-
-
-def _rank(row: LayerResult) -> float:
-    return math.inf if row.sqnr_db is None else row.sqnr_db
 
 
 def _draw_sequences(report: VerifyReport, styles: Mapping[str, Style]) -> list[Figure]:
@@ -255,13 +237,14 @@ def _list_losses(report: VerifyReport, hurt: Sequence[LayerResult]) -> Iterator[
 def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -> Figure:
     """Draw the worst SQNR of each layer and candidate."""
     worst: dict[tuple[str, int], float | None] = {}
-    for row in sorted(report.layers, key=_rank, reverse=True):  # the lowest stays
+    for row in report.layers:
         if row.role == role:
-            worst[row.candidate, row.layer] = row.sqnr_db
+            dbs = [row.sqnr_db, worst.get((row.candidate, row.layer))]
+            worst[row.candidate, row.layer] = min((x for x in dbs if x is not None), default=None)
     layers = sorted({layer for _, layer in worst})
-    dbs = {name: [worst.get((name, layer)) for layer in layers] for name in styles}
+    known = {name: [worst.get((name, layer)) for layer in layers] for name in styles}
     curves = [
-        Curve(name, style, [Point(db, f"{format_db(db)} dB") for db in dbs[name]])
+        Curve(name, style, [Point(db, f"{format_db(db)} dB") for db in known[name]])
         for name, style in styles.items()
     ]
     return charts.place_chart(
