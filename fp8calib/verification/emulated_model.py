@@ -116,12 +116,7 @@ def emulate(
 
 
 def _make_candidate(given: object, target: Target) -> Candidate:
-    """Make the candidate that a caller describes.
-
-    Raises:
-        UsageError: the scheme needs statistics, the path does not exist, or it is none of these.
-        ModelError: the candidate cannot be read, or is of another model.
-    """
+    """Make the candidate that a caller describes."""
     if isinstance(given, Candidate):
         return given
     if isinstance(given, ScaleTable):
@@ -133,10 +128,6 @@ def _make_candidate(given: object, target: Target) -> Candidate:
     if isinstance(given, Scales):
         return open_candidate(given, target)
     raise UsageError(f"candidate: neither a path nor scales, found {type(given).__name__}")
-
-
-class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """The cache of a call that did not ask for one; it is not returned."""
 
 
 @contextmanager
@@ -173,8 +164,8 @@ def _open_cache_hooks(
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
         if cache is None:
-            is_requested = kwargs.get("use_cache") is not False
-            cache = (DynamicCache if is_requested else _UnrequestedCache)(config=config)
+            cache = DynamicCache(config=config)
+            cache.is_unrequested = kwargs.get("use_cache") is False
             kwargs = {**kwargs, argument: cache}
         if getattr(cache, "hooked_by", None) is not originals:
             kind = getattr(cache, "unhooked_class", type(cache))
@@ -185,7 +176,7 @@ def _open_cache_hooks(
 
     def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         hooks.end_batch()
-        if isinstance(getattr(output, argument, None), _UnrequestedCache):
+        if getattr(getattr(output, argument, None), "is_unrequested", False):
             setattr(output, argument, None)
 
     with ExitStack() as stack:

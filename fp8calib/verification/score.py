@@ -96,16 +96,12 @@ def score(
     Raises:
         VerificationError: a model gives NaN or inf; the message names it and the sample.
     """
-    num_layers = len(model.geometry.layers) if isinstance(model, StreamedModel) else 1
+    layers = len(model.geometry.layers) if isinstance(model, StreamedModel) else 0
     if stage:
-        progress.stage(
-            stage,
-            sum(batch.num_tokens for batch in batches) * num_layers,
-            unit="tokens",
-            layers=num_layers if isinstance(model, StreamedModel) else 0,
-            batches=0 if isinstance(model, StreamedModel) else len(batches),
-        )
-    share, done = len(candidates) + 1 if stage else num_layers, 0
+        total = sum(batch.num_tokens for batch in batches) * (layers or 1)
+        counts = {"layers": layers, "batches": 0 if layers else len(batches)}
+        progress.stage(stage, total, unit="tokens", **counts)
+    share, done = len(candidates) + 1 if stage else layers or 1, 0
 
     def advance(tokens: int) -> None:
         """Count tokens once that are counted `share` times."""
@@ -226,7 +222,15 @@ def _run_whole(
     sharing = [shares_batch and can_share(candidate) for candidate, _ in models]
     shared = [index for index, shares in enumerate(sharing) if shares]
     together = [*filter(None, [shared]), *([at] for at in range(len(models)) if not sharing[at])]
-    for group in _group(batches, limit):
+    groups: list[list[Batch]] = []  # those of a larger batch than the limit are its own
+    tokens = limit + 1
+    for batch in batches:
+        tokens += batch.input_ids.numel()
+        if tokens > limit:
+            groups.append([])
+            tokens = batch.input_ids.numel()
+        groups[-1].append(batch)
+    for group in groups:
         hidden: list[list[torch.Tensor]] = [[] for _ in models]
         for chosen in together:
             candidate, hooks = models[chosen[0]]
@@ -251,17 +255,6 @@ def _run_whole(
         with open_lm_head(model.model) as logits:
             for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
                 add(batch, states, logits)
-
-
-def _group(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
-    """Group batches of at most so many tokens together; those of a larger one are its own."""
-    groups: list[list[Batch]] = []
-    for batch in batches:
-        both = (*(groups[-1] if groups else ()), batch)
-        if not groups or sum(each.input_ids.numel() for each in both) > limit:
-            groups.append([])
-        groups[-1].append(batch)
-    return groups
 
 
 def find_room(model: LoadedModel, candidates: Sequence[Candidate]) -> tuple[int, bool]:

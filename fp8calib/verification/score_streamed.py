@@ -18,7 +18,7 @@ import torch
 from fp8calib.calibration.decoder import Decoder, DecoderCall
 from fp8calib.calibration.embeddings import EmbeddingRows
 from fp8calib.calibration.hooks import HookedCache
-from fp8calib.calibration.layer_steps import LayerState, LayerSteps
+from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerState, LayerSteps
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, store_calls
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
@@ -47,11 +47,6 @@ class _Lane:
     find_call: Callable[[Batch], DecoderCall | None] = lambda _batch: None
     """Gives the decoder's arguments for a row with media."""
 
-    @property
-    def changes_calls(self) -> bool:
-        """Whether it gives the decoder other arguments for a row with media."""
-        return bool(self.around or self.rows)
-
 
 class StreamedLanes:
     """Runs batches through all models, layer by layer."""
@@ -78,22 +73,30 @@ class StreamedLanes:
 
     def run(self, add: Callable[[Batch, Sequence[torch.Tensor], Logits], None]) -> None:
         """Run all batches; `add` gets each with the last hidden states, and the output head."""
-        device = self._decoder.device
-        with self._streamed.open_hidden_states() as store:
+        streamed, device, num_batches = self._streamed, self._decoder.device, len(self._batches)
+        with streamed.open_hidden_states() as store:
             self._store = store
-            with ExitStack() as stack:
-                steps = stack.enter_context(
-                    self._streamed.steps(self._decoder, self._batches, store)
-                )
+            with streamed.steps(self._decoder, self._batches, store) as steps:
                 self._find_calls()
-                for layer in stack.enter_context(self._streamed.layers()):
-                    self._run_layer(steps, layer)
-                for lane in reversed(self._lanes):
-                    self._finish(steps, lane)
-            with self._streamed.load_head_on_demand(), open_lm_head(self._streamed.model) as logits:
-                whole = self._whole_logits(logits)
+                with streamed.layers() as layers:
+                    for layer in layers:
+                        self._run_layer(steps, layer)
+                    for lane in reversed(self._lanes):
+                        self._finish(steps, lane)
+            with streamed.load_head_on_demand(), open_lm_head(streamed.model) as logits:
+
+                def whole(hidden: torch.Tensor) -> torch.Tensor:
+                    found = logits(hidden)
+                    if found.shape[-1] < self._vocab_size:  # only some rows are loaded
+                        name = type(streamed.model).__name__
+                        raise ModelError(
+                            f"{name} computes logits from its embedding directly",
+                            hint=NO_STREAMING_HINT,
+                        )
+                    return found
+
                 for place, batch in enumerate(self._batches):
-                    keys = [self._key(lane, place) for lane in self._lanes]
+                    keys = range(place, num_batches * len(self._lanes), num_batches)
                     add(batch, [store.get(key, device).output for key in keys], whole)
 
     def _key(self, lane: _Lane, place: int) -> int:
@@ -108,10 +111,17 @@ class StreamedLanes:
             if (index := next(inside, None)) is not None:
                 lane.by_layer[index].append(change)
             elif (embedding := self._streamed.embeddings.get(name)) is not None:
-                lane.rows.append((embedding, _read_rows(embedding, change)))
+                assert isinstance(change, CopiedParameter)  # noqa: S101 -- no scheme quantizes it
+                try:
+                    lane.rows.append((embedding, embedding.read_others(change.read_rows)))
+                except (IndexError, RuntimeError) as error:
+                    raise VerificationError(
+                        f"{name} has another shape in the FP8 checkpoint: {error}",
+                        hint="name the model that the checkpoint was made from",
+                    ) from error
             else:
                 lane.around.append(change)
-        if number and not lane.changes_calls:
+        if number and not (lane.around or lane.rows):
             modules = {*(site.module for site in candidate.quantizers), *candidate.reads}
             changed = (
                 layer.index
@@ -128,7 +138,7 @@ class StreamedLanes:
         has_media = any(batch.media is not None for batch in self._batches)
         for lane in self._lanes:
             lane.find_call = self._decoder.find_call
-            if has_media and lane.changes_calls:
+            if has_media and (lane.around or lane.rows):
                 with self._streamed.placed_towers(), self._changed(lane, None):
                     lane.find_call = store_calls(
                         self._decoder, self._store, self._batches, number=lane.number
@@ -187,29 +197,3 @@ class StreamedLanes:
                 before = self._store.get(source, self._decoder.device)
                 hidden = steps.finish(batch, self._cache(lane), before)
                 self._store.put(self._key(lane, place), LayerState(hidden, {}))
-
-    def _whole_logits(self, logits: Logits) -> Logits:
-        """Refuse a head that uses the embedding itself, of which only some rows are loaded."""
-
-        def checked(hidden: torch.Tensor) -> torch.Tensor:
-            found = logits(hidden)
-            if found.shape[-1] < self._vocab_size:
-                raise ModelError(
-                    f"{type(self._streamed.model).__name__} computes logits from its embedding "
-                    "directly",
-                    hint="it cannot be streamed: leave out --memory, or use a larger machine",
-                )
-            return found
-
-        return checked
-
-
-def _read_rows(embedding: EmbeddingRows, change: WeightChange) -> torch.Tensor:
-    assert isinstance(change, CopiedParameter)  # noqa: S101 -- no scheme quantizes an embedding
-    try:
-        return embedding.read_others(change.read_rows)
-    except (IndexError, RuntimeError) as error:
-        raise VerificationError(
-            f"{change.parameters[0].name} has another shape in the FP8 checkpoint: {error}",
-            hint="name the model that the checkpoint was made from",
-        ) from error
