@@ -30,7 +30,6 @@ _CLASS = "class"
 (`models/transformers.py`)."""
 _PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
 _PLACELESS = "attention of this model type has no parameters for KV scales"
-_READS_FILE = "class of this model type reads a file of scales"
 _MAPS_NAMES = "loader of this model type maps the names of KV scales (maybe_remap_kv_scale_name)"
 """Its attention gets a folder's `k_scale`."""
 _IS_STRICT = "loader of this model type raises an error for a name without a parameter"
@@ -50,6 +49,7 @@ _CONFIG_KEYS = (
     "modelopt",
 )
 """Where SGLang looks for the quantization config, in order."""
+_STATIC_FP8 = {"type": "float", "num_bits": 8, "strategy": "tensor"}
 _KV_COMPRESSED = "compressed-tensors' attention has parameters for KV scales"
 _ZERO_UNSET = "two KV scales of zero count as not loaded"
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
@@ -76,7 +76,7 @@ def replay_sglang(
         Refusal: SGLang does not start.
     """
     context = open_indexed(folder, geometry, error="RuntimeError")
-    fault = _find_fault(folder, geometry, release)
+    fault = find_fault(folder, geometry, release)
     paths = {
         layer.index: _inner_path(attention)
         for layer, attention in (geometry.attentions() if fault is None else ())
@@ -137,27 +137,11 @@ def has_place(model_type: str, release: Release) -> bool:
     return model_type not in release.list_values(_PLACELESS)
 
 
-def takes_sglang_json(geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether SGLang's class reads a file of scales; multimodal classes do not."""
-    if not has_class(geometry.architecture, release):
-        return False
-    is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
-    return geometry.model_type in release.list_values(_READS_FILE) and not is_wrapped
-
-
-def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether a model's attention layers have parameters for KV scales."""
-    try:
-        return _find_fault(folder, geometry, release) is None
-    except Refusal:
-        return False
-
-
 _Fault = tuple[str, str]
 """Why attention layers have no parameters for KV scales, and what to do."""
 
 
-def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
+def find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
     """Say why attention layers have no parameters for KV scales; None where they have."""
     fault = _find_config_fault(find_sglang_config(folder), release)
     if fault is None and not has_class(geometry.architecture, release):
@@ -202,50 +186,39 @@ def _find_config_fault(
         why = "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
         return why, _SCHEME_FIX
     method = str(quantization.get("quant_method", "modelopt"))
+    why = ""
     if method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
         since = release.begins[_KV_COMPRESSED][""]
         why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
         return f"{why}, so it uses 1.0", _NEWER_FIX
-    if method in ("fp8", "quark", "mxfp8"):
-        return None
     if method == "compressed-tensors":
-        why = _find_scheme_fault(quantization.get("kv_cache_scheme"))
+        scheme = quantization.get("kv_cache_scheme")
+        if scheme is None:
+            why = "without a kv_cache_scheme no layer has parameters for KV scales"
+        elif not isinstance(scheme, dict):
+            raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
+        elif (
+            not scheme.get("symmetric", True)
+            or scheme.get("dynamic", False)
+            or any(scheme.get(key) != value for key, value in _STATIC_FP8.items())
+        ):
+            kind = "static symmetric per-tensor FP8"
+            why = f"kv_cache_scheme is ignored, because only {kind} is supported"
     elif method.startswith("modelopt"):
-        why = _find_modelopt_fault(quantization)
-    else:
+        section = find_modelopt_section(quantization)
+        if section.get("quant_algo") is None:
+            why = "Cannot find 'quant_algo' in the model's quantization config"
+            raise Refusal(why, fix="write the scales as compressed-tensors does (kv-overlay)")
+        scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
+        if isinstance(scheme, dict):
+            algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
+        if not algorithm and "FP4" not in str(section["quant_algo"]):
+            why = "the ModelOpt config does not quantize the KV cache"
+    elif method not in ("fp8", "quark", "mxfp8"):
         why = f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
         return why, METHODS_FIX
-    return (why, _SCHEME_FIX) if why else None
-
-
-def _find_scheme_fault(scheme: object) -> str:
-    if scheme is None:
-        return "without a kv_cache_scheme no layer has parameters for KV scales, so it uses 1.0"
-    if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
-    is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
-    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    if is_static and all(scheme.get(key) == value for key, value in wanted.items()):
-        return ""
-    return (
-        "kv_cache_scheme is ignored, because only static symmetric per-tensor FP8 is supported, "
-        "so it uses 1.0"
-    )
-
-
-def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
-    section = find_modelopt_section(quantization)
-    if section.get("quant_algo") is None:
-        why = "Cannot find 'quant_algo' in the model's quantization config"
-        raise Refusal(why, fix="write the scales as compressed-tensors does (kv-overlay)")
-    scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
-    if isinstance(scheme, dict):
-        algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
-    has_method = algorithm or "FP4" in str(section["quant_algo"])
-    return (
-        "" if has_method else "the ModelOpt config does not quantize the KV cache, so it uses 1.0"
-    )
+    return (f"{why}, so it uses 1.0", _SCHEME_FIX) if why else None
 
 
 def _inner_path(attention: Attention) -> str:

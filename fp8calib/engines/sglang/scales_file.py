@@ -32,10 +32,11 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
     report_alike,
 )
-from fp8calib.engines.sglang.replay import find_sglang_type, has_kv_method, takes_sglang_json
+from fp8calib.engines.sglang.replay import find_fault, find_sglang_type, has_class
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import ModelGeometry
 
+_READS_FILE = "class of this model type reads a file of scales"
 _WHY = (
     "SGLang divides K and V by the scale where it stores them, and does not multiply where it "
     "reads them: FlashInfer attends to the quotients, FlashAttention, Triton and TRT-LLM fail"
@@ -65,14 +66,21 @@ def replay_sglang_json(
     Raises:
         Refusal: SGLang does not start.
     """
-    if not takes_sglang_json(geometry, release):
+    # multimodal classes read none
+    is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
+    has_own = has_class(geometry.architecture, release) and not is_wrapped
+    if not has_own or geometry.model_type not in release.list_values(_READS_FILE):
         owner = f"{release.title}'s {find_sglang_type(geometry, release)}"
         why = f"{owner} reads no file of scales: RuntimeError at start"
         raise Refusal(why, fix=_OVERLAY_FIX)
     report = _replay_loader(path, geometry, tp)
     if any(layer.k.status is Status.DEFAULTED for layer in report.layers):
         return report
-    if has_kv_method(model, geometry, release):
+    try:
+        fault = find_fault(model, geometry, release)
+    except Refusal as refusal:
+        fault = refusal.why, refusal.fix
+    if fault is None:
         why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
         raise Refusal(why, fix="store the scales in the checkpoint")
     return report.change(lambda one: one.misread(_WHY, _OVERLAY_FIX))

@@ -345,21 +345,17 @@ class _Replay:
         return {
             path: layer.index
             for layer, attention in self._geometry.attentions()
-            if self._has_heads(attention)
+            if attention.kind == "heads" or self._is_among(_EXPANDING)
             for path in (f"{attention.checkpoint_module}.attn",)
             if not any(matches_target(target, path) for target in targets)
         }
-
-    def _has_heads(self, attention: Attention) -> bool:
-        """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
-        return attention.kind == "heads" or self._is_among(_EXPANDING)
 
     def _is_among(self, fact: str) -> bool:
         return self._geometry.model_type in self._release.list_values(fact)
 
     def _explain_bare(self, attention: Attention) -> tuple[str, str] | None:
         """Say why no scale of a layer is used, and what to do; None where scales are used."""
-        if attention.kind == "latent" and not self._has_heads(attention):
+        if attention.kind == "latent" and not self._is_among(_EXPANDING):
             why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
             return why, "serve it without scales: latents are cached with 1.0"
         if self._method is None:
