@@ -27,13 +27,13 @@ from fp8calib.commands.check import CheckRequest, CheckResult
 from fp8calib.commands.request import PythonReporter
 from fp8calib.engines.check import check_file, check_folder, doubt_configs
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.engines.replay.fingerprint import add_fingerprint
 from fp8calib.engines.replay.folder import (
     ScaleFolder,
     imagine_geometry,
     open_folder,
     read_replayed_geometry,
 )
+from fp8calib.engines.replay.verdicts import add_fingerprint
 from fp8calib.engines.weights.stored import list_opened_files
 from fp8calib.errors import ModelError, NotUnderstoodError, UsageError, shorten
 from fp8calib.formats.fp8.weights import WEIGHT_FORMATS

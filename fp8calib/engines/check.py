@@ -20,7 +20,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import mark_odd_scales, measure_reaches, suspect_odd_scales
 from fp8calib.engines.registry import find_replayed
-from fp8calib.engines.replay.dtypes import find_cache_flag
+from fp8calib.engines.replay.declared import find_cache_flag
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,

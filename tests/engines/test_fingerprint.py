@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import fp8calib
-from fp8calib.engines.replay.fingerprint import fingerprint_scales
+from fp8calib.engines.replay.verdicts import fingerprint_scales
 from fp8calib.engines.status import Status
 from fp8calib.model.shapes import Role
 from tests.engines.check_handmade import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.engines.replay.quantization_config import matches_target
+from fp8calib.engines.replay.declared import matches_target
 from fp8calib.errors import ModelError
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save

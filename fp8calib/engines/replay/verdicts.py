@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from pydantic import Field, computed_field
 
 from fp8calib.engines.status import Status
@@ -97,7 +99,7 @@ class EngineReport(Frozen):
     )
     """What a running engine holds, by layer and role, where the replay knows it."""
     fingerprint: str = ""
-    """Of the KV scales as loaded (`replay/fingerprint.py`); empty where they are not known."""
+    """Of the KV scales as loaded (`fingerprint_scales`); empty where they are not known."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
@@ -336,3 +338,36 @@ def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
         return report_unknown(geometry, refusal.why)
     verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
     return report_alike(geometry, verdict)
+
+
+# --- a fingerprint of KV scales as an engine holds them: a stored cache can be keyed by it --------
+
+_DIGITS = 16
+Place = tuple[int, int, Role]
+"""A layer, a rank, and K or V."""
+
+
+def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
+    """Hash layer, rank, role and numbers: hexadecimal digits.
+
+    Heads with the same number are as one number for all of them. Numbers are those of float32.
+    """
+    digest = hashlib.sha256()
+    for (layer, rank, role), numbers in sorted(scales.items()):
+        found = numbers[:1] if len(set(numbers)) == 1 else numbers
+        digest.update(f"{layer} {rank} {role} {len(found)}\n".encode())
+        with np.errstate(over="ignore"):
+            digest.update(np.array(found, dtype=np.float64).astype("<f4").tobytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def add_fingerprint(report: EngineReport, tp: int) -> EngineReport:
+    """Add the fingerprint of what an engine holds on `tp` ranks, where all of it is known."""
+    found: dict[Place, Sequence[float]] = {}
+    for (layer, role), verdict in report.slots.items():
+        held = report.held.get((layer, role))
+        value = () if verdict.value is None else (verdict.value,)  # not known where it is empty
+        for rank in range(tp):
+            found[layer, rank, role] = value if held is None else held.of_rank(rank, tp)
+    is_known = bool(found) and all(found.values())
+    return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})

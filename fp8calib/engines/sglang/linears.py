@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8calib.engines.facts.release import Release
+from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.forms import OtherScheme

@@ -11,14 +11,15 @@ from collections.abc import Mapping
 
 from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
-from fp8calib.engines.replay.dtypes import amend_for_dtype, note_drafter
-from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
-from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
-from fp8calib.engines.replay.quantization_config import (
+from fp8calib.engines.replay.declared import (
     METHODS_FIX,
+    amend_for_dtype,
     find_modelopt_section,
     find_quantization,
+    note_drafter,
 )
+from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
+from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.formats.dialect import Spelling
 from fp8calib.formats.kv.parse_names import parse_name

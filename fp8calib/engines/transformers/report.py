@@ -16,7 +16,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.engines.replay.dtypes import amend_for_dtype
+from fp8calib.engines.replay.declared import amend_for_dtype
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import (

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fp8calib.engines.facts.release import Release
-from fp8calib.engines.replay.quantization_config import find_modelopt_section
+from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.formats.kv.config import SCHEME_HINT, find_scheme_fault
 

@@ -8,13 +8,13 @@ from fnmatch import fnmatch
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, Release
-from fp8calib.engines.replay.dtypes import find_served_dtype
-from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import (
+from fp8calib.engines.replay.declared import (
     CONFIG_KEYS,
     find_quantization,
+    find_served_dtype,
     matches_target,
 )
+from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.weights.forms import Expected, OtherScheme

@@ -7,19 +7,21 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from fp8calib.engines.facts.release import BFLOAT16_TYPES, QUERY_GPUS, VLLM_RUN, Release
-from fp8calib.engines.replay.dtypes import amend_for_dtype, find_served_dtype, note_drafter
+from fp8calib.engines.replay.declared import (
+    CONFIG_KEYS,
+    METHODS_FIX,
+    amend_for_dtype,
+    find_quantization,
+    find_served_dtype,
+    matches_target,
+    note_drafter,
+)
 from fp8calib.engines.replay.folder import FoundScale, ScaleFolder
 from fp8calib.engines.replay.load_context import (
     Slot,
     match_to_layers,
     open_indexed,
     require_scalar,
-)
-from fp8calib.engines.replay.quantization_config import (
-    CONFIG_KEYS,
-    METHODS_FIX,
-    find_quantization,
-    matches_target,
 )
 from fp8calib.engines.replay.verdicts import (
     EngineReport,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import Release
+from fp8calib.engines.replay.declared import matches_target
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.forms import (
     Expected,

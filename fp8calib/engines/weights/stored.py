@@ -24,8 +24,8 @@ from fp8calib.engines.odd_scales import (
     map_measured,
     suspect_weight_scales,
 )
+from fp8calib.engines.replay.declared import find_modelopt_section
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import PLAIN_DTYPES, WEIGHT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
 EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
 """Of the scales of MXFP8, as files name them."""
-_NO_SCALE_HINT = "the weights cannot be used without it; the download or the export is incomplete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,26 +113,39 @@ def _pair_weight(
 ) -> Fp8Weight:
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     scale_name = _find_one(checkpoint, name, names.scales, dtypes)
-    if scale_name is None:
-        fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
-        hint = _explain_missing(checkpoint, names.scales)
+    input_name = _find_one(checkpoint, name, names.input_scales, _SCALE_DTYPES)
+    is_static = scheme.inputs is InputScaling.STATIC
+    if scale_name is None or (is_static and input_name is None):
+        candidates = names.scales if scale_name is None else names.input_scales
+        fault = f"the inputs of {names.module} are static, but there is no {candidates[0]}"
+        if scale_name is None:
+            fault = f"{name} is FP8, but there is no {' or '.join(candidates[:2])}"
+        hint = "the weights cannot be used without it; the download or the export is incomplete"
+        beside = (each for each in checkpoint.unlisted if each[1] in candidates)
+        for file_name, unlisted in islice(beside, 1):
+            hint = f"{unlisted} is in {file_name}, but not in the index"
         raise refusal(checkpoint.file_of(name), fault, hint=hint)
     _check_shape(checkpoint, name, scale_name, scheme)
+    if input_name is not None:
+        path, shape = checkpoint.file_of(input_name), checkpoint.tensors[input_name].shape
+        if not is_static:
+            says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
+            raise contradiction(path, f"there is {input_name}, but {says}")
+        if shape not in ((), (1,)):
+            hint = "a static input scale must be one number"
+            raise refusal(path, f"{input_name} has shape {list(shape)}", hint=hint)
     return Fp8Weight(
         module=names.module,
         shape=checkpoint.tensors[name].shape,
         scale_name=scale_name,
-        input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
+        input_scale_name=input_name,
         companions=(*names.scales, *names.input_scales, *names.zero_points),
         scheme=scheme,
     )
 
 
 def _find_one(
-    checkpoint: Checkpoint,
-    name: str,
-    candidates: Collection[str],
-    dtypes: Collection[str] = _SCALE_DTYPES,
+    checkpoint: Checkpoint, name: str, candidates: Collection[str], dtypes: Collection[str]
 ) -> str | None:
     """Find the one of several names that exists; None if there is none."""
     found = [candidate for candidate in candidates if candidate in checkpoint]
@@ -148,13 +161,6 @@ def _find_one(
             hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
         raise refusal(checkpoint.file_of(found[0]), f"{found[0]} is of dtype {dtype}", hint=hint)
     return found[0]
-
-
-def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str:
-    for file_name, name in checkpoint.unlisted:
-        if name in candidates:
-            return f"{name} is in {file_name}, but not in the index"
-    return _NO_SCALE_HINT
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: StoredScheme) -> None:
@@ -174,24 +180,3 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sto
     expected = " or ".join(str(list(known)) for known in shapes[scheme.weights])
     hint = f"for a weight {list(shape)}, scales per {scheme.weights} are {expected}"
     raise refusal(path, fault, hint=hint)
-
-
-def _find_input_scale(
-    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
-) -> str | None:
-    found = _find_one(checkpoint, name, names.input_scales)
-    is_static = scheme.inputs is InputScaling.STATIC
-    if is_static and found is None:
-        fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
-        hint = _explain_missing(checkpoint, names.input_scales)
-        raise refusal(checkpoint.file_of(name), fault, hint=hint)
-    if found is None:
-        return None
-    path, shape = checkpoint.file_of(found), checkpoint.tensors[found].shape
-    if not is_static:
-        says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
-        raise contradiction(path, f"there is {found}, but {says}")
-    if shape not in ((), (1,)):
-        hint = "a static input scale must be one number"
-        raise refusal(path, f"{found} has shape {list(shape)}", hint=hint)
-    return found

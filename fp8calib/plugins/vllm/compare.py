@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fp8calib.engines.replay.fingerprint import Place, fingerprint_scales
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     LoadVerdict,
+    Place,
+    fingerprint_scales,
     is_scale,
     judge_number,
 )

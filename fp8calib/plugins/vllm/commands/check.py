@@ -52,8 +52,8 @@ def run(request: VllmCheckRequest, reporter: Reporter) -> CheckResult:  # noqa: 
     with slow_imports():
         from fp8calib.checkpoint.hub import fetch_hub_id
         from fp8calib.commands.checked import check_path
-        from fp8calib.engines.replay.fingerprint import add_fingerprint
         from fp8calib.engines.replay.folder import open_folder
+        from fp8calib.engines.replay.verdicts import add_fingerprint
         from fp8calib.model.drafters import find_drafter_class
         from fp8calib.plugins.vllm.loader import amend_by_loader, ask_loader, find_release
     python, path = Path(request.python or sys.executable), fetch_hub_id(Path(request.path))
