@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from pydantic import Field, computed_field
 
 from fp8calib.engines.status import Status
@@ -352,6 +351,8 @@ def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
 
     Heads with the same number are as one number for all of them. Numbers are those of float32.
     """
+    import numpy as np  # noqa: PLC0415 -- the parser imports the verdicts
+
     digest = hashlib.sha256()
     for (layer, rank, role), numbers in sorted(scales.items()):
         found = numbers[:1] if len(set(numbers)) == 1 else numbers

@@ -113,19 +113,15 @@ def _pair_weight(
 ) -> Fp8Weight:
     dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     scale_name = _find_one(checkpoint, name, names.scales, dtypes)
+    if scale_name is None:
+        fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
+        raise _refuse_missing(checkpoint, name, fault, names.scales)
+    _check_shape(checkpoint, name, scale_name, scheme)
     input_name = _find_one(checkpoint, name, names.input_scales, _SCALE_DTYPES)
     is_static = scheme.inputs is InputScaling.STATIC
-    if scale_name is None or (is_static and input_name is None):
-        candidates = names.scales if scale_name is None else names.input_scales
-        fault = f"the inputs of {names.module} are static, but there is no {candidates[0]}"
-        if scale_name is None:
-            fault = f"{name} is FP8, but there is no {' or '.join(candidates[:2])}"
-        hint = "the weights cannot be used without it; the download or the export is incomplete"
-        beside = (each for each in checkpoint.unlisted if each[1] in candidates)
-        for file_name, unlisted in islice(beside, 1):
-            hint = f"{unlisted} is in {file_name}, but not in the index"
-        raise refusal(checkpoint.file_of(name), fault, hint=hint)
-    _check_shape(checkpoint, name, scale_name, scheme)
+    if is_static and input_name is None:
+        fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
+        raise _refuse_missing(checkpoint, name, fault, names.input_scales)
     if input_name is not None:
         path, shape = checkpoint.file_of(input_name), checkpoint.tensors[input_name].shape
         if not is_static:
@@ -142,6 +138,16 @@ def _pair_weight(
         companions=(*names.scales, *names.input_scales, *names.zero_points),
         scheme=scheme,
     )
+
+
+def _refuse_missing(
+    checkpoint: Checkpoint, name: str, fault: str, candidates: Collection[str]
+) -> ModelError:
+    hint = "the weights cannot be used without it; the download or the export is incomplete"
+    beside = (each for each in checkpoint.unlisted if each[1] in candidates)
+    for file_name, unlisted in islice(beside, 1):
+        hint = f"{unlisted} is in {file_name}, but not in the index"
+    return refusal(checkpoint.file_of(name), fault, hint=hint)
 
 
 def _find_one(
