@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from fp8calib.calibration.embeddings import copy_ids
+from fp8calib.calibration.streamed_weights import copy_ids
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology import find_text_decoder, name_cache_argument

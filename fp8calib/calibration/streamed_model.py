@@ -21,10 +21,16 @@ from fp8calib.calibration.decoder import (
     OutOfMemoryInForward,
     replaced_forward,
 )
-from fp8calib.calibration.embeddings import EmbeddingRows, embeddings_by_row
 from fp8calib.calibration.hooks import changed_input
 from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, HiddenStateStore, LayerSteps
-from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader, set_tensor
+from fp8calib.calibration.streamed_weights import (
+    EmbeddingRows,
+    HeldTensors,
+    ModelPart,
+    PartLoader,
+    embeddings_by_row,
+    set_tensor,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8calib.calibration.decoder import Decoder, DecoderCall
-from fp8calib.calibration.embeddings import EmbeddingRows
 from fp8calib.calibration.hooks import HookedCache
 from fp8calib.calibration.layer_steps import NO_STREAMING_HINT, LayerState, LayerSteps
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, store_calls
+from fp8calib.calibration.streamed_weights import EmbeddingRows
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.candidate import Candidate, blaming

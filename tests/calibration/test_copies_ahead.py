@@ -18,10 +18,15 @@ import torch
 from fp8calib.calibration import journal as journal_module
 from fp8calib.calibration import passes
 from fp8calib.calibration.decoder import OutOfMemoryInForward
-from fp8calib.calibration.embeddings import EmbeddingRows, copy_ids
 from fp8calib.calibration.journal import Journal
 from fp8calib.calibration.layer_steps import HiddenStateStore
-from fp8calib.calibration.streamed_weights import HeldTensors, ModelPart, PartLoader
+from fp8calib.calibration.streamed_weights import (
+    EmbeddingRows,
+    HeldTensors,
+    ModelPart,
+    PartLoader,
+    copy_ids,
+)
 from fp8calib.errors import ModelError
 from scripts.benchmarks.launches import WorkCounter
 from tests import zoo
