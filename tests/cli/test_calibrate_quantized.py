@@ -42,11 +42,17 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"weight_zero_point": torch.zeros(9, 1, dtype=torch.int32)}, "is I32 [9, 1] for scales"),
-        ({"weight_scale": torch.ones(128, 3)}, "has shape [128, 3] for a weight [128, 32]"),
+        (
+            {"weight_zero_point": torch.zeros(9, 1, dtype=torch.int32)},
+            "is I32 [9, 1], expected are zero points",
+        ),
+        (
+            {"weight_scale": torch.ones(128, 3)},
+            "is F32 [128, 3], expected are float scales",
+        ),
         ({"weight_scale": torch.full((128, 1), torch.nan)}, "holds what is not a scale"),
         ({"weight_scale": None}, "weight_scale is missing"),
-        ({"weight_shape": torch.tensor([128, 64])}, "not integers of 4 or 8 bits"),
+        ({"weight_shape": torch.tensor([128, 64])}, "expected are integers of 4 or 8 bits"),
     ],
 )
 def test_integers_that_do_not_fit_are_named(
