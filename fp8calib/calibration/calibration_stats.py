@@ -275,10 +275,7 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
-    """Merge all shards of one run, in any order: the result is that of the unsharded run.
-
-    Args:
-        named: each shard's statistics with its name in messages.
+    """Merge all shards of one run, with their names in messages: in any order, they are the run.
 
     Raises:
         ModelError: the shards are of different runs, one is given twice, or one is missing.

@@ -154,14 +154,8 @@ def open_hooks(
 ) -> Iterator[None]:
     """Install all hooks except those on K and V (`HookedCache`) while the context is open.
 
-    Args:
-        model: the model, unquantized.
-        geometry: its geometry.
-        hooks: receive the tensors.
-        query: whether to hook q.
-        inputs: whether to hook the inputs of linears and experts.
-        ignored: paths of modules that get no hooks.
-        attend: runs attention where q is hooked; None leaves it to the model.
+    Modules that are `ignored` get none. `attend` runs attention where q is hooked; None leaves it
+    to the model.
     """
     modules = dict(model.named_modules())
     attentions = {

@@ -50,11 +50,9 @@ class BatchView:
 
     Attributes:
         shape: (B, S).
-        lengths: the tokens of each sequence.
         first: the global index of the first sequence.
         num_tokens: the number of tokens, without padding.
         num_rows: the number of tokens, padding included.
-        is_padded: whether rows are padding.
         spans: the bounds of each range of positions.
         sampled: the sequences of the batch that enter the histograms.
     """

@@ -75,10 +75,6 @@ class StreamedModel:
     """A model whose layers are loaded and dropped in turn; made by `open_streamed`.
 
     Attributes:
-        prepared: the model, with weights only in the parts that are loaded.
-        model: the model itself.
-        geometry: its geometry.
-        device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
         parts: the parameters of each layer.
     """

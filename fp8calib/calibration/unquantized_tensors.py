@@ -96,11 +96,8 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
     """Find the first tensor that differs from the recorded ones by more than quantization.
 
     A norm or an embedding that the checkpoint has quantized is not compared, nor is what earlier
-    versions recorded in another form.
-
-    Args:
-        recorded: of `hash_unquantized`.
-        checkpoint: decoded while it is read, so that its linears can be compared.
+    versions recorded in another form. Linears of a checkpoint that is decoded while it is read are
+    compared.
 
     Raises:
         ModelError: a recorded sketch is damaged.

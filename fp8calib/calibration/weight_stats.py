@@ -31,8 +31,16 @@ def observe_weights(
     observed = [linear for linear in linears if linear.runner not in ignored]
     by_expert: dict[str, list[dict[str, torch.Tensor]]] = defaultdict(list)
     for linear, expert, weight in read_linears(observed, source):
-        index = "" if expert is None else f"[{expert}]"
-        found = _reduce(weight, f"{linear.weight_name}{index}")
+        name = linear.weight_name if expert is None else f"{linear.weight_name}[{expert}]"
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+            raise ModelError(
+                f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
+                "quantized, although its config does not state it",
+                hint="calibrate the unquantized model it was made from",
+            )
+        found = {"amax": row_amax(weight), "amax_in": channel_amax(weight)}
+        if weight.device.type == "cpu" and not bool(found["amax"].isfinite().all()):
+            _require_finite(weight, name, 0)
         site = Site(linear.module, Role.WEIGHT)
         if expert is None:
             yield site, SiteStats(count=0, **found)
@@ -88,16 +96,3 @@ def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
     if len(bad):
         row, *rest = bad[0].tolist()
         raise nonfinite_tensor_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
-
-
-def _reduce(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-        raise ModelError(
-            f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
-            "quantized, although its config does not state it",
-            hint="calibrate the unquantized model it was made from",
-        )
-    amax_out = row_amax(weight)
-    if weight.device.type == "cpu" and not bool(amax_out.isfinite().all()):
-        _require_finite(weight, name, 0)
-    return {"amax": amax_out, "amax_in": channel_amax(weight)}
