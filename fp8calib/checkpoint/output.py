@@ -339,7 +339,7 @@ def require_free_space(path: Path, size_bytes: int) -> None:
     Raises:
         ExportError: there is too little room; the message gives the bytes needed and free.
     """
-    free_bytes = _count_free(path)
+    free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
     if free_bytes < size_bytes:
         needed, free = format_size(size_bytes), format_size(free_bytes)
         message = f"{path}: {needed} are needed and {free} are free on its disk"
@@ -369,12 +369,9 @@ def explained(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
         if needed_bytes:
             message += f"; more than {format_size(needed_bytes)} are needed"
             with suppress(OSError):
-                message += f", {format_size(_count_free(path))} are free"
+                free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
+                message += f", {format_size(free_bytes)} are free"
         raise ExportError(message, hint=_OTHER_DISK_HINT) from error
-
-
-def _count_free(path: Path) -> int:
-    return shutil.disk_usage(_find_existing(path.resolve())).free
 
 
 def _find_existing(path: Path) -> Path:

@@ -15,9 +15,6 @@ from fp8calib.model.shapes import ModelGeometry, Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.numerics.formats import E4M3FN, Fp8Format
 from fp8calib.numerics.schemes import MX_BLOCK, find_scheme
-from fp8calib.quantization.calibrated_scales import InputScales
-from fp8calib.quantization.select import find_selection
-from fp8calib.quantization.settings import make_settings
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
@@ -27,7 +24,6 @@ from fp8calib.verification.emulation.kv import (
     make_unscaled_table,
     takes_latents_unscaled,
 )
-from fp8calib.verification.emulation.planned import emulate_planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +127,12 @@ def build_scheme(
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
+    # most candidates have no scheme
+    from fp8calib.quantization.calibrated_scales import InputScales  # noqa: PLC0415
+    from fp8calib.quantization.select import find_selection  # noqa: PLC0415
+    from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
+    from fp8calib.verification.emulation.planned import emulate_planned  # noqa: PLC0415
+
     found, fmt = find_scheme(scheme), target.fmt
     if found.has_static_inputs and stats is None:
         raise UsageError(

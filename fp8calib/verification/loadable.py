@@ -15,10 +15,6 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.numerics.schemes import find_scheme
-from fp8calib.quantization.plan import make_plan
-from fp8calib.quantization.select import find_selection
-from fp8calib.quantization.settings import make_settings
-from fp8calib.quantization.write import write_outline
 from fp8calib.verification.candidates import list_defaulted
 from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.opened import find_candidate
@@ -70,6 +66,12 @@ def _replay_all(
             yield name, report
     if scheme is None or not is_unquantized or find_scheme(scheme).has_static_inputs:
         return  # static scales would need statistics
+    # most candidates have no scheme
+    from fp8calib.quantization.plan import make_plan  # noqa: PLC0415
+    from fp8calib.quantization.select import find_selection  # noqa: PLC0415
+    from fp8calib.quantization.settings import make_settings  # noqa: PLC0415
+    from fp8calib.quantization.write import write_outline  # noqa: PLC0415
+
     try:
         selection = find_selection(model.checkpoint)
         plan = make_plan(model.checkpoint, make_settings(scheme), selection)
