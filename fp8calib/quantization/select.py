@@ -13,7 +13,16 @@ from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.formats.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.model.drafters import count_layers, is_drafted, number_layer
-from fp8calib.model.expert_layouts import KnownStacks, cut_name, list_configs
+from fp8calib.model.expert_layouts import (
+    UNSERVED_STACKS,
+    ExpertLayout,
+    KnownStacks,
+    Order,
+    Stack,
+    cut_name,
+    find_layout,
+    list_configs,
+)
 from fp8calib.model.module_paths import split_expert
 from fp8calib.quantization.ignored import (
     TOWER,
@@ -23,12 +32,13 @@ from fp8calib.quantization.ignored import (
     span_layers,
     spell_options,
 )
-from fp8calib.quantization.matrices import SUFFIX, ExpertStacks, Matrix
+from fp8calib.quantization.matrices import SUFFIX, Matrix, StackPosition
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 )
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
+_STACK_AXES = 3
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
@@ -299,3 +309,95 @@ def _refuse_linears(
 def _hint_at_cache(checkpoint: Checkpoint) -> str:
     folder = shlex.quote(str(checkpoint.folder))
     return f"`fp8calib calibrate {folder} --out DIR` quantizes its KV cache alone"
+
+
+# --- experts in stacks ---------------------------------------------------------------------------
+
+
+class ExpertStacks:
+    """The expert stacks of a checkpoint, described by config.json and the shapes of tensors.
+
+    `known` is what the model's class says of stacks, where the type has no layout here.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        tensors: Mapping[str, TensorEntry],
+        known: KnownStacks | None = None,
+    ) -> None:
+        self._tensors = tensors
+        found = find_layout(config)
+        self._known = found if known is None or found.layout is not None else known
+        types = [inner.get("model_type") for inner in list_configs(config)]
+        # why engines load the experts of this model in no form of FP8 that is written
+        self.unserved = next((why for kind, why in UNSERVED_STACKS.items() if kind in types), "")
+
+    def explain_unknown(self) -> str:
+        """Explain why a stack cannot be split."""
+        known = self._known
+        if self.unserved:
+            return f"which engines cannot load in FP8: {self.unserved}"
+        if known.layout is None:
+            return "in an unknown layout"
+        return (
+            f"in an unknown layout: {known.model_type} has {known.layout.order} with the hidden "
+            f"size {known.hidden_size}"
+        )
+
+    def split(self, name: str) -> tuple[Matrix, ...]:
+        """List the matrices of a stack, expert by expert; none when its layout is unknown."""
+        if (layout := self._known.layout) is None:
+            return ()
+        stack = next((each for each in layout.stacks if name.endswith(each.ending)), None)
+        if stack is None:
+            return ()
+        fitting = self._list_orientations(layout, stack, name)
+        base = name.removesuffix(stack.ending)
+        if len(fitting) > 1:
+            # A square matrix fits both ways: it is read as the other stack of the same experts.
+            # Where that one is transposed, transformers (whose Transpose looks at each shape alone)
+            # and vLLM read the square one differently, so its orientation is unknown.
+            others = [each for each in layout.stacks if each.projections != stack.projections]
+            beside = [self._list_orientations(layout, each, base + each.ending) for each in others]
+            fitting = [False] if [False] in beside else []
+        if len(fitting) != 1:
+            return ()
+        entry, is_transposed = self._tensors[name], fitting[0]
+        outputs, inputs = _orient(entry.shape, is_transposed=is_transposed)
+        rows = outputs // len(stack.projections)
+        return tuple(
+            Matrix(
+                module=f"{base}{stack.base}.{expert}.{projection}",
+                shape=(rows, inputs),
+                dtype=entry.dtype,
+                position=StackPosition(
+                    tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
+                ),
+            )
+            for expert in range(entry.shape[0])
+            for number, projection in enumerate(stack.projections)
+        )
+
+    def _list_orientations(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+        """List the orientations that fit a stack's shape: whether it is transposed."""
+        shape = self._tensors[name].shape if name in self._tensors else ()
+        found = []
+        for is_transposed in _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ():
+            outputs, inputs = _orient(shape, is_transposed=is_transposed)
+            hidden = outputs if stack.projections == ("down_proj",) else inputs
+            if hidden == self._known.hidden_size and outputs % len(stack.projections) == 0:
+                found.append(is_transposed)
+        return found
+
+
+_ORIENTATIONS: Mapping[Order, tuple[bool, ...]] = {
+    Order.OUT_IN: (False,),
+    Order.IN_OUT: (True,),
+    Order.EITHER: (False, True),
+}
+
+
+def _orient(shape: tuple[int, ...], *, is_transposed: bool) -> tuple[int, int]:
+    _, first, second = shape
+    return (second, first) if is_transposed else (first, second)
