@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 
 from fp8calib.errors import UsageError
@@ -127,9 +128,12 @@ def match_patterns(
     return matched
 
 
-def matches_module(pattern: str, module: str, *, option: str) -> bool:
-    """Tell whether a pattern of an option matches a linear, or a module around it."""
-    return any(_matches(pattern, path, option) for path in list_paths(module))
+@lru_cache(maxsize=1 << 17)
+def find_pattern(patterns: tuple[str, ...], module: str, *, option: str) -> str | None:
+    """Find the first pattern of an option that matches a linear, or a module around it."""
+    paths = [*list_paths(module)]
+    found = (each for each in patterns if any(_matches(each, path, option) for path in paths))
+    return next(found, None)
 
 
 def span_layers(path: str) -> str:

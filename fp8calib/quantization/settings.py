@@ -6,7 +6,6 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from fp8calib.calibration.calibration_stats import calibrate_first
 from fp8calib.errors import UsageError, join_or
@@ -20,7 +19,7 @@ from fp8calib.numerics.schemes import (
     list_without_calibration,
     name_mixed,
 )
-from fp8calib.quantization.ignored import match_patterns, matches_module, span_layers
+from fp8calib.quantization.ignored import find_pattern, match_patterns, span_layers
 from fp8calib.quantization.select import Selection
 
 _OPTION = "--layer-scheme"
@@ -46,7 +45,7 @@ class PlanSettings:
 
     def pattern_of(self, module: str) -> str | None:
         """Give the pattern that a linear has its scheme from; None for the default."""
-        return _find_first(tuple(self.by_pattern), module) if self.by_pattern else None
+        return find_pattern(tuple(self.by_pattern), module, option=_OPTION)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -72,12 +71,6 @@ class PlanSettings:
     def name(self) -> str:
         """Name the schemes together."""
         return name_mixed(self.scheme.name, is_mixed=bool(self.by_pattern))
-
-
-@lru_cache(maxsize=1 << 17)
-def _find_first(patterns: tuple[str, ...], module: str) -> str | None:
-    """Find the first pattern that matches a linear, or a module around it."""
-    return next((each for each in patterns if matches_module(each, module, option=_OPTION)), None)
 
 
 def make_settings(
