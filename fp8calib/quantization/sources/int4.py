@@ -90,21 +90,17 @@ class Int4Source(DecodedCheckpoint):
         return ModelError(f"{self.folder}: {fault}", hint=hint)
 
 
-class ScaleSpread:
-    """A tensor source with the scales of an int4 checkpoint, each expanded to its weight's shape.
+class ScaleSpread(Checkpoint):
+    """The scales of an int4 checkpoint, each expanded to its weight's shape; 0 of other tensors.
 
     A `WeightSource` merges, splits and transposes these scales like the weights.
     """
 
     def __init__(self, source: Int4Source) -> None:
-        self.folder = source.folder
+        super().__init__(source.folder)
         self.tensors = source.tensors
         self._source = source
 
-    def read(self, name: str) -> torch.Tensor:
-        """Give the scale of every element of a weight: fp32, 0 if the weight is not quantized."""
-        return self._source.scale(name).expand(self.tensors[name].shape)
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Give the scale of every element of some rows."""
-        return self.read(name)[start:stop]
+    def make_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Give the scale of every element of some rows: fp32."""
+        return self._source.scale(name).expand(self.tensors[name].shape)[rows]
