@@ -1,16 +1,21 @@
-"""Reduce per-token scores to the numbers of a report, with standard errors."""
+"""Reduce per-token scores to the numbers of a report, with standard errors, and compare them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fp8calib.verification.report import CandidateResult, PositionResult
+from fp8calib.verification.report import (
+    CandidateResult,
+    PairedAnswer,
+    PairedResult,
+    PositionResult,
+)
 from fp8calib.verification.token_scores import (
     TokenScores,
     predicted_positions,
@@ -20,6 +25,13 @@ from fp8calib.verification.token_scores import (
 
 MIN_CLUSTERS = 2
 """With fewer clusters the standard error is unknown."""
+MARGIN = 0.1
+"""Differences of less than this share of the base's divergence do not matter."""
+_TWO_SIDED_95 = 1.959964
+_POWER_80 = 0.841621
+"""Quantiles of the normal distribution: of 95 %, two-sided, and of 80 %."""
+_FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
+"""Quantiles of t for 95 %, where the expansion in `t_quantile` is not exact enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +86,16 @@ class Summary:
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     klds = scores.klds.double()
+    ranked = klds.sort().values  # a quantile is the smallest value that as many do not exceed
     return summarize_logprobs(
         scores.logprobs,
         reference.logprobs,
         lengths,
         agrees=scores.agrees,
         kld=average(klds, lengths),
-        kld_median=_quantile(klds, 0.5),
-        kld_p99=_quantile(klds, 0.99),
-        kld_max=float(klds.max()),
+        kld_median=float(ranked[math.ceil(len(klds) / 2) - 1]),
+        kld_p99=float(ranked[math.ceil(0.99 * len(klds)) - 1]),
+        kld_max=float(ranked[-1]),
         top1_ties=float(scores.ties.double().mean()),
     )
 
@@ -188,15 +201,79 @@ def summarize_positions(
     return tuple(results)
 
 
-def _quantile(values: torch.Tensor, share: float) -> float:
-    """Give the smallest value that at least `share` of the values do not exceed."""
-    rank = max(math.ceil(share * len(values)), 1)
-    return float(values.kthvalue(rank).values)
-
-
 def bounded_exp(x: float) -> float:
     """Exponentiate; on overflow give the largest fp64 number."""
     try:
         return math.exp(x)
     except OverflowError:
         return sys.float_info.max
+
+
+# --- two candidates -------------------------------------------------------------------------------
+
+
+def compare_paired(
+    candidate: str,
+    base: str,
+    klds: Mapping[str, torch.Tensor],
+    lengths: Sequence[int],
+    *,
+    margin: float | None = None,
+) -> PairedResult:
+    """Compare `candidate` with `base` by their divergences [N], those of each token paired.
+
+    `lengths` are the tokens of each sequence. The confidence interval of 95 % of the mean
+    difference decides: beyond 0, better or worse; inside the margin, no difference. The margin is
+    a share of the base's divergence if None is given.
+    """
+    base_klds = klds[base].double()
+    differences = klds[candidate].double() - base_klds
+    mean, tokens = float(differences.mean()), len(differences)
+    margin = MARGIN * float(base_klds.mean()) if margin is None else margin
+    se, clusters = standard_error(differences, lengths)
+    answer, more = PairedAnswer.CANNOT_TELL, None
+    if se is not None:  # it is for one token, and for the same text over and over
+        width = t_quantile(clusters - 1) * se
+        if abs(mean) + width <= margin:  # whether 0 is in the interval or not
+            answer = PairedAnswer.NO_DIFFERENCE
+        elif abs(mean) > width:
+            answer = PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
+        elif target := max(abs(mean), margin):
+            more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
+    return PairedResult(
+        candidate=candidate,
+        base=base,
+        difference=mean,
+        se=se,
+        margin=margin,
+        answer=answer,
+        tokens_to_tell=None if more is None else max(more, tokens + 1),
+    )
+
+
+def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
+    """Count the clusters that show a difference in 80 % of all texts.
+
+    `relative_se` is the standard error from `clusters`, over the difference.
+    """
+    found = max(2, math.ceil(clusters * ((_TWO_SIDED_95 + _POWER_80) * relative_se) ** 2))
+    while (t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
+        found += 1
+    return found
+
+
+def t_quantile(degrees: int) -> float:
+    """Give the two-sided 95 % quantile of Student's t.
+
+    The expansion in 1 / degrees is in Abramowitz and Stegun, 26.7.5; its error is below 0.01 from
+    four degrees of freedom on.
+    """
+    if degrees in _FEW_DEGREES:
+        return _FEW_DEGREES[degrees]
+    z = _TWO_SIDED_95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / degrees**power for power, term in enumerate(terms, start=1))

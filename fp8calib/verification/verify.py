@@ -26,7 +26,6 @@ from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.judge.decide import conclude, explain_broken, has_kv_only
 from fp8calib.verification.judge.fits import assess_need, describe_damage, list_losing
 from fp8calib.verification.judge.gates import GATES, Gate, judge
-from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -47,6 +46,7 @@ from fp8calib.verification.report import (
 from fp8calib.verification.score import Scores, score
 from fp8calib.verification.summary import (
     average,
+    compare_paired,
     compute_ppl,
     list_figures,
     summarize,
@@ -205,7 +205,8 @@ def run_verification(
         if name not in {base, SCALE_ONE}
     )
     kv = None
-    if _is_measured(rows.get(SCALE_ONE, ())) and (len(results) == 1 or len(cached) > 1):
+    has_fits = any(row.fit is not None for row in rows.get(SCALE_ONE, ()))
+    if has_fits and (len(results) == 1 or len(cached) > 1):
 
         def run_fitted(quantizers: Candidate) -> torch.Tensor:
             again = score(model, [quantizers], asked.batches, progress=progress, stage=_FITTED)
@@ -289,8 +290,8 @@ def list_layers(
                 layer=layer_of[site.module],
                 role=site.role.value,
                 sqnr_db=found.sqnr_db,
-                clipped=found.clipped_share,
-                flushed=found.flushed_share,
+                clipped=found.shares[0],
+                flushed=found.shares[1],
                 amax=found.amax,
                 scale=scale.largest,
                 largest=scale.largest_value,
@@ -313,12 +314,13 @@ def measure_fit(measured: torch.Tensor) -> SiteFit:
 
     pairs = [(Damage(*one), Damage(*other)) for one, other in zip(*measured.tolist(), strict=True)]
     mine, best = worst = max(pairs, key=loss_db)
+    lost = [max(a - b, 0.0) for a, b in zip(mine.shares, best.shares, strict=True)]
     return SiteFit(
         clips=any(one.clipped for one, _ in pairs),
         loss_db=loss_db(worst),
         worst_db=mine.sqnr_db,
-        clipped=max(mine.clipped_share - best.clipped_share, 0.0),
-        flushed=max(mine.flushed_share - best.flushed_share, 0.0),
+        clipped=lost[0],
+        flushed=lost[1],
     )
 
 
@@ -357,11 +359,6 @@ def _judge(
 # --- the need of scales, the noise floor, rules ---------------------------------------------------
 
 
-def _is_measured(rows: Sequence[LayerResult]) -> bool:
-    """Whether any scale of a candidate was measured beside a fitted one."""
-    return any(row.fit is not None for row in rows)
-
-
 def _assess(
     asked: Verification,
     rows: Mapping[str, Sequence[LayerResult]],
@@ -376,12 +373,14 @@ def _assess(
     """
     losing, added, fp8 = list_losing(rows[SCALE_ONE]), None, klds[SCALE_ONE]
     if losing:
-        cached = [each for each in asked.candidates if not each.weights and each.name != SCALE_ONE]
-        fits = (
-            e.name for e in cached if _is_measured(rows[e.name]) if not list_losing(rows[e.name])
+        fitting = (
+            klds[each.name]
+            for each in asked.candidates
+            if not each.weights and each.name != SCALE_ONE
+            if any(row.fit for row in rows[each.name]) and not list_losing(rows[each.name])
         )
-        if name := next(fits, ""):
-            fp8 = klds[name]
+        if (found := next(fitting, None)) is not None:
+            fp8 = found
         else:
             one = next(each for each in asked.candidates if each.name == SCALE_ONE)
             fp8 = run_fitted(Candidate(name=_FITTED, quantizers=one.fitted))

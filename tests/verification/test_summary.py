@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.judge.gates import GATES, judge
-from fp8calib.verification.paired import MARGIN, compare_paired
 from fp8calib.verification.report import (
     PairedAnswer,
     PairedResult,
@@ -21,6 +20,8 @@ from fp8calib.verification.report import (
     format_difference,
 )
 from fp8calib.verification.summary import (
+    MARGIN,
+    compare_paired,
     compute_ppl,
     standard_error,
     summarize,

@@ -13,9 +13,9 @@ import torch
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import FP8_CACHE, Plan, Unit, join_plans
 from fp8calib.plugins.plan.measure import Measure
-from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import PairedAnswer
 from fp8calib.verification.score import count_in_rounds
+from fp8calib.verification.summary import compare_paired
 
 _LEAST_ERRORS = 4.0
 """A rule must beat amax by this many standard errors (some hundred comparisons are made)."""

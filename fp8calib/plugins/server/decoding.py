@@ -15,8 +15,8 @@ import torch
 
 from fp8calib.plugins.server.answers import ServerScores
 from fp8calib.plugins.server.result import ServerDecodeResult
-from fp8calib.verification.paired import compare_paired
 from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
+from fp8calib.verification.summary import compare_paired
 
 ROUNDING_RMS = 0.05
 """Root mean square, in nats, of differences that count as rounding: kernels that decode sum in

@@ -39,14 +39,9 @@ class Damage(NamedTuple):
         return 10 * math.log10(self.signal / self.noise)
 
     @property
-    def clipped_share(self) -> float:
-        """The share of all elements that clipped."""
-        return self.clipped / self.num_elements if self.num_elements else 0.0
-
-    @property
-    def flushed_share(self) -> float:
-        """The share of all elements that became zero."""
-        return self.flushed / self.num_elements if self.num_elements else 0.0
+    def shares(self) -> tuple[float, float]:
+        """The shares of all elements that clipped, and that became zero."""
+        return self.clipped / max(self.num_elements, 1), self.flushed / max(self.num_elements, 1)
 
 
 def measure_damage(x: torch.Tensor, fake: FakeQuantized, *, flush_stride: int = 1) -> torch.Tensor:

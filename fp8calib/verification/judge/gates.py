@@ -11,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.figures import format_mean_kld, format_ratio
-from fp8calib.verification.paired import t_quantile
 from fp8calib.verification.report import Verdict
-from fp8calib.verification.summary import Summary
+from fp8calib.verification.summary import Summary, t_quantile
 
 _LEAST_MARGIN = 0.01
 _LEAST_CLUSTERS = 8
