@@ -91,11 +91,7 @@ def list_defaulted(table: ScaleTable) -> list[int]:
 def leave_cache(
     candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
 ) -> Candidate:
-    """Leave the KV cache of some layers in 16 bits, as an engine's option does.
-
-    Raises:
-        UsageError: a layer has no KV cache, or shares it with one that is not named.
-    """
+    """Leave the KV cache of some layers in 16 bits, as an engine's option does."""
     known = {layer.index: attention for layer, attention in geometry.attentions()}
     if unknown := sorted(set(layers) - known.keys()):
         raise UsageError(
@@ -162,11 +158,7 @@ def describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) 
 
 
 def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
-    """Refuse a candidate that quantizes nothing, or whose sites the model lacks.
-
-    Raises:
-        ModelError: naming the candidate, and a site.
-    """
+    """Refuse a candidate that quantizes nothing, or whose sites the model lacks."""
     modules = {attention.module for _, attention in geometry.attentions()}
     modules |= {linear.module for _, linear in geometry.linears()}
     lacking = [site for site in candidate.quantizers if site.module not in modules]

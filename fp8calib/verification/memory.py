@@ -118,11 +118,7 @@ def open_scored(
 
 
 def _refuse_inference_tensors(model: LoadedModel) -> None:
-    """Refuse a model whose weights cannot be replaced for a while.
-
-    Raises:
-        UsageError: naming the first.
-    """
+    """Refuse a model whose weights cannot be replaced for a while."""
     named: Iterator[tuple[str, torch.nn.Parameter]] = model.named_parameters()
     for name, parameter in named:
         if parameter.is_inference():

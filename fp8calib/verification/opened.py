@@ -57,11 +57,7 @@ _ELEMENTS_AT_ONCE = 2**22
 
 
 def require_head(model: RunModel) -> None:
-    """Refuse a model that predicts no tokens.
-
-    Raises:
-        ModelError: naming its class.
-    """
+    """Refuse a model that predicts no tokens."""
     if model.prepared.model.get_output_embeddings() is None:
         raise ModelError(
             f"{type(model.prepared.model).__name__} has no output head, so it predicts no tokens "
@@ -133,11 +129,7 @@ def make_rules(
     opened: Sequence[Candidate],
     plain_caches: Collection[int],
 ) -> Mapping[str, Candidate]:
-    """Make a candidate for each rule, from the first statistics.
-
-    Raises:
-        UsageError: there are no statistics.
-    """
+    """Make a candidate for each rule, from the first statistics."""
     first = next((each for each in opened if each.stats is not None), None)
     found = {}
     for rule in rules:
@@ -155,12 +147,7 @@ def make_rules(
 
 
 def find_candidate(name: str) -> Path:
-    """Find the file or folder of a candidate; in the output of a calibration, its statistics.
-
-    Raises:
-        UsageError: the path does not exist.
-        ModelError: the folder links to files outside of it.
-    """
+    """Find the file or folder of a candidate; in the output of a calibration, its statistics."""
     path = Path(name)
     require_path(path, option="--scales")
     if not path.is_dir():

@@ -211,7 +211,7 @@ def _run_whole(
     """Run batches through the unquantized model and its candidates.
 
     Weights change once for a group of batches, whose hidden states wait in the memory that
-    `_find_room` finds.
+    `find_room` finds.
     """
     keep_freed_memory()
     decoder = Decoder(model.model)

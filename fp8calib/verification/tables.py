@@ -6,12 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8calib.numerics.histogram_estimates import MOST_CLIPPED
 from fp8calib.text import Cell, Table
-from fp8calib.verification.figures import (
-    format_db,
-    format_kld,
-    format_mean_kld,
-    format_ratio,
-)
+from fp8calib.verification.figures import format_db, format_kld, format_mean_kld, format_ratio
 from fp8calib.verification.judge.fits import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -24,10 +19,7 @@ from fp8calib.verification.report import (
 
 
 def sites_table(
-    layers: Sequence[LayerResult],
-    *,
-    title: str = "",
-    has_candidates: bool = False,
+    layers: Sequence[LayerResult], *, title: str = "", has_candidates: bool = False
 ) -> Table:
     """Make a table of tensors; figures beyond the limits of the tool are marked as bad.
 

@@ -111,8 +111,7 @@ class Verification:
     def leave_out(self, error: ModelError | VerificationError) -> Verification:
         """Leave out the candidate of a file that an error is about, while another is left.
 
-        Raises:
-            ModelError | VerificationError: this error, if it is about none, or the last.
+        The error is raised again if it is about none, or the last.
         """
         name, files = error.candidate, {each.name for each in self.opened}
         left = tuple(each for each in self.candidates if each.name != name)
@@ -250,8 +249,7 @@ def run_verification(
 def _list_unmet_sites(candidate: Candidate, asked: Verification, scores: Scores) -> Iterator[str]:
     """Warn of sites that the engine quantizes and no hook sees, such as q of falcon.
 
-    Raises:
-        VerificationError: no hook saw any, and no weights are quantized.
+    It is an error if no hook saw any, and no weights are quantized.
     """
     met = scores.damage[candidate.name]
     missed = [site for site in candidate.quantizers if site not in met]

@@ -32,11 +32,7 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
 
 
 def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
-    """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities.
-
-    Raises:
-        ModelError | VerificationError: the engine cannot use such scales.
-    """
+    """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities."""
     _check_usable(table, numerics)
     table = _round_scales(table, numerics)
     quantizers: dict[Site, Quantizer] = {}

@@ -56,10 +56,6 @@ def emulate_planned(
         numerics: how the engine computes that loads the checkpoint.
         fmt: of the weights and their inputs.
         scale_input: gives the static scale of a linear's input; None where no engine needs one.
-
-    Raises:
-        ModelError: no linear is selected.
-        VerificationError: a parameter is made from selected and other tensors.
     """
     if selection.refusal is not None and not (selection.quantized or selection.unsplit):
         raise selection.refusal

@@ -44,10 +44,6 @@ def emulate_stored(
     FP8 weights of the text decoder that belong to no linear of a layer are only copied. Those
     outside the decoder are left out. `source` reads the checkpoint; `is_changed` tells whether the
     tensor of a name differs from the unquantized model's.
-
-    Raises:
-        ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
-            lacks one, or quantizes the output head or an embedding.
     """
     model, folder, others = source.model, checkpoint.folder, dict(source.model.named_parameters())
     limits = source.reading_from(ClipLimits(checkpoint))
