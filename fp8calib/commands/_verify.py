@@ -153,12 +153,9 @@ def run(
             return describe_plan(asked, model, mode)
         announce(mode, model, reporter)
         hashes = hash_inputs(asked, request, model, specs)
+        asked = replace(asked, measures_noise=True, shares_batch=mode.models_in_a_batch > 1)
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
-            verified = run_verification(
-                *(asked, scored, reporter),
-                measures_noise=True,
-                shares_batch=mode.models_in_a_batch > 1,
-            )
+            verified = run_verification(asked, scored, reporter)
     report = complete_report(verified, request, model, mode, peak)
     for note in report.warnings:
         if note not in asked.warnings:

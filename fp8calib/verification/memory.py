@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.shapes import Role
-from fp8calib.verification.emulation.candidate import Candidate
 from fp8calib.verification.emulation.emulate import can_share, repeat
 from fp8calib.verification.emulation.probabilities import attending_bytes
 from fp8calib.verification.token_scores import scoring_bytes
@@ -31,7 +30,6 @@ def plan_verification(
     model: RunModel,
     scratch: Path,
     *,
-    others: Sequence[Candidate] = (),
     walks: int = 2,
     always_streams: str = "",
     cannot_stream: UsageError | None = None,
@@ -43,7 +41,6 @@ def plan_verification(
         asked: what is compared.
         model: the unquantized model.
         scratch: the folder of hidden states that do not fit into memory.
-        others: what is scored beside the candidates.
         walks: how often all layers are read; the noise floor is one of two.
         always_streams: why it is streamed in any case.
         cannot_stream: raised where it would be streamed.
@@ -54,7 +51,7 @@ def plan_verification(
     """
     if model.is_placed:
         return MemoryPlan()
-    text, scored = asked.batches, asked.list_scored(others)
+    text, scored = asked.batches, asked.scored
     logits = scoring_bytes(
         torch.device(model.device),
         int(model.source.text_config.vocab_size),

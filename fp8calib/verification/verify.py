@@ -84,6 +84,13 @@ class Verification:
     device: str = "cpu"
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
+    others: tuple[Candidate, ...] = ()
+    """What is scored beside the candidates and is no part of the report, with names of its own."""
+    watched: Sequence[torch.Tensor] | None = None
+    """As `score` takes it; so is the next."""
+    shares_batch: bool = False
+    measures_noise: bool = False
+    """Whether the unquantized model runs again, in batches of another size."""
     opened: tuple[Candidate, ...] = ()
     """Those of files and statistics."""
     fmt: Fp8Format = E4M3FN
@@ -103,10 +110,11 @@ class Verification:
         """The text, in batches."""
         return list(batches(self.plan, self.batch_size))
 
-    def list_scored(self, others: Sequence[Candidate] = ()) -> list[Candidate]:
-        """List what is scored together: the candidates, what runs beside them, and the rules."""
+    @property
+    def scored(self) -> list[Candidate]:
+        """What is scored together: the candidates, what runs beside them, and the rules."""
         rules = (replace(each, name=_RULE + name) for name, each in self.rules.items())
-        return [*self.candidates, *others, *rules]
+        return [*self.candidates, *self.others, *rules]
 
     def leave_out(self, error: ModelError | VerificationError) -> Verification:
         """Leave out the candidate of a file that an error is about, while another is left.
@@ -144,25 +152,9 @@ class Verified:
 
 
 def run_verification(
-    asked: Verification,
-    model: PreparedModel | StreamedModel,
-    progress: Progress,
-    *,
-    others: Sequence[Candidate] = (),
-    watched: Sequence[torch.Tensor] | None = None,
-    measures_noise: bool = False,
-    shares_batch: bool = False,
+    asked: Verification, model: PreparedModel | StreamedModel, progress: Progress
 ) -> Verified:
-    """Compare the model with every candidate, and score `others` beside them.
-
-    Args:
-        asked: the candidates and the text.
-        model: the unquantized model.
-        progress: hears of tokens.
-        others: candidates that are no part of the report, with names of their own.
-        watched: as `score` takes it.
-        measures_noise: whether the unquantized model runs again, in batches of another size.
-        shares_batch: as `score` takes it.
+    """Compare the unquantized model with every candidate; `progress` hears of tokens.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -173,11 +165,11 @@ def run_verification(
         hooks = MeasurementHooks(asked.candidates)
         try:
             scores = score(
-                *(model, asked.list_scored(others), asked.batches, hooks),
+                *(model, asked.scored, asked.batches, hooks),
                 progress=progress,
                 stage="verifying",
-                watched=watched,
-                shares_batch=shares_batch,
+                watched=asked.watched,
+                shares_batch=asked.shares_batch,
             )
             break
         except (ModelError, VerificationError) as error:
@@ -213,7 +205,7 @@ def run_verification(
 
         kv = _assess(asked, rows, klds, pairs, run_fitted)
     noise = None
-    if measures_noise:
+    if asked.measures_noise:
         few, size = choose_noise_text(asked.plan, asked.batch_size)
         again = score(model, (), list(batches(few, size)), progress=progress, stage="noise floor")
         noise = compare_noise(scores.reference.logprobs, again.reference.logprobs, asked.plan, few)

@@ -87,6 +87,7 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         others = [replace(fault.emulation, name=name) for name, fault in faults.items()]
         if request.decode and not asked.numerics.prompt_reads_cache:
             others += list_served(asked.candidates)
+        asked = replace(asked, others=tuple(others))
         if servers is not None and request.reference_dump is not None:
             return _compare_alone(request, asked, servers, reporter)
         try:
@@ -94,7 +95,6 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
                 asked,
                 model,
                 find_scratch(request),
-                others=others,
                 cannot_stream=explain_streaming(request),
             )
         except UsageError as error:
@@ -110,13 +110,8 @@ def run(request: ServerRequest, reporter: Reporter) -> ServerVerifyResult | RunP
         with PeakMemory() as peak, open_scored(asked, model, mode, reporter) as scored:
             writer = None if isinstance(scored, StreamedModel) else scored.model
             text, answers = servers.ask(asked.plan, writer, reporter)
-            asked = replace(asked, plan=text)
-            verified = run_verification(
-                *(asked, scored, reporter),
-                others=others,
-                watched=answers.watched,
-                measures_noise=True,
-            )
+            asked = replace(asked, plan=text, watched=answers.watched, measures_noise=True)
+            verified = run_verification(asked, scored, reporter)
             evidence = _gather(verified, scored, faults, reporter)
             assessment = assess(answers, evidence, text.sequences)
     report = complete_report(verified, request, model, mode, peak)

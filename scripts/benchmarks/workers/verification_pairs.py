@@ -41,12 +41,9 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 plan=setup.plan,
                 dtype=dtype,
                 device=device,
-            )
-            runs[name] = partial(
-                run_verification,
-                *(asked, setup.prepared, PythonReporter(None)),
                 shares_batch=device != "cpu",  # of this size, as the command does
             )
+            runs[name] = partial(run_verification, asked, setup.prepared, PythonReporter(None))
         prepared = {name: (lambda run=run: run) for name, run in runs.items()}
         print_seconds(prepared, rounds=rounds, device=device)
 
