@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.calibration.calibration_stats import CalibrationStats, join_ranges
 from fp8calib.calibration.fingerprint import fingerprint_model, versions
 from fp8calib.calibration.header import Observe, Skipped, StatsHeader, StatsShard
@@ -21,10 +22,6 @@ from fp8calib.calibration.passes import (
     run_whole,
 )
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import (
-    HISTOGRAM_SEQUENCES,
-    INPUT_HISTOGRAM_TOKENS,
-)
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import open_streamed
 from fp8calib.calibration.unquantized_tensors import hash_unquantized

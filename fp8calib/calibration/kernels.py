@@ -7,13 +7,21 @@ torch's builds for CUDA come with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8calib.calibration.batch_view import (
+    HISTOGRAM_SEQUENCES,
+    INPUT_HISTOGRAM_TOKENS,
+    BatchView,
+    Reductions,
+)
+from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.numerics.histogram import LOWEST_CODE, NUM_BINS, NUM_CODES, bin_of_code
 from fp8calib.numerics.positions import FIRST_RANGE, NUM_RANGES
 
@@ -37,100 +45,77 @@ def launch(
 
 
 def reduce_heads(
-    x: torch.Tensor,
-    num_heads: int,
-    lengths: torch.Tensor,
-    *,
-    amax: torch.Tensor,
-    positions: torch.Tensor,
-    sequences: torch.Tensor,
-    histogram: torch.Tensor,
-    first: int,
-    sequence_stride: int,
-    token_stride: int,
-) -> None:
+    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
+) -> Reductions:
     """Reduce [B, H, S, D] by head, several of them as one if `num_heads` is smaller than H.
 
-    Args:
-        x: the tensor; with `num_heads` 0, one head whose channels are reduced apart.
-        num_heads: the length of `amax`; 0: its length is D.
-        lengths: the tokens that count of each sequence, int32 [B].
-        amax: int32, filled with zeros as all results are: the codes of the largest magnitudes.
-        positions: by range of positions, int32, as many as S reaches.
-        sequences: int32 [B].
-        histogram: int64 [NUM_BINS].
-        first: the global index of the first sequence.
-        sequence_stride: the stride of the sequences that the histogram counts.
-        token_stride: the stride of their tokens, a divisor of 8; 0 counts none.
+    With `num_heads` 0 the channels of one head are reduced apart. The histogram counts tokens by
+    `token_stride`, a divisor of 8; 0 counts none.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    batch, heads, length, width = x.shape
+    _, heads, length, width = x.shape
     columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
     num_blocks = triton.cdiv(width, columns)
+    codes, histogram = _make_zeros(batch, x.device, {"amax": (num_heads or width,)})
+    token_stride = token_stride if batch.sampled else 0  # without, it takes a quarter of registers
     launch(
         _reduce,
-        (heads * num_blocks, triton.cdiv(length, _ROWS.value), batch),
-        *(x, lengths, bin_of_code(x.device), amax, positions, sequences, histogram),
+        (heads * num_blocks, triton.cdiv(length, _ROWS.value), batch.shape[0]),
+        *(x, batch.counted(x.device), bin_of_code(x.device)),
+        *(codes["amax"], codes["positions"], codes["sequences"], histogram),
         *x.stride()[:3],
-        *(width, num_blocks, heads // max(num_heads, 1), first, sequence_stride),
+        *(width, num_blocks, heads // max(num_heads, 1), batch.first, HISTOGRAM_SEQUENCES),
         by_channel=not num_heads,
         token_stride=token_stride,
         num_columns=columns,
     )
+    tensors = {name: each.view(torch.float32) for name, each in codes.items()}
+    counted = {"histogram": histogram} if token_stride else {}
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors | counted)
 
 
 def reduce_experts(
+    batch: BatchView,
+    call: ExpertsCall,
     rows: torch.Tensor,
-    order: torch.Tensor,
     experts: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    block: int,
-    num_routed: int,
-    length: int,
-    amax: torch.Tensor,
-    positions: torch.Tensor,
-    sequences: torch.Tensor,
-    by_expert: torch.Tensor,
-    expert_counts: torch.Tensor,
-    histogram: torch.Tensor,
-    first: int,
-    sequence_stride: int,
-    token_stride: int,
-) -> None:
+    order: torch.Tensor,
+) -> Reductions:
     """Reduce rows [N * K, C] sorted by expert, per channel and per expert.
 
-    Args:
-        rows: those of the batch's tokens, K each; other results are those of `reduce_heads`.
-        order: the places of the rows before they were sorted, int64.
-        experts: the expert of each row, int64.
-        lengths: the tokens that count of each sequence, int32 [B].
-        block: how many channels share an amax of an expert.
-        num_routed: K.
-        length: S.
-        amax: int32 [C].
-        positions: int32, by range.
-        sequences: int32 [B].
-        by_expert: int32 [E, blocks].
-        expert_counts: int64 [E].
-        histogram: int64 [NUM_BINS].
-        first: the global index of the first sequence.
-        sequence_stride: the stride of the sequences that the histogram counts.
-        token_stride: the stride of their tokens, a divisor of 8; 0 counts none.
+    `experts` has the expert of each row, and `order` its place before rows were sorted, int64 both.
     """
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     num_rows, width = rows.shape
     columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    num_blocks = triton.cdiv(width, call.block)
+    sizes = {"amax": (width,), "experts": (call.num_experts, num_blocks)}
+    codes, histogram = _make_zeros(batch, rows.device, sizes)
+    counts = batch.zeros(rows.device, 2 * call.num_experts).view(torch.int64)
     launch(
         _reduce_experts,
         (triton.cdiv(width, columns), triton.cdiv(num_rows, _ROWS.value)),
-        *(rows, order, experts, lengths, bin_of_code(rows.device)),
-        *(amax, positions, sequences, by_expert, expert_counts, histogram),
-        *(rows.stride(0), num_rows, width, length, num_routed, block),
-        *(by_expert.shape[1], first, sequence_stride),
-        token_stride=token_stride,
+        *(rows, order, experts, batch.counted(rows.device), bin_of_code(rows.device)),
+        *(codes["amax"], codes["positions"], codes["sequences"], codes["experts"]),
+        *(counts, histogram),
+        *(rows.stride(0), num_rows, width, batch.shape[1], call.index.shape[1], call.block),
+        *(num_blocks, batch.first, HISTOGRAM_SEQUENCES),
+        token_stride=INPUT_HISTOGRAM_TOKENS if batch.sampled else 0,
         num_columns=columns,
     )
+    tensors = {name: each.view(torch.float32) for name, each in codes.items()}
+    counted = {"histogram": histogram} if batch.sampled else {}
+    tensors |= {"expert_counts": counts, **counted}
+    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+
+
+def _make_zeros(
+    batch: BatchView, device: torch.device, sizes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Make what kernels raise: codes of magnitudes, int32 by name, and a histogram, int64."""
+    sizes = {**sizes, "positions": (len(batch.spans),), "sequences": (batch.shape[0],)}
+    codes = {name: batch.zeros(device, math.prod(size)).view(size) for name, size in sizes.items()}
+    return codes, batch.zeros(device, 2 * NUM_BINS).view(torch.int64)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from fp8calib.calibration.allocator import return_freed_memory
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.calibration.header import BackOff, Observe, StatsHeader
 from fp8calib.calibration.hooks import HookedCache
@@ -26,7 +27,7 @@ from fp8calib.calibration.kernel_trial import gpus_of
 from fp8calib.calibration.processes import LONE, ProcessGroup
 from fp8calib.calibration.progress import Progress
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import BatchView, try_kernels
+from fp8calib.calibration.reductions import try_kernels
 from fp8calib.calibration.statistic import SiteStats, merge_sites
 from fp8calib.calibration.streamed_model import StreamedLayer, StreamedModel, Streaming
 from fp8calib.calibration.weight_stats import check_other_weights, observe_weights

@@ -10,10 +10,9 @@ from collections import Counter, defaultdict
 
 import torch
 
+from fp8calib.calibration.batch_view import BatchView, Reductions
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.reductions import (
-    BatchView,
-    Reductions,
     observe_expert_down,
     observe_expert_input,
     observe_heads,

@@ -8,15 +8,19 @@ N rows, K experts a token goes to.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fp8calib.calibration.batch_view import (
+    HISTOGRAM_SEQUENCES,
+    INPUT_HISTOGRAM_TOKENS,
+    BatchView,
+    Reductions,
+)
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.kernel_trial import Results, is_trusted
 from fp8calib.errors import CalibrationError
@@ -30,92 +34,7 @@ from fp8calib.numerics.amax import (
     segment_amax,
     token_amax,
 )
-from fp8calib.numerics.histogram import NUM_BINS, count_bins
-from fp8calib.numerics.positions import split_positions
-
-HISTOGRAM_SEQUENCES = 8
-"""The stride of the sequences in histograms; amax and counts cover all sequences."""
-INPUT_HISTOGRAM_TOKENS = 4
-"""The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
-_ZEROS_AT_ONCE = 2**20
-_ALIGNED = 4  # zeros begin at multiples of so many, which makes 16 bytes
-
-
-class BatchView:
-    """Which tokens of a batch count, padded on the right, and which of them enter the histograms.
-
-    The rows of a batch are its tokens, sequence by sequence. Indices of rows are made once for each
-    device. Which rows enter the histograms depends only on a sequence's global index and the
-    positions in it; most batches have none.
-
-    Attributes:
-        shape: (B, S).
-        first: the global index of the first sequence.
-        num_tokens: the number of tokens, without padding.
-        num_rows: the number of tokens, padding included.
-        spans: the bounds of each range of positions.
-        sampled: the sequences of the batch that enter the histograms.
-    """
-
-    def __init__(self, *, shape: tuple[int, int], lengths: tuple[int, ...], first: int) -> None:
-        self.shape, self.lengths, self.first = shape, lengths, first
-        self.num_tokens, self.num_rows = sum(lengths), shape[0] * shape[1]
-        self.is_padded = self.num_tokens != self.num_rows
-        self.spans = split_positions(shape[1])
-        sequences = range(len(lengths))
-        self.sampled = [n for n in sequences if (first + n) % HISTOGRAM_SEQUENCES == 0]
-        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
-
-    def padding(self, device: torch.device) -> torch.Tensor:
-        """Tell which rows are padding: bool [B, S]."""
-        lengths = torch.tensor(self.lengths).unsqueeze(1)
-        return self._on(device, "padding", lambda: torch.arange(self.shape[1]) >= lengths)
-
-    def places(self, device: torch.device) -> torch.Tensor:
-        """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""
-
-        def make() -> torch.Tensor:
-            sizes = torch.tensor([stop - first for first, stop in self.spans])
-            ranges = torch.arange(len(sizes)).repeat_interleave(sizes)
-            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + ranges).flatten()
-
-        return self._on(device, "places", make)
-
-    def sample(self, device: torch.device, stride: int = 1) -> torch.Tensor:
-        """List the rows that enter the histograms, each `stride`-th of a sequence: int64 [N]."""
-        starts = [(n * self.shape[1], self.lengths[n]) for n in self.sampled]
-        rows = (torch.arange(start, start + length, stride) for start, length in starts)
-        return self._on(device, f"every {stride}", lambda: torch.cat(list(rows)))
-
-    def counted(self, device: torch.device) -> torch.Tensor:
-        """Give how many rows of each sequence are no padding: int32 [B]."""
-        return self._on(device, "counted", lambda: torch.tensor(self.lengths, dtype=torch.int32))
-
-    def zeros(self, device: torch.device, size: int) -> torch.Tensor:
-        """Give zeros of this batch alone, int32 [size], many of which are made in one kernel."""
-        taken = -(-size // _ALIGNED) * _ALIGNED
-        room = self._on_device.get(("zeros", device))
-        if room is None or len(room) < taken:
-            room = torch.zeros(max(taken, _ZEROS_AT_ONCE), dtype=torch.int32, device=device)
-        self._on_device["zeros", device] = room[taken:]
-        return room[:size]
-
-    def _on(
-        self, device: torch.device, name: str, make: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        if (name, device) not in self._on_device:
-            self._on_device[name, device] = make().to(device, non_blocking=True)
-        return self._on_device[name, device]
-
-
-@dataclass(slots=True, kw_only=True)
-class Reductions:
-    """The statistics of one tensor in one batch."""
-
-    num_tokens: int
-    tensors: dict[str, torch.Tensor]
-    """By name, in the shapes of `SiteStats`. `positions` ends with the last range that the batch
-    reaches, and `sequences` has those of the batch."""
+from fp8calib.numerics.histogram import count_bins
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -127,7 +46,8 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     token_stride = 0 if role is Role.Q else 1
     is_whole = x.shape[2] == batch.shape[1]
     if is_whole and has_reduction_kernel(x.device):
-        return _reduce_in_kernel(batch, x, num_heads, token_stride)
+        reduced: Reductions = _kernels().reduce_heads(batch, x, num_heads, token_stride)
+        return reduced
     counted = x
     if is_whole and batch.is_padded:
         counted = x.masked_fill(batch.padding(x.device)[:, None, :, None], 0)
@@ -149,7 +69,8 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     num_rows = x.shape[:-1].numel()
     if num_rows == batch.num_rows and has_reduction_kernel(x.device):
         heads = x.reshape(batch.shape[0], 1, batch.shape[1], x.shape[-1])
-        return _reduce_in_kernel(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
+        reduced: Reductions = _kernels().reduce_heads(batch, heads, 0, INPUT_HISTOGRAM_TOKENS)
+        return reduced
     if num_rows == batch.num_rows or x.shape[-3:-1] == batch.shape:
         rows = x.reshape(-1, *batch.shape, x.shape[-1])
         if batch.is_padded:
@@ -199,7 +120,8 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
     experts, order = torch.sort(call.index.flatten())
     if has_experts_kernel(rows.device):
-        return _reduce_sorted_in_kernel(batch, call, rows, experts, order)
+        reduced: Reductions = _kernels().reduce_experts(batch, call, rows, experts, order)
+        return reduced
     num_routed = call.index.shape[1]
     counted = rows
     if batch.is_padded:
@@ -255,70 +177,10 @@ def _join_parts(parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def _reduce_in_kernel(
-    batch: BatchView, x: torch.Tensor, num_heads: int, token_stride: int
-) -> Reductions:
-    """Reduce [B, H, S, D] by head, or with `num_heads` 0 the channels of its one head."""
+def _kernels() -> Any:
     from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
 
-    run = partial(kernels.reduce_heads, x, num_heads, batch.counted(x.device))
-    sizes = {"amax": (num_heads or x.shape[-1],)}
-    return _launch(run, batch, x.device, sizes, token_stride)
-
-
-def _reduce_sorted_in_kernel(
-    batch: BatchView,
-    call: ExpertsCall,
-    rows: torch.Tensor,
-    experts: torch.Tensor,
-    order: torch.Tensor,
-) -> Reductions:
-    """Reduce the input of down, [N * K, C] sorted by expert."""
-    from fp8calib.calibration import kernels  # noqa: PLC0415 -- it needs Triton
-
-    counts = batch.zeros(rows.device, 2 * call.num_experts).view(torch.int64)
-    run = partial(
-        kernels.reduce_experts,
-        *(rows, order, experts, batch.counted(rows.device)),
-        block=call.block,
-        num_routed=call.index.shape[1],
-        length=batch.shape[1],
-        expert_counts=counts,
-    )
-    num_blocks = -(-rows.shape[1] // call.block)
-    sizes = {"amax": (rows.shape[1],), "by_expert": (call.num_experts, num_blocks)}
-    seen = _launch(run, batch, rows.device, sizes, INPUT_HISTOGRAM_TOKENS)
-    seen.tensors |= {"experts": seen.tensors.pop("by_expert"), "expert_counts": counts}
-    return seen
-
-
-def _launch(
-    run: Callable[..., None],
-    batch: BatchView,
-    device: torch.device,
-    sizes: Mapping[str, tuple[int, ...]],
-    token_stride: int,
-) -> Reductions:
-    """Run a kernel, which raises zeros of these sizes and others to magnitudes, as codes of fp32.
-
-    `token_stride` is that of the histogram; 0 for none.
-    """
-    sizes = {**sizes, "positions": (len(batch.spans),), "sequences": (batch.shape[0],)}
-    codes = {name: batch.zeros(device, math.prod(size)).view(size) for name, size in sizes.items()}
-    histogram = batch.zeros(device, 2 * NUM_BINS).view(torch.int64)
-    # without a histogram a kernel takes a quarter of the registers
-    token_stride = token_stride if batch.sampled else 0
-    run(
-        **codes,
-        histogram=histogram,
-        first=batch.first,
-        sequence_stride=HISTOGRAM_SEQUENCES,
-        token_stride=token_stride,
-    )
-    tensors = {name: each.view(torch.float32) for name, each in codes.items()}
-    if token_stride:
-        tensors["histogram"] = histogram
-    return Reductions(num_tokens=batch.num_tokens, tensors=tensors)
+    return kernels
 
 
 def try_kernels(devices: Iterable[torch.device], *, has_experts: bool) -> None:
@@ -346,7 +208,7 @@ def make_trial(device: torch.device) -> tuple[Callable[[], Results], Callable[[]
     batch = BatchView(shape=(2, 600), lengths=(600, 590), first=HISTOGRAM_SEQUENCES - 1)
     x = torch.randn(2, 3, 600, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     return (
-        lambda: _reduce_in_kernel(batch, x.to(device), 3, 1).tensors,
+        lambda: _kernels().reduce_heads(batch, x.to(device), 3, 1).tensors,
         lambda: observe_heads(batch, Role.K, x, 3).tensors,
     )
 
@@ -361,6 +223,6 @@ def make_experts_trial(device: torch.device) -> tuple[Callable[[], Results], Cal
     call = ExpertsCall(path="", module=module, block=20, index=index)
     given = [rows, *torch.sort(index.flatten())]
     return (
-        lambda: _reduce_sorted_in_kernel(batch, call, *(x.to(device) for x in given)).tensors,
+        lambda: _kernels().reduce_experts(batch, call, *(x.to(device) for x in given)).tensors,
         lambda: observe_expert_down(batch, call, rows).tensors,
     )

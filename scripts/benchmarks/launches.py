@@ -19,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from fp8calib.calibration.batch_view import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.calibration.decoder import Decoder
 from fp8calib.calibration.hooks import ExpertsCall, HookedCache, open_hooks
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import read_numerics
 from fp8calib.engines.registry import find_emulated

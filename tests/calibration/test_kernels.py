@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8calib.calibration import reductions
+from fp8calib.calibration.batch_view import BatchView, Reductions
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.kernel_trial import agree
-from fp8calib.calibration.reductions import BatchView
 from fp8calib.calibration.statistic import join
 from fp8calib.model.shapes import Role, Site
 
@@ -61,7 +61,7 @@ def drawn(draw: Any) -> Drawn:
     return Drawn(batch, draw(st.integers(0, 2**31)), draw(st.sampled_from(DTYPES)))
 
 
-def require_same(found: reductions.Reductions, expected: reductions.Reductions) -> None:
+def require_same(found: Reductions, expected: Reductions) -> None:
     assert found.num_tokens == expected.num_tokens
     assert found.tensors.keys() == expected.tensors.keys()
     for name, x in expected.tensors.items():
@@ -70,7 +70,7 @@ def require_same(found: reductions.Reductions, expected: reductions.Reductions) 
         assert torch.equal(other.nan_to_num(-1), x.cpu().nan_to_num(-1)), name
 
 
-def both(observe: Any, *arguments: Any) -> tuple[reductions.Reductions, reductions.Reductions]:
+def both(observe: Any, *arguments: Any) -> tuple[Reductions, Reductions]:
     """Reduce by the kernel and by torch."""
     answers = []
     for has_kernel in (True, False):

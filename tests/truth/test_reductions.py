@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
 from fp8calib.calibration.reductions import (
-    BatchView,
     observe_expert_down,
     observe_expert_input,
     observe_heads,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.hooks import ExpertsCall
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import BatchView
 from fp8calib.model.shapes import Linear
 
 HELD_EVERY = 8

@@ -19,13 +19,9 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from fp8calib.calibration.batch_view import BatchView
 from fp8calib.calibration.recorder import Recorder
-from fp8calib.calibration.reductions import (
-    BatchView,
-    observe_expert_input,
-    observe_heads,
-    observe_input,
-)
+from fp8calib.calibration.reductions import observe_expert_input, observe_heads, observe_input
 from fp8calib.calibration.statistic import name_tensors
 from fp8calib.checkpoint.torch_dtypes import TORCH_DTYPES
 from fp8calib.model.module_paths import list_paths

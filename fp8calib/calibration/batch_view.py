@@ -1,0 +1,97 @@
+"""Which tokens of a batch count, and what one tensor of it is reduced to.
+
+Letters in shapes: B sequences, S tokens, R ranges of positions, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.numerics.positions import split_positions
+
+HISTOGRAM_SEQUENCES = 8
+"""The stride of the sequences in histograms; amax and counts cover all sequences."""
+INPUT_HISTOGRAM_TOKENS = 4
+"""The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
+_ZEROS_AT_ONCE = 2**20
+_ALIGNED = 4  # zeros begin at multiples of so many, which makes 16 bytes
+
+
+class BatchView:
+    """Which tokens of a batch count, padded on the right, and which of them enter the histograms.
+
+    The rows of a batch are its tokens, sequence by sequence. Indices of rows are made once for each
+    device. Which rows enter the histograms depends only on a sequence's global index and the
+    positions in it; most batches have none.
+
+    Attributes:
+        shape: (B, S).
+        first: the global index of the first sequence.
+        num_tokens: the number of tokens, without padding.
+        num_rows: the number of tokens, padding included.
+        spans: the bounds of each range of positions.
+        sampled: the sequences of the batch that enter the histograms.
+    """
+
+    def __init__(self, *, shape: tuple[int, int], lengths: tuple[int, ...], first: int) -> None:
+        self.shape, self.lengths, self.first = shape, lengths, first
+        self.num_tokens, self.num_rows = sum(lengths), shape[0] * shape[1]
+        self.is_padded = self.num_tokens != self.num_rows
+        self.spans = split_positions(shape[1])
+        sequences = range(len(lengths))
+        self.sampled = [n for n in sequences if (first + n) % HISTOGRAM_SEQUENCES == 0]
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def padding(self, device: torch.device) -> torch.Tensor:
+        """Tell which rows are padding: bool [B, S]."""
+        lengths = torch.tensor(self.lengths).unsqueeze(1)
+        return self._on(device, "padding", lambda: torch.arange(self.shape[1]) >= lengths)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Give the sequence and range of positions of each row, as b * R + r: int64 [B * S]."""
+
+        def make() -> torch.Tensor:
+            sizes = torch.tensor([stop - first for first, stop in self.spans])
+            ranges = torch.arange(len(sizes)).repeat_interleave(sizes)
+            return (torch.arange(self.shape[0]).unsqueeze(1) * len(sizes) + ranges).flatten()
+
+        return self._on(device, "places", make)
+
+    def sample(self, device: torch.device, stride: int = 1) -> torch.Tensor:
+        """List the rows that enter the histograms, each `stride`-th of a sequence: int64 [N]."""
+        starts = [(n * self.shape[1], self.lengths[n]) for n in self.sampled]
+        rows = (torch.arange(start, start + length, stride) for start, length in starts)
+        return self._on(device, f"every {stride}", lambda: torch.cat(list(rows)))
+
+    def counted(self, device: torch.device) -> torch.Tensor:
+        """Give how many rows of each sequence are no padding: int32 [B]."""
+        return self._on(device, "counted", lambda: torch.tensor(self.lengths, dtype=torch.int32))
+
+    def zeros(self, device: torch.device, size: int) -> torch.Tensor:
+        """Give zeros of this batch alone, int32 [size], many of which are made in one kernel."""
+        taken = -(-size // _ALIGNED) * _ALIGNED
+        room = self._on_device.get(("zeros", device))
+        if room is None or len(room) < taken:
+            room = torch.zeros(max(taken, _ZEROS_AT_ONCE), dtype=torch.int32, device=device)
+        self._on_device["zeros", device] = room[taken:]
+        return room[:size]
+
+    def _on(
+        self, device: torch.device, name: str, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        if (name, device) not in self._on_device:
+            self._on_device[name, device] = make().to(device, non_blocking=True)
+        return self._on_device[name, device]
+
+
+@dataclass(slots=True, kw_only=True)
+class Reductions:
+    """The statistics of one tensor in one batch."""
+
+    num_tokens: int
+    tensors: dict[str, torch.Tensor]
+    """By name, in the shapes of `SiteStats`. `positions` ends with the last range that the batch
+    reaches, and `sequences` has those of the batch."""
