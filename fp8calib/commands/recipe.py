@@ -35,7 +35,7 @@ from fp8calib.errors import RecipeError, UsageError, cut_list, join_or, shorten,
 from fp8calib.formats.registry import (
     find_dialect,
     list_format_names,
-    list_query_format_names,
+    list_written_dialects,
 )
 from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.rules import Fallback, Rule, ScaleRules, parse_rule
@@ -390,9 +390,10 @@ def check_query(recipe: Recipe) -> None:
     """
     is_stored = any(find_dialect(name).has_query for name in recipe.formats)
     if recipe.query_scale is True and recipe.formats and not is_stored:
+        able = join_or([each.name for each in list_written_dialects() if each.has_query])
         raise UsageError(
             f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
-            hint=f"add --format {join_or(list_query_format_names())}, or leave out --query-scale",
+            hint=f"add --format {able}, or leave out --query-scale",
         )
 
 

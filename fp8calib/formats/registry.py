@@ -45,11 +45,6 @@ def list_format_names() -> tuple[str, ...]:
     return tuple(dialect.name for dialect in list_written_dialects())
 
 
-def list_query_format_names() -> tuple[str, ...]:
-    """List the values of `--format` that have a place for the scale of q."""
-    return tuple(dialect.name for dialect in list_written_dialects() if dialect.has_query)
-
-
 def find_dialect(format_name: str) -> Dialect:
     """Find the dialect that `--format` names.
 

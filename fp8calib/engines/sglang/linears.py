@@ -211,7 +211,7 @@ class SglangReader(LinearReader):
     @staticmethod
     def _skips_experts(entry: str, path: str) -> bool:
         """Match the experts of a layer, also with an entry for one of them."""
-        return _skips(entry, path) or ("experts" in entry and path in entry)
+        return _skips(entry, path) or LinearReader._skips_experts(entry, path)
 
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         entry = self._find_entry(_matches_glob, group.path, self.excluded)
@@ -220,10 +220,9 @@ class SglangReader(LinearReader):
         return group.path if self._skips(group) else entry
 
     def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
-        what = "expert" if group.is_experts else "linear"
         layers = self.section.get("quantized_layers")
         is_found = group.state != "joined" or (isinstance(layers, dict) and group.path in layers)
-        is_read = algorithm in self.release.list_values(f"mixed precision {what}")
+        is_read = super()._quantizes_mixed(group, algorithm)
         return is_found and (is_read or algorithm != "FP8_PB_WO")
 
 

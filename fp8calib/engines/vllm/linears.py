@@ -203,10 +203,6 @@ class VllmReader(LinearReader):
     def _skips(self, group: LinearGroup) -> bool:
         return self._covers(group, lambda path: not self._exact.isdisjoint(self._spell(path)))
 
-    @staticmethod
-    def _skips_experts(entry: str, path: str) -> bool:
-        return "experts" in entry and path in entry
-
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
         is_expert = group.is_experts
@@ -220,7 +216,3 @@ class VllmReader(LinearReader):
             )
 
         return self._find_entry(matches, group.path, self.excluded)
-
-    def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
-        what = "expert" if group.is_experts else "linear"
-        return algorithm in self.release.list_values(f"mixed precision {what}")

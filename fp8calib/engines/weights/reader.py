@@ -136,17 +136,18 @@ class LinearReader(ABC):
         """Tell whether the `fp8` method leaves linears unquantized that are no experts."""
 
     @staticmethod
-    @abstractmethod
     def _skips_experts(entry: str, path: str) -> bool:
         """Match the experts of a layer with an entry of what the `fp8` method leaves."""
+        return "experts" in entry and path in entry
 
     @abstractmethod
     def _find_exclusion(self, group: LinearGroup) -> str | None:
         """Find the entry of ModelOpt's list that excludes a group."""
 
-    @abstractmethod
     def _quantizes_mixed(self, group: LinearGroup, algorithm: str) -> bool:
         """Tell whether a layer of ModelOpt's mixed precision may have an FP8 algorithm."""
+        what = "expert" if group.is_experts else "linear"
+        return algorithm in self.release.list_values(f"mixed precision {what}")
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Raise `Unjudged` where more than the stored linears tells what the engine does.
