@@ -19,11 +19,10 @@ from fp8calib.engines.replay.verdicts import (
     join_alike,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.blocks import QuantizedWeights, list_block_findings
+from fp8calib.engines.weights.blocks import QuantizedWeights, apply_rules, list_block_findings
 from fp8calib.engines.weights.forms import INPUT_SCALE, WEIGHTS, Expected, OtherScheme
 from fp8calib.engines.weights.linears import UNKNOWN, WEIGHT, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import Found, LinearReader, Unquantized
-from fp8calib.engines.weights.rules import apply_rules
 from fp8calib.engines.weights.stored import OpenedWeights, ScaleValues
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.formats.kv.parse_names import parse_name

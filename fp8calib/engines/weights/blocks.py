@@ -1,4 +1,4 @@
-"""Blocks of FP8 weights that engines split when they fuse projections or shard them over ranks.
+"""What engines do with FP8 weights that are stored as they should be: rules, and split blocks.
 
 A block of 128 x 128 weights has one scale. vLLM and SGLang load q, k and v, or gate and up, into
 one weight, and give each rank a slice of its rows or columns. Where a slice ends inside a block
@@ -8,18 +8,20 @@ they stop, or give rows the scale of another block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from fp8calib.engines.replay.verdicts import Finding
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.linears import LinearGroup, StoredLinear
+from fp8calib.engines.weights.rules import WeightRule
+from fp8calib.errors import shorten
 from fp8calib.formats.fp8.quantization_config import StoredScheme
 from fp8calib.model.module_paths import name_fused_group
 from fp8calib.model.shapes import Linear, ModelGeometry
 from fp8calib.model.tensor_parallel import rank_range
-from fp8calib.numerics.schemes import Granularity
+from fp8calib.numerics.schemes import Granularity, find_nearest
 
 _MIN_FINER_BLOCK = 32
 """vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)."""
@@ -50,6 +52,40 @@ class QuantizedWeights:
     """By the config, of linears that are stored in FP8, by path."""
     is_mixed: bool = False
     """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
+
+
+def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
+    """List what the rules of an engine's record say about FP8 weights."""
+    model_type = weights.config.get("model_type")
+    experts = {
+        each.module for group in weights.groups if group.is_experts for each in group.members
+    }
+    held = {each.module: each.tensors for group in weights.groups for each in group.members}
+    names = {each: find_nearest(each).name for each in set(weights.schemes.values())}
+    for rule in rules:
+        if (
+            rule.dialect not in ("", weights.dialect)
+            or (rule.model_types and model_type not in rule.model_types)
+            or model_type in rule.except_model_types
+        ):
+            continue
+        excepted = rule.not_mixed if weights.is_mixed else ()
+        for module, scheme in weights.schemes.items():
+            if (
+                (not rule.schemes or names[scheme] in rule.schemes)
+                and names[scheme] not in excepted
+                and (not rule.endings or module.endswith(rule.endings))
+                and (not rule.has_experts or module in experts)
+                and (not rule.beside or rule.beside in held.get(module, ()))
+                and rule.granularity in (None, scheme.weights)
+            ):
+                why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
+                if rule.has_experts or rule.endings:
+                    why = f"{why} ({shorten(module)})"
+                if options := " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore):
+                    why = f"{why}; {options} leaves them unquantized"
+                yield Finding(status=rule.status, why=why, fix=rule.fix)
+                break
 
 
 def list_block_findings(

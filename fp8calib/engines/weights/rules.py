@@ -1,25 +1,19 @@
-"""Rules on FP8 weights that an engine does not load as they are, and what they say of a checkpoint.
+"""Rules on FP8 weights that an engine does not load as they are, and on names of tensors.
 
 `facts/weight_rules.json` has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from fp8calib.engines.facts.release import FOLDER, Release
 from fp8calib.engines.status import Status
-from fp8calib.errors import shorten
-from fp8calib.numerics.schemes import Granularity, find_nearest
-
-if TYPE_CHECKING:
-    from fp8calib.engines.replay.verdicts import Finding
-    from fp8calib.engines.weights.blocks import QuantizedWeights
+from fp8calib.numerics.schemes import Granularity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,39 +79,3 @@ class NameRules:
     """It compares nothing: it raises no error for a parameter that no tensor fills."""
     is_silent_if_quantized: bool = False
     """The same, where the checkpoint has a quantization config."""
-
-
-def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
-    """List what the rules of an engine's record say about FP8 weights."""
-    from fp8calib.engines.replay.verdicts import Finding  # noqa: PLC0415 -- `--help` has the rules
-
-    model_type = weights.config.get("model_type")
-    experts = {
-        each.module for group in weights.groups if group.is_experts for each in group.members
-    }
-    held = {each.module: each.tensors for group in weights.groups for each in group.members}
-    names = {each: find_nearest(each).name for each in set(weights.schemes.values())}
-    for rule in rules:
-        if (
-            rule.dialect not in ("", weights.dialect)
-            or (rule.model_types and model_type not in rule.model_types)
-            or model_type in rule.except_model_types
-        ):
-            continue
-        excepted = rule.not_mixed if weights.is_mixed else ()
-        for module, scheme in weights.schemes.items():
-            if (
-                (not rule.schemes or names[scheme] in rule.schemes)
-                and names[scheme] not in excepted
-                and (not rule.endings or module.endswith(rule.endings))
-                and (not rule.has_experts or module in experts)
-                and (not rule.beside or rule.beside in held.get(module, ()))
-                and rule.granularity in (None, scheme.weights)
-            ):
-                why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
-                if rule.has_experts or rule.endings:
-                    why = f"{why} ({shorten(module)})"
-                if options := " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore):
-                    why = f"{why}; {options} leaves them unquantized"
-                yield Finding(status=rule.status, why=why, fix=rule.fix)
-                break
