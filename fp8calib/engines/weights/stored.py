@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fp8calib.calibration.calibration_stats import CalibrationStats
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
-from fp8calib.checkpoint.model_config import find_quantization_configs
+from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS, list_text_configs
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.engines.odd_scales import (
@@ -136,7 +136,12 @@ class OpenedWeights:
     @cached_property
     def is_plain(self) -> bool:
         """Whether config and tensors quantize no linear: of 16 bits, or a KV overlay of that."""
-        sections = [section for _, section in find_quantization_configs(self.folder.config)]
+        sections = [
+            section
+            for _, owner in list_text_configs(self.folder.config)
+            for key in QUANTIZATION_KEYS
+            if (section := owner.get(key)) is not None
+        ]
         overlays = ([make_quantization_config(strategy)] for strategy in ("tensor", "attn_head"))
         if sections not in ([], *overlays) or self.folder.modelopt is not None:
             return False
