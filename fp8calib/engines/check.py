@@ -45,7 +45,7 @@ from fp8calib.formats.kv.overlay import UNLISTED_NAME, list_unlisted, make_quant
 from fp8calib.model.drafters import find_drafter_class
 from fp8calib.model.plain_model import is_plain
 from fp8calib.model.shapes import KV_ROLES, ModelGeometry
-from fp8calib.model.tensor_parallel import check_cuts, check_heads
+from fp8calib.model.tensor_parallel import check_heads, check_linears
 
 _SHARED_FIX = "give the layer the scales of layer {}, as calibrate and export do"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
@@ -215,7 +215,7 @@ class _Check:
         if engine.splits_heads:
             try:
                 check_heads(self._geometry, self._tp)
-                check_cuts(self._geometry, self._tp)
+                check_linears(self._geometry, self._tp, of_stats=False)
             except UsageError as error:
                 return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
         if "auto_map" in config:  # a config class of its own, which may know more

@@ -42,33 +42,24 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
             )
 
 
-def check_linears(geometry: ModelGeometry, tp: int) -> None:
-    """Refuse what `check_cuts` refuses, and a degree that splits stored blocks of experts."""
-    check_cuts(geometry, tp)
-    for _, linear in geometry.linears():
-        if linear.num_experts and linear.section != "other" and linear.shard != "replicated":
-            num_blocks = _count_blocks(linear)
-            if num_blocks % tp:
-                raise UsageError(
-                    f"--tp {tp}: the stats keep {num_blocks} blocks of {linear.expert_block} "
-                    f"channels per expert of {linear.module}, which cannot be split evenly over "
-                    f"{tp} ranks",
-                    hint=f"use a divisor of {num_blocks}",
-                )
+def check_linears(geometry: ModelGeometry, tp: int, *, of_stats: bool = True) -> None:
+    """Refuse a degree that does not split every attention and MLP weight into equal parts.
 
-
-def check_cuts(geometry: ModelGeometry, tp: int) -> None:
-    """Refuse a degree that does not split every attention and MLP weight into equal parts."""
+    With `of_stats` also one that splits the blocks of experts' channels that statistics keep.
+    """
     for layer, linear in geometry.linears():
-        counts: list[int] = []
+        counts: list[tuple[int, str]] = []
         if linear.section != "other" and linear.shard == "row":
-            counts = [linear.in_features]
+            counts = [(linear.in_features, "channels")]
         elif linear.section == "mlp" and linear.shard == "column":
-            counts = [part.count for part in linear.parts]
-        for count in counts:
+            counts = [(part.count, "channels") for part in linear.parts]
+        if of_stats and counts and linear.num_experts:
+            blocks = f"blocks of {linear.expert_block} channels per expert in the stats"
+            counts.append((_count_blocks(linear), blocks))
+        for count, what in counts:
             if count % tp:
                 raise UsageError(
-                    f"--tp {tp} does not divide the {count} channels of {linear.module} (layer "
+                    f"--tp {tp} does not divide the {count} {what} of {linear.module} (layer "
                     f"{layer.index})",
                     hint=f"use a divisor of {count}",
                 )

@@ -114,7 +114,7 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
     geometry = geometry.model_copy(update={"layers": (layer,)})
 
     check_export(geometry, ["vllm-json"], [2], E4M3FN)
-    with pytest.raises(UsageError, match="the stats keep 1 blocks"):
+    with pytest.raises(UsageError, match="does not divide the 1 blocks"):
         check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
 
 
