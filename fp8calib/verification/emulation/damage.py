@@ -165,10 +165,12 @@ class DamageSums(Generic[Key]):
             later: list[tuple[Key, torch.Tensor]] = []
             groups = defaultdict[torch.device, dict[Key, tuple[torch.Tensor, torch.Tensor]]](dict)
             for key, row in rows:
-                total = self.totals.setdefault(key, row)
-                if key in groups[total.device]:
+                total = self.totals.get(key)
+                if total is None:
+                    self.totals[key] = row
+                elif key in groups[total.device]:
                     later.append((key, row))
-                elif total is not row:
+                else:
                     groups[total.device][key] = total, row.to(total.device)
             for group in groups.values():
                 both = [torch.stack(parts) for parts in zip(*group.values(), strict=True)]
