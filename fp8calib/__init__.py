@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.commands import COMMANDS, find_implementation
+from fp8calib.commands import COMMANDS, find_module
 from fp8calib.errors import (
     CalibrationError,
     DataError,
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
     if name in COMMANDS:
-        return getattr(find_implementation(name), name)
+        return getattr(find_module(name), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from fp8calib.commands import SCHEMA_VERSION, find_implementation, spell_commands
+from fp8calib.commands import SCHEMA_VERSION, find_module, spell_commands
 from fp8calib.commands.recipe import Recipe
 from fp8calib.commands.result import ErrorResult, RunPlan
 from fp8calib.numerics.rules import AMAX
@@ -29,7 +29,8 @@ def make_schemas() -> dict[str, dict[str, Any]]:
 
 def _find_result(command: str) -> Any:
     """Find what the `run` of a command gives, but for the plan of --dry-run."""
-    kind = get_type_hints(find_implementation(command).run)["return"]
+    module: Any = find_module(command)
+    kind = get_type_hints(module.run)["return"]
     others = (RunPlan, type(None))
     return reduce(or_, (each for each in get_args(kind) or (kind,) if each not in others))
 

@@ -25,7 +25,7 @@ def list_requests() -> dict[str, type]:
 
 def list_rows(request: type) -> list[Row]:
     """List the options of a request in their order, positional arguments first."""
-    options = [each for each in list_options(request) if not each.only_in_python]
+    options = [each for each in list_options(request) if each.spelling]
     rows = [_describe(each) for each in options]
     return sorted(rows, key=lambda row: row[0].startswith("`--"))
 

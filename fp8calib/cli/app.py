@@ -17,8 +17,7 @@ from typer.main import get_command
 from fp8calib import __version__
 from fp8calib.cli.console import ConsoleReporter, print_json, say, show_blocks, show_error
 from fp8calib.commands import (
-    find_implementation,
-    find_render,
+    find_module,
     find_request,
     spell_commands,
     summarize_command,
@@ -173,7 +172,7 @@ app = typer.Typer(
 def _make_command(name: str, typed: str) -> Any:
     """Make a command of a request, whose docstring is its help."""
     request = find_request(name)
-    declared = [each for each in list_options(request) if not each.only_in_python]
+    declared = [each for each in list_options(request) if each.spelling]
 
     names_first = sorted(declared, key=lambda each: "Path" in each.type)
 
@@ -209,7 +208,7 @@ def _run(name: str, request: Any, *, as_json: bool) -> int:
     if "torch" not in sys.modules:
         say("loading libraries")
     with slow_imports():
-        implementation = find_implementation(name)
+        implementation: Any = find_module(name)
     _quiet_libraries()
     try:
         with ConsoleReporter() as reporter:
@@ -253,11 +252,8 @@ def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
 
     if isinstance(result, RunPlan):
         return result.describe()
-    render = find_render(name)
-    if render is None:
-        return [Line(str(result))]
-    described: Iterable[Block] = render.describe(result, request)
-    return described
+    render: Any = find_module(name, "describe")
+    return [Line(str(result))] if render is None else render.describe(result, request)
 
 
 def _make_parameter(option: Option) -> inspect.Parameter:

@@ -42,8 +42,8 @@ def _list_places(command: str) -> Sequence[str]:
     return plugin.list_modules(command)
 
 
-def _find_module(command: str, needed: str) -> ModuleType | None:
-    """Import the first module of a command that has a function."""
+def find_module(command: str, needed: str = "run") -> ModuleType | None:
+    """Import the first module of a command that has a function; None where none has."""
     modules = (import_module(place) for place in _list_places(command) if find_spec(place))
     return next((module for module in modules if hasattr(module, needed)), None)
 
@@ -70,15 +70,3 @@ def summarize_command(command: str) -> str:
     (found,) = (ast.get_docstring(each) for each in classes if each.name.endswith("Request"))
     assert found is not None  # noqa: S101
     return found.partition("\n")[0]
-
-
-def find_implementation(command: str) -> ModuleType:
-    """Import the module with the command's `run`."""
-    found = _find_module(command, "run")
-    assert found is not None  # noqa: S101 -- every command has one
-    return found
-
-
-def find_render(command: str) -> ModuleType | None:
-    """Import the module whose `describe` describes the command's result; None if there is none."""
-    return _find_module(command, "describe")

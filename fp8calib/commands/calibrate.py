@@ -19,7 +19,6 @@ from fp8calib.commands.request import Reporter, as_function, option, request_cla
 from fp8calib.commands.result import (
     BeforeAfter,
     QuantizeResult,
-    Record,
     Result,
     RunHashes,
     RunPlan,
@@ -32,6 +31,7 @@ from fp8calib.commands.saturation import NUM_QUARTERS, Saturation, describe_skip
 from fp8calib.errors import ExportError, cut_list, format_count, name_ranges
 from fp8calib.formats.registry import list_written_dialects
 from fp8calib.machine import ALONE, ProcessRank
+from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.formats import E4M3FN
 from fp8calib.text import Answer, Block
 
@@ -89,7 +89,7 @@ class CalibrateRequest(RunOptions, RecipeOptions):
         return self if self.out is not None else replace(self, out=Path(folder))
 
 
-class Coverage(Record):
+class Coverage(Frozen):
     """What was observed, and what was not."""
 
     observed: int
@@ -221,8 +221,13 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
         f"{result.coverage.observed} tensors measured"
     )
     yield "; ".join([measured, *describe_skipped(header)])
-    if notable := "; ".join(_describe_notable(result)):
-        yield notable
+    notable = list(_describe_amax(result.stats.amax_table()))
+    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
+        notable.append(result.saturation.describe())
+    if result.expert_tokens:
+        notable.append(_describe_experts(result.expert_tokens))
+    if notable:
+        yield "; ".join(notable)
     yield (
         f"written to {result.out}: {list_top_level(result.files)}; KV cache: {sizes.before:,} "
         f"bytes per token now, {sizes.after:,} with FP8"
@@ -239,15 +244,6 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
         model, scales = request.spell_model(result.model), shlex.quote(str(result.out))
         more.append(f"fp8calib verify {model} --scales {scales}")
     yield f"more: {'; '.join(more)}"
-
-
-def _describe_notable(result: CalibrateResult) -> Iterator[str]:
-    """Give the amax, whether more text would raise it, and experts that no token reached."""
-    yield from _describe_amax(result.stats.amax_table())
-    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
-        yield result.saturation.describe()
-    if result.expert_tokens:
-        yield _describe_experts(result.expert_tokens)
 
 
 def _describe_amax(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from fp8calib.commands.options import FORMATS, FP8_DTYPE
 from fp8calib.commands.request import Reporter, as_function, option, request_class
 from fp8calib.commands.result import (
     BeforeAfter,
-    Record,
     Result,
     WrittenCheck,
     describe_checks,
@@ -22,7 +21,7 @@ from fp8calib.commands.result import (
 )
 from fp8calib.errors import UsageError
 from fp8calib.formats.registry import find_dialect
-from fp8calib.model.shapes import Attention, ModelGeometry, Role
+from fp8calib.model.shapes import Attention, Frozen, ModelGeometry, Role
 from fp8calib.numerics.formats import E4M3FN, KV_FORMATS
 from fp8calib.text import Block, Line
 
@@ -84,7 +83,7 @@ class ExtractRequest:
     force: bool = option(shared.FORCE, default=False)
 
 
-class ExtractedLayer(Record):
+class ExtractedLayer(Frozen):
     """The scales of a layer as written."""
 
     layer: int

@@ -32,14 +32,14 @@ class FileHasher(ThreadPoolExecutor):
     def start(self, place: Path) -> list[tuple[Path, Future[str]]]:
         """Hash a file itself, or the weights, config, tokenizer and scales of a folder."""
         paths = [place] if place.is_file() else filter(_counts, sorted(place.iterdir()))
-        return [(path, self._start_file(path)) for path in paths]
-
-    def _start_file(self, path: Path) -> Future[str]:
-        status = path.stat()
-        key = status.st_dev, status.st_ino
-        if key not in self._running:
-            self._running[key] = self.submit(_hash, path)
-        return self._running[key]
+        started = []
+        for path in paths:
+            status = path.stat()
+            key = status.st_dev, status.st_ino
+            if key not in self._running:
+                self._running[key] = self.submit(_hash, path)
+            started.append((path, self._running[key]))
+        return started
 
     def hash_run(
         self, model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]

@@ -179,9 +179,7 @@ class Recipe(Frozen):
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[FormatName, ...] = _key(keys.FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = _key(
-        keys.TP, json_schema_extra={"minItems": 1}
-    )
+    tp: tuple[Annotated[int, Field(strict=True, ge=1)], ...] = _key(keys.TP, min_length=1)
     query_scale: QueryScale = _key(keys.QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
@@ -191,13 +189,6 @@ class Recipe(Frozen):
     @classmethod
     def _accept_empty_section(cls, value: Any) -> Any:
         return {} if value is None else value
-
-    @field_validator("tp")
-    @classmethod
-    def _has_a_degree(cls, degrees: tuple[int, ...]) -> tuple[int, ...]:
-        if not degrees:
-            raise ValueError("must have one degree or more")
-        return degrees
 
     @field_validator("quantize", mode="before", json_schema_input_type=str | Quantize | None)
     @classmethod

@@ -75,11 +75,6 @@ class Option:
     default: Any = REQUIRED
 
     @property
-    def only_in_python(self) -> bool:
-        """Whether only the function has it, because a command line cannot express it."""
-        return not self.spelling
-
-    @property
     def flags(self) -> tuple[str, ...]:
         """Its spellings on the command line; empty for a positional argument."""
         return tuple(word for word in self.spelling.split() if word.startswith("--"))

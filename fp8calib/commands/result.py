@@ -17,11 +17,7 @@ from fp8calib.quantization.matrices import AllZeroWeight
 from fp8calib.text import Block, Line, Table, describe_peak, format_gib
 
 
-class Record(Frozen):
-    """Values that do not change."""
-
-
-class Result(Record):
+class Result(Frozen):
     """What a command gives: `--json` prints it, and the function of Python returns it."""
 
     @property
@@ -67,14 +63,14 @@ class Result(Record):
         return cls.model_validate({k: v for k, v in document.items() if k not in computed})
 
 
-class BeforeAfter(Record):
+class BeforeAfter(Frozen):
     """Sizes in bytes: before and after a command, or without and with FP8."""
 
     before: int
     after: int
 
 
-class ShardIndex(Record):
+class ShardIndex(Frozen):
     """Which shard of a run, from 1."""
 
     index: int
@@ -84,7 +80,7 @@ class ShardIndex(Record):
         return f"{self.index} of {self.count}"
 
 
-class LayerScheme(Record):
+class LayerScheme(Frozen):
     """A pattern that gives linears another scheme, and the number of these linears."""
 
     pattern: str
@@ -95,7 +91,7 @@ class LayerScheme(Record):
         return f"{self.pattern}={self.scheme} ({self.linears} linears)"
 
 
-class WrittenCheck(Record):
+class WrittenCheck(Frozen):
     """What an engine will do with a written checkpoint."""
 
     path: str
@@ -110,7 +106,7 @@ class WrittenCheck(Record):
     """The command that serves it; empty where it is not ok."""
 
 
-class UnquantizedLinear(Record):
+class UnquantizedLinear(Frozen):
     """A module that was left unquantized."""
 
     module: str
@@ -212,7 +208,7 @@ def _format(key: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-class Failure(Record):
+class Failure(Frozen):
     """What failed and where, and what to do."""
 
     kind: Literal[
@@ -242,7 +238,7 @@ class FileHash:
     sha256: str
 
 
-class RunHashes(Record):
+class RunHashes(Frozen):
     """The files of a run with weights, config, tokenizer, text or scales."""
 
     model: tuple[FileHash, ...]

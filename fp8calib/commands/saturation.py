@@ -7,9 +7,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8calib.calibration.header import StatsHeader
-from fp8calib.commands.result import Record
 from fp8calib.errors import cut_list
-from fp8calib.model.shapes import KV_ROLES, Role, Site
+from fp8calib.model.shapes import KV_ROLES, Frozen, Role, Site
 
 if TYPE_CHECKING:
     from fp8calib.calibration.calibration_stats import CalibrationStats
@@ -18,7 +17,7 @@ NUM_QUARTERS = 4
 _KV_SITES = tuple(f".{role}" for role in KV_ROLES)
 
 
-class Saturation(Record):
+class Saturation(Frozen):
     """Shares of the final amax that were reached at 1/4, 1/2 and 3/4 of the data.
 
     They show whether more data would still change the scales: those of K and V, or of inputs where

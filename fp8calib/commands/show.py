@@ -14,10 +14,10 @@ from fp8calib.calibration.header import StatsHeader, StatsShard
 from fp8calib.checkpoint.locations import refuse_external_links, require_path
 from fp8calib.commands.command_line import slow_imports
 from fp8calib.commands.request import Reporter, as_function, option, request_class
-from fp8calib.commands.result import Record, Result
+from fp8calib.commands.result import Result
 from fp8calib.commands.saturation import Saturation, compute_saturation, describe_skipped
 from fp8calib.errors import cut_list, format_count, format_ranges, shorten
-from fp8calib.model.shapes import Layer, Linear, ModelGeometry, Role, Site
+from fp8calib.model.shapes import Frozen, Layer, Linear, ModelGeometry, Role, Site
 from fp8calib.numerics.formats import E4M3FN, SMALLEST_SCALE
 from fp8calib.numerics.positions import range_starts
 from fp8calib.text import Block, Line, Table
@@ -50,7 +50,7 @@ ShownRow = dict[str, Any]
 """A row of a table, by the titles of its columns."""
 
 
-class Positions(Record):
+class Positions(Frozen):
     """The amax of each site by ranges of positions."""
 
     first: tuple[int, ...]

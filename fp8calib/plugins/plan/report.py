@@ -10,10 +10,11 @@ from typing import Literal
 from fp8calib.calibration.fingerprint import versions
 from fp8calib.checkpoint.output import format_size
 from fp8calib.commands.command_line import spell_command
-from fp8calib.commands.result import BeforeAfter, Record, Result
+from fp8calib.commands.result import BeforeAfter, Result
 from fp8calib.data.sequences import FEW_TOKENS, list_other_warnings
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.model.shapes import Frozen
 from fp8calib.numerics.rules import AMAX
 from fp8calib.plugins.plan.choices import Choices, Plan, count_bytes, list_uniform
 from fp8calib.plugins.plan.measure import Measure
@@ -29,7 +30,7 @@ _FIGURES = ("kld_mean", "kld_se", "ppl_ratio", "ppl_ratio_se")
 Met = Literal["yes", "no", "cannot-tell"]
 
 
-class GroupChoice(Record):
+class GroupChoice(Frozen):
     """What one way to store a group costs alone, on the text of the search."""
 
     name: str
@@ -38,7 +39,7 @@ class GroupChoice(Record):
     kld_se: float | None
 
 
-class PlannedGroup(Record):
+class PlannedGroup(Frozen):
     """What is decided together, and what was chosen for it."""
 
     name: str
@@ -57,7 +58,7 @@ class PlannedGroup(Record):
     """Why other schemes are no choices."""
 
 
-class FrontierPoint(Record):
+class FrontierPoint(Frozen):
     """A plan that was measured on the text that is held out."""
 
     name: str
