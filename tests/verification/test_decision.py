@@ -488,10 +488,10 @@ def misfit(**more: Any) -> str:
     [
         (
             describe(role="weight", sqnr_db=12.0, scale=None),
-            "mine: weight of layer 3 is distorted.",
+            "mine: attn.weight of layer 3 is distorted.",
         ),
-        (describe(amax=12.0, clipped=4e-6, flushed=6.7e-4), "mine: input of layer 3 clips."),
-        (describe(amax=6.0, flushed=0.25), "mine: input of layer 3 is distorted."),
+        (describe(amax=12.0, clipped=4e-6, flushed=6.7e-4), "mine: attn.input of layer 3 clips."),
+        (describe(amax=6.0, flushed=0.25), "mine: attn.input of layer 3 is distorted."),
         (misfit(loss_db=2.0), "mine: v of layer 3 is partly zeroed."),
         (misfit(loss_db=5.0, clips=True, flushed=0.02), "mine: v of layer 3 clips."),
     ],

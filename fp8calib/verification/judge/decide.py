@@ -106,10 +106,11 @@ def _describe_unfit(rows: Sequence[LayerResult]) -> str:
         lost = "is partly zeroed" if row.fit else "is distorted"
         # else the scale is too large: with a fitted one, which clips nothing, less is lost
         lost = "clips" if (row.fit.clips if row.fit else row.clipped) else lost
-        layers.setdefault((lost, row.role), set()).add(row.layer)
+        what = row.role if len(row.role) == 1 else ".".join(row.site.split(".")[-2:])
+        layers.setdefault((lost, what), set()).add(row.layer)
     roles: dict[tuple[str, str], list[str]] = {}
-    for (lost, role), indices in layers.items():
-        roles.setdefault((lost, _join_layers(sorted(indices))), []).append(role)
+    for (lost, what), indices in layers.items():
+        roles.setdefault((lost, _join_layers(sorted(indices))), []).append(what)
     return " and ".join(
         f"{' and '.join(named)} of {where} {_SEVERAL[lost] if named[1:] else lost}"
         for (lost, where), named in roles.items()
