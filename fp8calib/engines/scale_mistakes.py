@@ -105,13 +105,8 @@ def _explain(
     """Name the mistake behind each of the scales of one group; empty where nothing fits.
 
     A scale alone may fit two mistakes: with an amax of 21, amax and its reciprocal are the same.
-    Hence each scale gets, of those that fit it, the mistake that is nearest to the group.
-
-    Args:
-        scales: those that are wrong.
-        amax: what each has to reach, exactly or about.
-        within: the factor by which what a mistake makes may differ.
-        fmt: the format that the scales are for.
+    Hence each scale gets, of those that fit it, the mistake that is nearest to the group. `amax` is
+    what each has to reach, exactly or about, and `within` the factor by which it may be off.
     """
     if not scales:
         return {}
@@ -157,12 +152,9 @@ def find_outliers(
     The logarithms are compared: with the median of all layers, in units of the median absolute
     deviation; with the median of the nearest layers, because V often grows with depth; and by the
     widest gap between two scales in size, which shows a fault of half of the layers. A scale of
-    exactly 1.0 is that of a layer without calibration, and is not compared.
-
-    Args:
-        scales: those of K or those of V, finite and above zero, by layer.
-        expected: what else is known of them; only what differs from it is compared.
-        most_factor: how far from a median a scale may always be.
+    exactly 1.0 is that of a layer without calibration, and is not compared. Where more is
+    `expected` of scales, only what differs from it is compared. `most_factor` is how far from a
+    median a scale may always be.
     """
     known = dict.fromkeys(scales, 1.0) if expected is None else expected
     logs = {

@@ -110,11 +110,8 @@ class LoadContext:
     ) -> LoadVerdict:
         """Judge a slot that got no scale, by whether the folder has one for it.
 
-        Args:
-            slot: the layer's k or v.
-            value: what the engine multiplies by instead.
-            why: why the engine ignores a scale that it opened.
-            fix: what to do about that.
+        `value` is what the engine multiplies by instead; `why` and `fix` are for a scale that it
+        opened and ignores.
         """
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         if slot in self._meant:
