@@ -20,7 +20,7 @@ from scripts.benchmarks.launches import (
 )
 from tests import zoo
 from tests.calibration.running import LENGTHS, as_bytes, opened, rows_of
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import in_minutes, takes_minutes
 from tests.simulated_gpus import gpu
 
 OTHERS = ("mixtral", "qwen3_next", "deepseek_v3")
@@ -50,7 +50,9 @@ def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder(fami
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="Triton is in the extra `test`")
-@pytest.mark.parametrize(("family", "per_layer"), [("llama", 0), ("mixtral", 8)])
+@pytest.mark.parametrize(
+    ("family", "per_layer"), [("llama", 0), pytest.param("mixtral", 8, marks=takes_minutes)]
+)
 def test_emulation_of_a_padded_batch_adds_as_few(family: str, per_layer: int) -> None:
     """Tokens that are no padding are numbered once, and sorted rows of experts in each layer."""
     model = zoo.build(family).to(torch.bfloat16)

@@ -30,6 +30,7 @@ from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS, PAGES, ROOT, Command, list_commands
+from tests.kit.minutes import takes_minutes
 from tests.kit.multimodal import save_multimodal
 
 MODELS = ("MODEL", "demo/SmolLM2-135M-Instruct", "meta-llama/Llama-3.3-70B-Instruct")
@@ -111,7 +112,11 @@ def _spell(command: Command) -> str:
     return " ".join(command.words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(e, marks=takes_minutes if e.name == "plan.md" else ()) for e in PAGES],
+    ids=lambda page: page.name,
+)
 def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
     for command in filter(is_run, list_commands(page)):
         words = list(command.words[1:])

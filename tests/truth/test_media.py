@@ -25,6 +25,7 @@ from fp8calib.model.shapes import Role, Site
 from tests.calibration.running import WorkShare, as_bytes, opened
 from tests.calibration.test_resume import Stopping, interrupt
 from tests.cli.program import succeed
+from tests.kit.minutes import HAS_MINUTES
 from tests.kit.multimodal import (
     MULTIMODAL,
     build_multimodal,
@@ -90,7 +91,7 @@ def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> N
             assert observed.amax.numpy() == pytest.approx(largest, rel=1e-6)
 
 
-@parametrize(KINDS)
+@parametrize(KINDS if HAS_MINUTES else KINDS[::3])
 def test_streamed_and_in_batches_it_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     save_multimodal(name, tmp_path / "model")
     plan = plan_of(name, tmp_path / "model")

@@ -37,6 +37,7 @@ from fp8calib.verification.score import score
 from scripts.benchmarks.launches import WorkCounter, make_emulations
 from tests import zoo
 from tests.calibration.running import opened, rows_of
+from tests.kit.minutes import takes_minutes
 from tests.simulated_gpus import simulated_gpus
 from tests.verification.by_hand import emulate_scheme, make_subject
 
@@ -120,7 +121,8 @@ def test_k_and_v_are_quantized_together_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("streamed", "second", "own"), [(False, 20, 0), (True, 20, 0), (False, 13, 2)]
+    ("streamed", "second", "own"),
+    [(False, 13, 2), *(pytest.param(each, 20, 0, marks=takes_minutes) for each in (False, True))],
 )
 def test_scores_wait_for_a_gpu_behind_the_passes_alone(
     streamed: bool, second: int, own: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulati
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 from scripts.benchmarks.launches import make_emulations
 from tests import zoo
-from tests.kit.minutes import takes_minutes
+from tests.kit.minutes import in_minutes, takes_minutes
 from tests.simulated_gpus import gpu
 
 kernels: Any = pytest.importorskip(
@@ -92,7 +92,7 @@ def require_same(
     ],
 )
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("way", ["", "by_reciprocal", "in_model_dtype"])
+@pytest.mark.parametrize("way", ["", "in_model_dtype", *in_minutes("by_reciprocal")])
 def test_all_codes_of_16_bits_are_rounded_as_torch_does(
     dtype: torch.dtype, fmt: Fp8Format, scale: str, way: str
 ) -> None:
@@ -171,7 +171,7 @@ def test_tensors_are_quantized_and_measured_as_torch_does(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
-@pytest.mark.parametrize("lengths", [(24,), (24, 11, 1)])
+@pytest.mark.parametrize("lengths", [(24, 11, 1), *in_minutes((24,))])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_model_is_emulated_as_without_the_kernel(family: str, lengths: tuple[int, ...]) -> None:
     """K, V, q and inputs of a model whose V is a view: last hidden states, and the damage."""
