@@ -41,9 +41,9 @@ def available_bytes(*, root: Path = _ROOT) -> int:
     return max(min([of_machine, *_group_bytes(root), *_limit_bytes(root)]), 0)
 
 
-def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
+def anonymous_bytes() -> int | None:
     """Read the process's anonymous memory, swap included; None where the system has no count."""
-    found = _read_sizes(root / "proc/self/status")
+    found = _read_sizes(_ROOT / "proc/self/status")
     return None if "RssAnon" not in found else found["RssAnon"] + found.get("VmSwap", 0)
 
 

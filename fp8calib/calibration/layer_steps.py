@@ -61,7 +61,7 @@ class LayerSteps:
         cache: Any,
         before: LayerState | None,
         *,
-        checks: bool = False,
+        checks: bool,
     ) -> LayerState:
         """Run layer `index` on a micro-batch.
 

@@ -17,7 +17,8 @@ HUB_FILES = [
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone, or a file name, is a path."""
-_READ_SUFFIXES = (".json", ".safetensors", ".npz")
+SCALES_SUFFIXES = (".json", ".safetensors", ".npz")
+"""Of files that hold scales or statistics."""
 _exists = os.path.exists
 """Unlike the method of Path, this is false if a name is too long or a folder may not be read."""
 
@@ -69,7 +70,7 @@ def suggest_path(path: Path, *, of_folders: bool = False) -> str:
 def refuse_external_links(folder: Path) -> None:
     """Refuse a folder in which a file to be read is a link out of it; it may itself be a link."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in _READ_SUFFIXES:
+        if path.suffix in SCALES_SUFFIXES:
             refuse_external_link(path)
 
 

@@ -13,7 +13,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 MAX_LAYERS = 1000
 """The largest number of layers that is believed."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def list_inner_checkpoints(folder: Path) -> list[Path]:
@@ -28,7 +28,7 @@ def list_text_configs(
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
     """List a config, by an empty key, and the text models' configs in it, by their keys."""
     yield "", config
-    for key in _TEXT_KEYS:
+    for key in TEXT_KEYS:
         if isinstance(part := config.get(key), dict):
             yield key, part
 

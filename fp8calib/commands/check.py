@@ -128,11 +128,6 @@ class CheckResult(Result):
         return "ok" if self.engines and not faults else "not ok"
 
     @property
-    def cannot_judge(self) -> bool:
-        """Whether the report is not ok only because of what cannot be judged."""
-        return self.verdict == Status.UNKNOWN
-
-    @property
     def exit_code(self) -> int:
         """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
         codes = {"ok": 0, Status.UNKNOWN: CANNOT_TELL}

@@ -20,7 +20,7 @@ from fp8calib.calibration.progress import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.hub import fetch_hub_id, find_folder
 from fp8calib.checkpoint.json_files import is_result
-from fp8calib.checkpoint.locations import require_path
+from fp8calib.checkpoint.locations import SCALES_SUFFIXES, require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT, lacks_weights
 from fp8calib.commands.check import CheckRequest, CheckResult
@@ -40,8 +40,6 @@ from fp8calib.formats.fp8.weights import WEIGHT_FORMATS
 from fp8calib.formats.metadata import read_file_origin
 from fp8calib.formats.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.model.shapes import ModelGeometry
-
-_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
 def check_path(request: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
@@ -122,7 +120,7 @@ def _refuse_other(path: Path) -> None:
     elif is_stats_file(path):
         hint = f"name what {spell_export(path)} writes"
         raise ModelError(f"{path}: statistics, not scales", hint=hint)
-    elif path.suffix not in _FILE_SUFFIXES or not path.is_file():
+    elif path.suffix not in SCALES_SUFFIXES or not path.is_file():
         hint = "name a checkpoint folder, or a file of scales"
         if path.suffix == ".gguf":
             hint = GGUF_HINT

@@ -13,7 +13,6 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.output import (
     PROGRESS_NAME,
     check_output,
-    format_size,
     list_files,
     output_folder,
 )
@@ -89,10 +88,6 @@ class DequantizeResult(Result):
     resumed: tuple[str, ...] = ()
     has_kv_scales: bool
     notes: tuple[str, ...]
-
-    def describe_bytes(self) -> str:
-        """Describe the size of the weights before and after."""
-        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
 
 
 def run(request: DequantizeRequest, reporter: Reporter) -> DequantizeResult:
@@ -242,7 +237,7 @@ def describe(
     """Describe the checkpoint."""
     yield Line(
         f"{result.source}: {len(result.dequantized)} tensors are {result.dtype} now, weights "
-        f"{result.describe_bytes()}, {result.duration_s:.1f} s"
+        f"{result.bytes.describe()}, {result.duration_s:.1f} s"
     )
     yield Line(f"written to {result.out}: {list_checkpoint(result.files)}")
 

@@ -203,7 +203,7 @@ def _describe(result: QuantizeResult) -> Iterator[str]:
     schemes = ", ".join([result.scheme, *(f"{number} {name}" for name, number in others.items())])
     yield (
         f"{len(result.quantized)} linears quantized ({schemes}, {result.format}), weights "
-        f"{result.describe_bytes()}, {result.duration_s:.1f} s"
+        f"{result.bytes.describe()}, {result.duration_s:.1f} s"
     )
     reasons: dict[str, list[str]] = {}
     for item in result.left:

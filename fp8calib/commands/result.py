@@ -69,6 +69,10 @@ class BeforeAfter(Frozen):
     before: int
     after: int
 
+    def describe(self) -> str:
+        """Describe both sizes: `269 MB -> 135 MB`."""
+        return f"{format_size(self.before)} -> {format_size(self.after)}"
+
 
 class ShardIndex(Frozen):
     """Which shard of a run, from 1."""
@@ -133,10 +137,6 @@ class QuantizeResult(Result):
     kv_bytes_per_token: BeforeAfter | None
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
-
-    def describe_bytes(self) -> str:
-        """Describe the size of the weights before and after."""
-        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
 
     def describe_dead(self) -> tuple[str, ...]:
         """Describe the weights with scales that cover zeros alone."""

@@ -63,7 +63,7 @@ def join_readers(rows: Iterable[LayerResult]) -> list[LayerResult]:
     return joined
 
 
-def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:
+def rules_table(rules: Sequence[RuleResult]) -> Table:
     """Make the table of scale rules, the smallest divergence first."""
     rows = [
         [
@@ -75,7 +75,7 @@ def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:
         for each in rules
     ]
     return Table(
-        title=title or f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
+        title=f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
         columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
         rows=rows,
         words=(0, 2),

@@ -44,15 +44,15 @@ Q = "model.layers.0.self_attn.q_proj"
     [
         (
             {"weight_zero_point": torch.zeros(9, 1, dtype=torch.int32)},
-            "is I32 [9, 1], expected are zero points",
+            "is I32 [9, 1], expected zero points",
         ),
         (
             {"weight_scale": torch.ones(128, 3)},
-            "is F32 [128, 3], expected are float scales",
+            "is F32 [128, 3], expected float scales",
         ),
         ({"weight_scale": torch.full((128, 1), torch.nan)}, "holds what is not a scale"),
         ({"weight_scale": None}, "weight_scale is missing"),
-        ({"weight_shape": torch.tensor([128, 64])}, "expected are integers of 4 or 8 bits"),
+        ({"weight_shape": torch.tensor([128, 64])}, "expected integers of 4 or 8 bits"),
     ],
 )
 def test_integers_that_do_not_fit_are_named(

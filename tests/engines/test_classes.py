@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.engines.facts.classes import (
-    CreatedLinear,
-    list_versions,
-)
+from fp8calib.engines.facts.classes import CreatedLinear, read_class_facts
 from fp8calib.engines.facts.release import SGLANG_RELEASES, VLLM_RELEASES
 
 FACTS = {
@@ -42,5 +39,5 @@ def test_a_fact_is_read_and_written(fact: str) -> None:
 
 
 def test_all_known_releases_have_a_map() -> None:
-    assert list_versions("vllm") == [each.version for each in VLLM_RELEASES]
-    assert list_versions("sglang") == [each.version for each in SGLANG_RELEASES]
+    assert list(read_class_facts("vllm")) == [each.version for each in VLLM_RELEASES]
+    assert list(read_class_facts("sglang")) == [each.version for each in SGLANG_RELEASES]

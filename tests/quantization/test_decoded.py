@@ -172,8 +172,8 @@ def test_blocks_of_any_size_and_deepseek_v4_are_codes_times_scales(
 @pytest.mark.parametrize(
     ("leaf", "value", "says"),
     [
-        ("weight_scale", None, "is missing, expected are scales of 16"),
-        ("weight_scale", torch.ones(32, 10), "is F32 [32, 10], expected are scales of 16"),
+        ("weight_scale", None, "is missing, expected scales of 16"),
+        ("weight_scale", torch.ones(32, 10), "is F32 [32, 10], expected scales of 16"),
         ("weight_global_scale", torch.zeros(1), "is not one number above zero"),
         ("weight_global_scale", torch.ones(3), "is not one number above zero"),
     ],

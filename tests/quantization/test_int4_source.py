@@ -109,7 +109,7 @@ SHAPE, SCALE, WORDS, ZERO = (
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({SHAPE: torch.tensor([5, 17])}, "is I32 [5, 2], expected are integers"),
+        ({SHAPE: torch.tensor([5, 17])}, "is I32 [5, 2], expected integers"),
         ({SHAPE: torch.tensor([5, -3])}, "weight_shape is not the two sizes"),
         ({SHAPE: torch.tensor([5, 1, 13])}, "weight_shape is not the two sizes"),
         ({SHAPE: torch.tensor([5.0, 13.0])}, "weight_shape is not the two sizes"),
@@ -122,7 +122,7 @@ SHAPE, SCALE, WORDS, ZERO = (
         ({SCALE: torch.tensor([-1.0])}, "weight_scale: -1 is not a scale"),
         ({SCALE: torch.tensor([float("nan")])}, "weight_scale: nan is not a scale"),
         ({SCALE: torch.tensor([float("inf")])}, "weight_scale: inf is not a scale"),
-        ({ZERO: torch.zeros(1)}, f"{ZERO} is F32 [1], expected are zero points"),
+        ({ZERO: torch.zeros(1)}, f"{ZERO} is F32 [1], expected zero points"),
         ({ZERO: torch.zeros(1, dtype=torch.int8)}, "INT4 with zero points"),
         ({f"{UP}.weight_g_idx": torch.zeros(1)}, f"{UP}.weight_g_idx: groups of reordered columns"),
         ({"x.weight": torch.ones(2, 2, dtype=torch.int8)}, "x.weight_scale is missing"),

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from fp8calib.engines.facts.release import FOLDER, list_spans, parse_version
+from fp8calib.engines.facts.release import FOLDER, list_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 UNBUILT = "unbuilt: "
@@ -149,8 +149,3 @@ def read_class_facts(engine: str) -> Mapping[str, Mapping[str, list[str]]]:
             for architecture in entry["values"]:
                 facts[version].setdefault(architecture, []).append(entry["fact"])
     return facts
-
-
-def list_versions(engine: str) -> list[str]:
-    """List the releases whose classes are known, the oldest first."""
-    return sorted(read_class_facts(engine), key=parse_version)

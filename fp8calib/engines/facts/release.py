@@ -121,6 +121,7 @@ def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
 
 
 DEMANDED = "versions of transformers that it demands"
+ADDED_ROOTS = "root that the loader of this model type adds to a name without one"
 BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
 QUERY_GPUS = "Triton backend quantizes q on"
 OWN_TYPES = "newer types of models whose configs it has itself"

@@ -10,6 +10,7 @@ from functools import partial
 from fp8calib.engines.engine import Engine, Launch, Storage, on_call
 from fp8calib.engines.facts.classes import list_read_fields
 from fp8calib.engines.facts.release import (
+    ADDED_ROOTS,
     BFLOAT16_TYPES,
     QUERY_GPUS,
     VLLM_RELEASES,
@@ -72,7 +73,6 @@ def _make_numerics(release: Release) -> Numerics:
 _HEADLESS = "class of this model type has no output layer"
 _REFUSED_TIES = "class of this model type stops at a tied output layer"
 _UNTIES = "stored lm_head.weight is loaded, though config.json ties it"
-_ADDED_ROOTS = "root that the loader of this model type adds to a name without one"
 
 
 def _make_engine(release: Release) -> Engine:
@@ -106,7 +106,7 @@ def _make_engine(release: Release) -> Engine:
         repeats_expert_scales=release.has(_REPEATS_SCALES),
         name_rules=NameRules(
             is_silent_if_quantized=True,
-            bare_types=tuple(each.partition(": ")[0] for each in release.list_values(_ADDED_ROOTS)),
+            bare_types=tuple(each.partition(": ")[0] for each in release.list_values(ADDED_ROOTS)),
             skipped_experts=("glm4_moe", "qwen3_moe"),
             headless_types=release.list_values(_HEADLESS),
             untied_types=release.list_values(_REFUSED_TIES),

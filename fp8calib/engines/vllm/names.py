@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from fp8calib.engines.facts.release import Release
+from fp8calib.engines.facts.release import ADDED_ROOTS, Release
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.kv_method import KvMethod
@@ -27,7 +27,6 @@ from fp8calib.model.shapes import KV_ROLES, ModelGeometry, Role
 
 PLACELESS = "attention of this model type has no parameters for KV scales"
 WRAPPERS = "class with other inputs beside text"
-ADDED_ROOTS = "root that the loader of this model type adds to a name without one"
 _SKIPPED_ROOTS = "loader of this model type skips names that begin with"
 _FUSES_LENIENTLY = (
     "lenient loader of this model type renames q_proj before it looks for a parameter"

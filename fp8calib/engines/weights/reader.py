@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import TEXT_KEYS
 from fp8calib.engines.facts.classes import find_class_map
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.declared import matches_target
@@ -45,7 +46,6 @@ _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"
 _KNOWN = ("compressed-tensors", "fp8")
 """Methods whose config is read here; so is that of `modelopt` with its variants."""
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
-_TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _TARGET_FIX = "name Linear, or paths of modules, in the targets of the config group"
@@ -99,7 +99,7 @@ class LinearReader(ABC):
     ) -> None:
         self.release = release
         self.classes = find_class_map(self.engine, release.version, geometry.architecture) or {}
-        self._is_wrapped = any(isinstance(folder.config.get(key), dict) for key in _TEXT_KEYS)
+        self._is_wrapped = any(isinstance(folder.config.get(key), dict) for key in TEXT_KEYS)
         nested = section.get("quantization")
         self.is_nested = isinstance(nested, dict)
         method = str(section.get("quant_method") or ("modelopt" if self.is_nested else "")).lower()

@@ -311,7 +311,7 @@ def _unfit(checkpoint: Checkpoint, name: str, wanted: str) -> ModelError:
     """Make the error for a part of a weight that is missing, or of another dtype or shape."""
     entry = checkpoint.tensors.get(name)
     found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-    return _refusal(checkpoint, f"{shorten(name)} is {found}, expected are {wanted}")
+    return _refusal(checkpoint, f"{shorten(name)} is {found}, expected {wanted}")
 
 
 def _refusal(checkpoint: Checkpoint, fault: str) -> ModelError:
