@@ -67,7 +67,7 @@ def count_processors(*, root: Path = _ROOT) -> int:
 
 
 def check_gib(memory: float) -> None:
-    """Refuse a --memory that is no size.
+    """Refuse a --memory that is not a size.
 
     Raises:
         UsageError: it is not a number above 0.
@@ -124,7 +124,7 @@ def _limit_bytes(root: Path) -> Iterator[int]:
 def _group_bytes(root: Path) -> Iterator[int]:
     """Give what each control group of the process allows beyond the present use.
 
-    Page cache that is no tmpfs can be evicted.
+    Page cache can be evicted, except that of tmpfs.
     """
     for folder, is_v2 in _list_groups(root, "memory"):
         limit, used, cache, shared = _V2_NAMES if is_v2 else _V1_NAMES

@@ -67,11 +67,11 @@ class BatchView:
         return self._on(device, f"every {stride}", lambda: torch.cat(list(rows)))
 
     def counted(self, device: torch.device) -> torch.Tensor:
-        """Give how many rows of each sequence are no padding: int32 [B]."""
+        """Count the rows of each sequence that are not padding: int32 [B]."""
         return self._on(device, "counted", lambda: torch.tensor(self.lengths, dtype=torch.int32))
 
     def zeros(self, device: torch.device, size: int) -> torch.Tensor:
-        """Give zeros of this batch alone, int32 [size], many of which are made in one kernel."""
+        """Give zeros that nothing else uses, int32 [size]; one kernel makes those of many calls."""
         taken = -(-size // _ALIGNED) * _ALIGNED
         room = self._on_device.get(("zeros", device))
         if room is None or len(room) < taken:

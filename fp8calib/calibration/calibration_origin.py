@@ -24,7 +24,7 @@ class CalibrationOrigin:
     data: str = ""
     """Fingerprint of the data plan; empty where the text is unknown."""
     text_start: str = ""
-    """Hash of the first tokens of the text (`DataPlan.start`); empty where it is unknown."""
+    """Hash of the first tokens of the text (`DataPlan.start`); empty if it is unknown."""
     unquantized: Mapping[str, str] = field(default_factory=dict)
     """Hashes of norms and embeddings (`unquantized_tensors`); empty if unknown. They are recorded
     apart from `to_fields`."""

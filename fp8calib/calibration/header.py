@@ -1,4 +1,4 @@
-"""What is known of a run beside its numbers. Results of commands have it: torch is not imported."""
+"""The header of statistics: which run they are of. Results of commands hold it: without torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Observe(Frozen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """The sequence from which on batches had to be smaller, and their size from there."""
+    """Where batches had to become smaller: their first sequence, and their size from there."""
 
     first: int
     batch_size: int
@@ -70,7 +70,7 @@ class Skipped(Frozen):
 
 
 class StatsHeader(Frozen):
-    """The run the numbers belong to, without time, path, host, rank, shard or batch size."""
+    """The run that statistics belong to, without time, path, host, rank, shard or batch size."""
 
     kind: Literal["fp8calib-stats"] = "fp8calib-stats"
     schema_version: Literal[1, 2] = 2
@@ -103,7 +103,7 @@ class StatsHeader(Frozen):
     """The tokens of each modality; empty for a run of text."""
 
     def describe_tokens(self) -> str:
-        """Count the tokens, those of each modality in brackets where there are several."""
+        """Count the tokens; in brackets those of each modality, for a run with media."""
         of_kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.modality_tokens.items())
         return f"{self.num_tokens:,} tokens" + (f" ({of_kinds})" if of_kinds else "")
 
@@ -153,7 +153,7 @@ class StatsHeader(Frozen):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describe the fields, which the serializer only leaves out."""
+        """Describe all fields, although the serializer leaves out empty ones."""
         return handler({key: value for key, value in schema.items() if key != "serialization"})
 
 

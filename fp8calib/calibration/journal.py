@@ -35,7 +35,7 @@ from fp8calib.model.shapes import Site
 NAME_PREFIX = "checkpoint-"
 """The prefix of the names of checkpoints, which are removed when the run is finished."""
 INTERVAL_S = 10.0
-"""A killed or interrupted run loses at most so much work and the running batch or layer."""
+"""A killed run loses at most this much work, and the batch or layer that is running."""
 LAYER_INTERVAL_PER_COST = 20.0
 """Hidden states are large: writing them takes at most a twentieth of the run."""
 
@@ -51,7 +51,7 @@ class Journal:
     Attributes:
         folder: where they are.
         sequences: those that earlier runs have done.
-        sites: the statistics of these sequences; not in processes but the first.
+        sites: the statistics of these sequences; empty in all processes but the first.
         layer_sites: the statistics of the layers that an earlier streamed run has done.
         has_layers: whether an earlier streamed run has left hidden states.
     """
@@ -122,7 +122,7 @@ class Journal:
                 self._save_stats(path, make_sites(), ranges)
 
     def load_layer(self, batches: Sequence[Batch], store: HiddenStateStore) -> int:
-        """Load what an earlier run of these batches left, and give the first layer to run."""
+        """Load what an earlier run of these batches saved; give the first layer to run."""
         self.layer_sites = {}
         folders = sorted(self.folder.glob(f"{self._layers_stem}-[0-9]*[0-9]"))
         if not folders:
@@ -141,7 +141,7 @@ class Journal:
         return int(folders[-1].name.rpartition("-")[2]) + 1
 
     def is_due_for_layer(self) -> bool:
-        """Whether the last state of a layer is old enough to save another."""
+        """Whether enough time has passed to save the state after another layer."""
         return self._is_due(max(INTERVAL_S, LAYER_INTERVAL_PER_COST * self._cost_s))
 
     def save_layer(
@@ -151,7 +151,7 @@ class Journal:
         store: HiddenStateStore,
         make_sites: Callable[[], dict[Site, SiteStats]],
     ) -> None:
-        """Save the state after a layer in a folder, in place of that of an earlier layer."""
+        """Save the state after a layer, and remove that of an earlier layer."""
         new = self.folder / f"{self._layers_stem}.new"
         kept = self.folder / f"{self._layers_stem}-{layer:05}"
         shutil.rmtree(new, ignore_errors=True)
@@ -184,7 +184,7 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Measure what a checkpoint costs; a run continues without one that cannot be written."""
+        """Time the writing of a checkpoint; if it fails, warn, and let the run continue."""
         started = time.monotonic()
         try:
             yield
@@ -201,7 +201,7 @@ class Journal:
         save_stats(CalibrationStats(header=self._header, sites=sites, shard=shard), path)
 
     def _read(self, path: Path) -> tuple[Mapping[Site, SiteStats], StatsShard]:
-        """Read the statistics of an earlier run."""
+        """Read the statistics of an earlier run; refuse those of another calibration."""
         again = f"to start again, remove {self.folder}"
         try:
             stats = load_stats_file(path, accepts_shard=True)

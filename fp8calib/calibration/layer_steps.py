@@ -38,7 +38,7 @@ class LayerState(NamedTuple):
 
 
 class LayerSteps:
-    """Runs single layers of a decoder, whose `forward` it replaces; see `StreamedModel.steps`."""
+    """Runs a decoder's layers one at a time: `forward` replaces theirs (`StreamedModel.steps`)."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[nn.Module]) -> None:
         self._decoder = decoder
@@ -50,7 +50,7 @@ class LayerSteps:
         self._after: LayerState | None = None
         self._checks = False
         self._unknown: Any = None
-        """The output of a layer that is not known: NaN; made once for a batch."""
+        """NaN in place of a layer's output that is not known; made once per batch."""
         self._suspects: list[tuple[int, torch.Tensor]] = []
         """Checked layers, and whether each reads too much."""
 
@@ -65,8 +65,8 @@ class LayerSteps:
     ) -> LayerState:
         """Run layer `index` on a micro-batch.
 
-        `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
-        the layer reads more than that; a GPU's answer waits for `check`.
+        `cache` is empty, and `before` is the state after the layer before. With `checks`, a layer
+        that reads more than that is refused: on a CPU here, on a GPU by the next `check`.
         """
         with suppress(ForwardIsDone):
             self._run(index, batch, cache, before, checks=checks)
@@ -92,7 +92,7 @@ class LayerSteps:
             self._before = self._unknown = None
 
     def check(self) -> None:
-        """Refuse a layer that reads more than the output of the layer before, as GPUs found out."""
+        """Refuse a layer that reads more than the output of the layer before; waits for a GPU."""
         suspects, self._suspects = self._suspects, []
         for index, reads_more in suspects:
             if bool(reads_more):

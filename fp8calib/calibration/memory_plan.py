@@ -37,7 +37,7 @@ GIVEN = "given by --memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A run, as far as its memory depends on it."""
+    """What the memory of a run depends on."""
 
     prepared: PreparedModel
     """The model, without weights, in the dtype that it computes in."""

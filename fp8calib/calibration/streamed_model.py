@@ -110,10 +110,12 @@ class StreamedModel:
 
     @contextmanager
     def layers(self, *, first: int = 0) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers; one is read, in a thread, while the one before is placed.
+        """Iterate over the layers; a thread reads each one while the layer before it is placed.
 
-        Those from `first` on will be placed. `OutOfMemoryInForward` is raised where a GPU has no
-        room to copy the next layer beside a batch.
+        Layers before `first` are not copied ahead to a GPU.
+
+        Raises:
+            OutOfMemoryInForward: a GPU has no room for the next layer beside a batch.
         """
         unread = zip(self.geometry.layers, self.parts, strict=True)
         reading: deque[Future[StreamedLayer]] = deque()
@@ -183,7 +185,7 @@ class StreamedModel:
     def _take(
         self, layer: StreamedLayer, ready: torch.cuda.Event
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the copies of a layer over to the stream that computes."""
+        """Give the copies of a layer to the stream that computes, one at a time."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(ready)
         while layer.copied:
@@ -199,9 +201,9 @@ class StreamedModel:
     def steps(
         self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
     ) -> Iterator[LayerSteps]:
-        """Let single layers run on batches; the towers run once, on the rows with media.
+        """Replace the forward of each layer, so that layers can run one at a time.
 
-        What they give is stored beside the hidden states.
+        The towers run once, on the batches with media; their output is stored in `store`.
         """
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
@@ -220,10 +222,11 @@ class StreamedModel:
                 steps.check()  # it explains NaN that ended the run
 
     @contextmanager
-    def load_head_on_demand(self) -> Iterator[None]:
+    def load_rest_on_demand(self) -> Iterator[None]:
         """Load each module outside the text decoder when it first runs.
 
-        All are dropped when the context closes. What does not run (a vision tower) is not read.
+        The lm_head is such a module. All are dropped when the context closes; what does not run (a
+        vision tower) is not read.
         """
         inside = set(find_text_decoder(self.model)[1].modules())
 
@@ -274,9 +277,9 @@ def store_calls(
     *,
     number: int = 0,
 ) -> Callable[[Batch], DecoderCall]:
-    """Store the arguments of the decoder for each row with media, and give what finds them.
+    """Store the decoder's arguments for each batch with media; give a function that loads them.
 
-    `number` tells the arguments of several models apart.
+    `number` distinguishes the arguments of several models in one store.
     """
     for batch in batches:
         if batch.media is not None:
@@ -293,8 +296,8 @@ def store_calls(
 def _compute_buffers(model: PreTrainedModel, loader: PartLoader) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
 
-    transformers computes them where it initialises weights, which does nothing to weights without
-    memory. It runs twice on different values: a buffer that keeps them is not computed there.
+    transformers computes them when it initialises weights; it leaves weights on the meta device
+    alone. This runs twice, over zeros and over ones: a buffer that keeps them was not computed.
     """
     buffers = model.named_buffers(remove_duplicate=False)
     names = [name for name, x in buffers if x.is_meta and not loader.is_stored(name)]

@@ -216,7 +216,7 @@ class RangedFile:
             self.fetch([(0, stop)])
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Download what is not here yet of some spans of bytes, as far as the file has them."""
+        """Download spans of bytes, cut at the end of the file, unless they are here already."""
         if self.failure is not None:
             raise self.failure
         end = -(-self._size_bytes // _BLOCK_BYTES)

@@ -105,7 +105,7 @@ class VerifyResult(VerifyReport, Result):
 
     @property
     def exit_why(self) -> str:
-        """Why the exit code is not 0; empty where it is."""
+        """Why the exit code is not 0; empty if it is."""
         code, why = self._fault
         return f"exit code {code}: {why}" if self.exit_code else ""
 

@@ -22,7 +22,7 @@ def remember_arguments(arguments: Sequence[str]) -> None:
 
 
 def spell_command() -> str:
-    """Spell the command that is running; empty where a Python program calls its parts."""
+    """Spell the command that is running; empty if a Python program calls its parts."""
     arguments = _arguments.get()
     return shlex.join(["fp8calib", *arguments]) if arguments else ""
 

@@ -36,7 +36,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         source: the model's folder.
 
     Returns:
-        The note, also where only one engine can load it; empty where there is nothing to note.
+        The note, also where only one engine can load it; empty if there is nothing to note.
 
     Raises:
         ModelError: no model can be built from the config, or tensors of it are missing or have

@@ -48,7 +48,7 @@ class Option:
     help: str
     """For `--help` and `help()`."""
     metavar: str = ""
-    """What the value is, where that is not in the spelling."""
+    """What the value is, if the spelling does not say it."""
     choices: tuple[str, ...] = ()
     """All values that it can have; they replace `metavar`."""
     least: int | None = None
@@ -148,7 +148,7 @@ def option(
 
 @dataclass_transform(field_specifiers=(option,), frozen_default=True)
 def request_class(kind: ClassT) -> ClassT:
-    """Make a request of a class, each field of which is an `option`."""
+    """Make a request of a class whose fields are all an `option`."""
     made: ClassT = dataclass(frozen=True)(kind)  # type: ignore[assignment]
     return made
 

@@ -22,7 +22,7 @@ class Result(Frozen):
 
     @property
     def answer(self) -> str:
-        """What it says in a sentence; empty if it is files alone."""
+        """The result in a sentence; empty if the command only writes files."""
         return ""
 
     def __repr__(self) -> str:
@@ -99,15 +99,15 @@ class WrittenCheck(Frozen):
     """What an engine will do with a written checkpoint."""
 
     path: str
-    """Of the checkpoint, relative to the output folder; `.` for the folder itself."""
+    """Path of the checkpoint, relative to the output folder; `.` for the folder itself."""
     engine: str
-    """Its name and release."""
+    """Name and release of the engine."""
     verdict: str
     """`ok`, `not ok` or `unknown`."""
     summary: str
     """The verdict with the layers that are served, or with the reason."""
     command: str
-    """The command that serves it; empty where it is not ok."""
+    """The command that serves it; empty if it is not ok."""
 
 
 class UnquantizedLinear(Frozen):
@@ -175,7 +175,7 @@ _TITLES = {
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
 """Keys that are shown in parentheses in the row of another key."""
 _IN_WORDS = frozenset(("streamed", "why", "read_bytes", "peak_bytes", "peak_parts", "rows"))
-"""Keys that are no rows of the table."""
+"""Keys that lines describe, not rows of the table."""
 
 
 def _describe_memory(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -242,7 +242,7 @@ class RunHashes(Frozen):
     """The files of a run with weights, config, tokenizer, text or scales."""
 
     model: tuple[FileHash, ...]
-    """Those of the unquantized model; empty for one in memory."""
+    """Files of the unquantized model; empty for a model in memory."""
     data: tuple[FileHash, ...]
     """The files of text among `--data`."""
     scales: Mapping[str, tuple[FileHash, ...]]

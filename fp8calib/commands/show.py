@@ -139,7 +139,7 @@ def _show_stats(stats: CalibrationStats) -> StatsShown:
 
 
 def _make_layer_row(stats: CalibrationStats, layer: Layer) -> ShownRow:
-    """Give K, V and q of a layer; None where there is none, or nothing was observed."""
+    """Give K, V and q of a layer; None if there is none, or nothing was observed."""
     attention, mixer = layer.attention, layer.mixer
     seen = k = v = both = query = None
     if attention is not None:

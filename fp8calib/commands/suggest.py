@@ -116,7 +116,7 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
 def spell_server(
     model: str, request: VerifyRequest, *, has_kv: bool = True, revision: str | None = None
 ) -> str:
-    """Spell the command that serves a model in the engine of a run; empty where there is none.
+    """Spell the command that serves a model in the engine of a run; empty if there is none.
 
     Args:
         model: a folder or a Hub id.

@@ -31,13 +31,13 @@ from fp8calib.errors import DataError, format_count, shorten
 MOST_UNUSABLE = 0.1
 """The share of rows that may be unusable before the text is refused."""
 _TELLING = 100
-"""With so many unusable rows the share is known before all rows are read."""
+"""After this many unusable rows their share is checked before all rows are read."""
 IN_MEMORY = "in memory"
-"""The source of a plan of rows that no spec names."""
+"""The source in a plan whose rows were given in memory."""
 MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 _NUM_SHOWN = 3
-"""Rows that cannot be used and are named."""
+"""At most this many unusable rows are named."""
 EncodedRow = Sequence[int] | MediaRow
 """The token ids of a row, or the row with its media."""
 
@@ -65,13 +65,13 @@ def build_plan(
     `encoder` the model takes text alone; `placeholders` are the ids of the tokens that media fill.
     Without specs, `part` of the built-in text is used. `seed` affects only the order of weighted
     specs. With `strict_rows` the first row that cannot be used is an error; otherwise such rows are
-    skipped with a warning.
+    skipped with a warning. Without `pack` each row is a sequence. `longest_padded` is kept in the
+    plan: longer sequences are not padded into one batch.
 
     Raises:
         UsageError: a spec is invalid.
         DataError: the data cannot be read, more than a tenth of the rows cannot be used, or they
             give no sequence of two tokens.
-
     """
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
@@ -183,8 +183,8 @@ class RowEncoder:
     def encode(self, rows: Iterable[ReadRow]) -> Iterator[EncodedRow]:
         """Yield each row encoded, without those that cannot be used.
 
-        The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
-        gives no tokens.
+        The tokenizer adds its special tokens to `text`. `input_ids` are used as they are. Blank
+        text gives no tokens.
         """
         for row in rows:
             self.counts.read += 1
@@ -205,7 +205,7 @@ class RowEncoder:
             yield encoded
 
     def hash_template(self, *, has_media: bool) -> str | None:
-        """Hash the chat template, if one was applied."""
+        """Hash the chat template that was applied; None if none was."""
         if not self.counts.conversations:
             return None
         holder: Any = self._media().template if has_media and self._media else self._tokenizer()
@@ -234,8 +234,8 @@ class RowEncoder:
             yield (
                 f"the chat template leaves something out of {len(self._shortened)} of "
                 f"{format_count(self.counts.conversations, 'conversation')} (first "
-                f"{self._shortened[0]}), such as thoughts or calls of tools, by which then no "
-                "scale is set; `fp8calib calibrate ... --dry-run --show-text 2` shows what is left"
+                f"{self._shortened[0]}), such as thoughts or tool calls, which then "
+                "set no scale; `fp8calib calibrate ... --dry-run --show-text 2` shows what is left"
             )
 
     def _name_unusable(self) -> str:
@@ -297,8 +297,8 @@ def render_messages(
     If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
 
     Returns:
-        The token ids, and whether the template kept all contents, and the names of the functions
-        called.
+        The token ids, and whether the rendered text holds the content of every message and the
+        name of every function that is called.
     """
     contents = list(_list_contents(messages))
 

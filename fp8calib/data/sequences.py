@@ -33,7 +33,7 @@ class RowsUsed:
     read: int = 0
     """Rows after the last one that is needed are not read."""
     total: int | None = None
-    """Rows of all files; None where they are not known."""
+    """Rows of all files; None if they are not known."""
     is_full: bool = False
     """Whether reading ended because all sequences were full."""
     used: int = 0
@@ -152,7 +152,7 @@ class Batch:
     lengths: tuple[int, ...]
     """Tokens of each sequence, without padding."""
     media: MediaRow | None = None
-    """The row with media that is the only sequence; None where all is text."""
+    """The row with media that is the only sequence; None if all is text."""
 
     @property
     def num_tokens(self) -> int:

@@ -211,7 +211,7 @@ class _Check:
         return reports
 
     def _find_refusal(self, engine: Engine, config: Mapping[str, object]) -> Refusal | None:
-        """Say why an engine does not start, whatever its files hold; None where it may."""
+        """Say why an engine does not start, whatever its files hold; None if it may."""
         if engine.splits_heads:
             try:
                 check_heads(self._geometry, self._tp)
@@ -354,7 +354,7 @@ def doubt_configs(reports: Reports, model: ScaleFolder, geometry: ModelGeometry)
 
 
 def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
-    """Say why a config may not be of the class that was compared; empty where it is."""
+    """Say why a config may not be of the class that was compared; empty if it is."""
     found = config.get("architectures")
     names = found if isinstance(found, list) and found else [found]
     # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class

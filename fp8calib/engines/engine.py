@@ -110,15 +110,15 @@ class Engine:
     is_default: bool = False
     """`check` asks it where no --engine is given."""
     loads_like: str = ""
-    """The key of the engine whose loader this one runs; empty where it has its own."""
+    """The key of the engine whose loader this one runs; empty if it has its own."""
     launch: Launch | None = None
     """None where no command of its own starts a server."""
     numerics: Numerics | None = None
     """What `verify` emulates."""
     cache_types: Sequence[str] = ()
-    """The values of its --kv-cache-dtype that quantize; empty where they are not known."""
+    """The values of its --kv-cache-dtype that quantize; empty if they are not known."""
     storage: Storage = field(default_factory=dict)
-    """What stores them on which GPU; empty where that is not known."""
+    """What stores them on which GPU; empty if that is not known."""
     scale_factor: float = 1.0
     """By what it multiplies the global scales of an NVFP4 cache on B200; elsewhere it does not."""
     multiplied: Mapping[str, Collection[str]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Engine:
     replay_folder: Callable[[ScaleFolder, ModelGeometry, int], EngineReport] | None = None
     """Replays the loading of a folder on a number of ranks; raises `Refusal` at a failure."""
     view: Callable[[ScaleFolder], ScaleFolder] | None = None
-    """Gives a folder as it opens it, or raises `Refusal`; None where it opens what the index names,
+    """Gives a folder as it opens it, or raises `Refusal`; None if it opens what the index names,
     or all files, in the order of their names."""
     no_folder: str = ""
     """Why no replay says what it does with a checkpoint folder."""
@@ -140,7 +140,7 @@ class Engine:
     """How it reads the quantization config, which raises `Refusal` where the engine refuses that;
     None for one whose own loader is run: `replay_folder` reports on the weights too."""
     explain_type: Callable[[object], str] = field(default=lambda _: "")
-    """Says why it does not know a model_type; empty where it does, or where that is not known."""
+    """Says why it does not know a model_type; empty if it does, or if that is not known."""
     list_read_fields: Callable[[str], Sequence[str]] = field(default=lambda _: ())
     """Lists the fields of config.json without which it cannot build the class of an
     architecture."""
@@ -179,7 +179,7 @@ class Engine:
         )
 
     def explain_unserved(self, cache_type: str, gpu: Gpu, head_sizes: Collection[int] = ()) -> str:
-        """Say why a GPU does not serve a type of the KV cache; empty where it does."""
+        """Say why a GPU does not serve a type of the KV cache; empty if it does."""
         if self.list_backends(cache_type, gpu, head_sizes):
             return ""
         if unknown := set(head_sizes).difference(HEAD_SIZES):
@@ -193,7 +193,7 @@ class Engine:
         return f"{self.release} does not store it on {gpu.title}{where}"
 
     def list_unmultiplied(self, gpu: Gpu) -> frozenset[str]:
-        """List of `fp8` and `mxfp8` what a GPU does not multiply: inputs stay in 16 bits."""
+        """List which of `fp8` and `mxfp8` a GPU cannot multiply: inputs then stay in 16 bits."""
         return frozenset(
             kind for kind, places in self.multiplied.items() if gpu.generation not in places
         )
@@ -203,14 +203,14 @@ class Engine:
         return replace(numerics, unmultiplied=self.list_unmultiplied(gpu))
 
     def explain_unmultiplied(self, scheme: Scheme, gpu: Gpu) -> str:
-        """Say why a GPU does not run the inputs of a scheme as they are stored; empty where so."""
+        """Explain why this GPU keeps the scheme's inputs in 16 bits; empty if it does not."""
         kind = "mxfp8" if scheme.is_mx else "fp8"
         if scheme.inputs is InputScaling.NONE or kind not in self.list_unmultiplied(gpu):
             return ""
         return f"{self.release} leaves inputs in 16 bits on {gpu.title}, which has no {kind}"
 
     def list_multiplied(self, gpu: Gpu) -> list[str]:
-        """Name the schemes whose inputs a GPU multiplies as they are stored."""
+        """Name the schemes whose inputs a GPU multiplies in FP8."""
         return [
             name
             for name, scheme in SCHEMES.items()

@@ -1,7 +1,7 @@
 """The rule for linears: a stored tensor beside what an engine's class creates under the config.
 
 Where a checkpoint differs from the form that its config means, the engine may stop, which only its
-own loader can tell; what it does without an error is judged here.
+own loader can tell; what it does if it does not stop is judged here.
 """
 
 from __future__ import annotations
@@ -53,8 +53,18 @@ def compare_linears(
 ) -> tuple[LinearCount | None, list[Finding]]:
     """Compare what the config and the model's class mean with what is stored.
 
-    An engine without a reader, as a plug-in may be, has rules alone. `named` is what the names of
-    the linears show, in its place among the findings.
+    A plug-in's engine may have no reader: then only its rules are applied.
+
+    Args:
+        engine: the engine.
+        stored: what the folder stores.
+        groups: the linears that the engine's class creates, in the groups that it joins.
+        named: findings about the names of linears; they follow those of the rules.
+        tp: the number of tensor-parallel ranks.
+
+    Returns:
+        How many linears could be judged (None without a reader, and without FP8 weights), and the
+        findings.
 
     Raises:
         Refusal: the engine refuses the config, or that cannot be told.
@@ -172,9 +182,9 @@ def _compare_group(
 
 
 def _is_unknown(group: LinearGroup, found: Found | Refusal, *, has_fp8: bool) -> bool:
-    """Tell whether it is not known how the engine creates a group that may be quantized.
+    """Tell if it is unknown how the engine creates a group that may be quantized.
 
-    `has_fp8` is whether the config quantizes any linear of the folder: a KV overlay's does not.
+    `has_fp8`: the config quantizes some linear of the folder, as that of a KV overlay does not.
     """
     if group.state not in UNKNOWN or isinstance(found, Refusal):
         return False
@@ -236,7 +246,7 @@ def _compare_tensor(
 ) -> Iterator[Finding]:
     """Compare one tensor: whether it is there, its dtype, its shape, and its values."""
     name, entry = f"{linear.module}.{suffix}", linear.tensors.get(suffix)
-    # The linears of the group whose valid scales the engine takes the largest of.
+    # The engine uses the largest of the valid scales of these linears.
     valid = [
         each.projection
         for each in (group.members if expected.is_shared else ())
@@ -277,7 +287,7 @@ def _compare_tensor(
 
 
 def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
-    """Find an expert whose gate and up have unequal input scales; empty where there is none."""
+    """Find an expert whose gate and up have unequal input scales; empty if there is none."""
     for linear in group.members if group.is_experts else ():
         expert = linear.module.rpartition(".")[0]
         one = numbers.get(f"{linear.module}.{INPUT_SCALE}")

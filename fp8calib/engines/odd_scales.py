@@ -47,7 +47,7 @@ _MOST_UNSEEN_CLIPPING = 4.0
 
 
 def measure_reach(stats: CalibrationStats, site: Site) -> Reach | None:
-    """Give what calibration saw at a site; None where it saw nothing, or only zeros."""
+    """Give what calibration saw at a site; None if it saw nothing, or only zeros."""
     found = stats.sites.get(site)
     amax = 0.0 if found is None or not found.amax.numel() else float(found.amax.max())
     if found is None or not amax > 0:

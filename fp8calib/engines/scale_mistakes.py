@@ -51,10 +51,10 @@ class Reach:
     within: float = _WITHIN
     """The factor by which `amax` may be off."""
     histogram: torch.Tensor | None = None
-    """How many values it has of each magnitude; None where that is unknown."""
+    """How many values it has of each magnitude; None if that is unknown."""
 
     def judge(self, scale: float, fmt: Fp8Format = E4M3FN) -> str:
-        """Say what is odd about a scale; empty where nothing is."""
+        """Say what is odd about a scale; empty if nothing is."""
         reach = scale * fmt.max
         text = f"stands for values of up to {reach:,.4g}, but {self.source}"
         if not self.least <= reach <= self.most:
@@ -76,7 +76,7 @@ def find_odd(
 ) -> dict[Key, str]:
     """Say what is odd about the scales of one kind, and what they look like.
 
-    Only those of tensors are judged of which something is known.
+    A scale is judged only if `reaches` has its tensor.
     """
     texts = {key: reach.judge(scales[key], fmt) for key, reach in reaches.items()}
     odd = {key: reaches[key] for key, text in texts.items() if text}
@@ -102,7 +102,7 @@ def _explain(
     within: float,
     fmt: Fp8Format = E4M3FN,
 ) -> dict[Key, str]:
-    """Name the mistake behind each of the scales of one group; empty where nothing fits.
+    """Name the mistake behind each of the scales of one group; empty if nothing fits.
 
     A scale alone may fit two mistakes: with an amax of 21, amax and its reciprocal are the same.
     Hence each scale gets, of those that fit it, the mistake that is nearest to the group. `amax` is
@@ -319,7 +319,7 @@ def _compare(
 
 
 def _find_shared(logs: Sequence[float]) -> float | None:
-    """Find the logarithm of the factor that all share; None where they differ, or are too few."""
+    """Find the logarithm of the factor that all share; None if they differ, or are too few."""
     if len(logs) < _LEAST_SLOTS:
         return None
     middle = median(logs)

@@ -72,7 +72,7 @@ def measure_sizes(folder: ScaleFolder) -> dict[str, float]:
 def _estimate(
     weights: _Weights, geometry: ModelGeometry, attention: Attention, role: Role
 ) -> Reach | None:
-    """Estimate the reach of one tensor; None where it is not made by a norm and one weight."""
+    """Estimate the reach of one tensor; None if it is not made by a norm and one weight."""
     path = attention.checkpoint_module
     parent, _, name = path.rpartition(".")
     projection = f"{path}.{role}_proj"

@@ -79,7 +79,7 @@ def amend_weights(
 
 
 def _find_if_loaded(doubts: Sequence[Finding], silent: Sequence[Finding]) -> LoadVerdict | None:
-    """Say what becomes of the weights if the engine loads them; None where it serves them."""
+    """Say what becomes of the weights if the engine loads them; None if it serves them."""
     if silent:
         return silent[0].judge()
     for each in doubts:

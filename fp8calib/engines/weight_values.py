@@ -192,7 +192,7 @@ def _name_codes(scale: str) -> tuple[str, ...]:
 def _describe_fault(
     folder: ScaleFolder, opened: TensorFile, name: str, file: str, codes: str
 ) -> str:
-    """Say what is wrong with a scale; empty where nothing is."""
+    """Say what is wrong with a scale; empty if nothing is."""
     entry, weight = opened.tensors[name], folder.tensors[file][codes]
     if entry.dtype == "U8":
         is_wrong = opened.read_array(name, 0, entry.size_bytes) == _NAN_EXPONENT

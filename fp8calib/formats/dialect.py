@@ -235,7 +235,7 @@ class Dialect:
     joins_kv: bool = False
     """It has one scale per layer, for both k and v."""
     find_misfit: Callable[[ModelGeometry], str] | None = None
-    """Says why it has no place for the scales of a model; None where it has for every model."""
+    """Says why it has no place for the scales of a model; None if it has for every model."""
     lists_all_layers: bool = False
     """Layers without K and V have an entry too: 1.0."""
 

@@ -37,7 +37,7 @@ models than `self_attn.k_proj.k_scale`."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModel:
-    """How a checkpoint is quantized, as far as its KV cache depends on it."""
+    """How a checkpoint is quantized, in what its KV cache depends on."""
 
     source: Checkpoint
     config: Mapping[str, object]

@@ -1,8 +1,8 @@
 """Find what the libraries that engines use refuse in the JSON files of a checkpoint.
 
-And what transformers accepts, and engines may not: it validates the fields that a model's class
-declares, but not those of the base class, whether a size is above zero, nor what the class has no
-use for.
+Also find what transformers accepts and engines may refuse. It validates the fields that a model's
+class declares, but neither those of the base class, nor sizes of zero, nor keys that the class does
+not use.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _GENERAL = (
     *("cross_attention_hidden_size", "finetuning_task", "prefix", "task_specific_params"),
     *("tokenizer_class", "torch_dtype", "n_inner"),
 )
-"""Keys of null in the configs of published models (n_inner in Bloom's), which no class reads."""
+"""Keys that are null in published configs (n_inner in Bloom's), and no class reads."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings"),
 )
 _STRUCTURE = ("layer_types", "layers_block_type", "attn_type_list", "sliding_window")
-"""What vLLM 0.32.0 reads of any class (`config/model.py`, read): its cache and its attention follow
-it, also where the class has no use for it."""
+"""Keys that decide the cache and the attention in vLLM 0.32.0 (`config/model.py`, read), even if
+the class does not use them."""
 _PLAIN_LAYERS = {"attention", "full_attention"}
 _BASE = PretrainedConfig()
 
 
 def find_config_fault(config: Mapping[str, object]) -> str:
-    """Say why the installed transformers refuses a config.json; empty where it does not.
+    """Say why the installed transformers refuses a config.json; empty if it does not.
 
-    It may refuse it only when it builds the model: with `head_dim: null`, whose geometry is that of
-    an engine which computes it.
+    The model is built if a head size is missing, such as `head_dim: null`: engines compute it, and
+    transformers may fail only then.
     """
     if not is_known(config):
         return ""
@@ -87,15 +87,14 @@ def find_config_fault(config: Mapping[str, object]) -> str:
 def list_other_faults(
     folder: Path, config: Mapping[str, object], *, is_refused: bool
 ) -> Iterator[str]:
-    """List what transformers and compressed-tensors, as installed, refuse beside that.
+    """List what the installed transformers and compressed-tensors refuse in the rest of a folder.
 
-    Also what they accept and engines may not: a null that the model's class does not replace,
-    sampling that vLLM refuses, and odd values.
-
-    `is_refused` tells that transformers refuses config.json: no class has read its values.
+    Also list what they accept and engines may refuse: a null that the model's class does not
+    replace, sampling that vLLM refuses, and odd values. With `is_refused`, transformers refuses
+    config.json, so that no class can read its values.
     """
     parts: list[tuple[Any, Mapping[str, Any]]] = []
-    """The configs that the class reads, each with what the file has for it."""
+    """Parsed configs, of the model and of its text model, each beside its part of config.json."""
     if is_known(config) and not is_refused:
         plain = restore_floats(without_quantization(config))
         parsed = parse_config(plain)
@@ -138,7 +137,7 @@ def _try(act: Callable[[], object]) -> str:
 
 
 def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    """List the nulls that stay null, where the class has a value without them, or no such key.
+    """List the keys whose null the class keeps, although it has a default or does not know the key.
 
     vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
     first_k_dense_replace of glm4_moe_lite: TypeError, run).
@@ -168,8 +167,8 @@ def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
 def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """List the values that an engine may refuse, or take for another structure.
 
-    vLLM stopped at `architectures` that is a text, at `max_position_embeddings: 0`, and at a llama
-    with two kinds of `layer_types`. `parsed` is the config as transformers reads it.
+    vLLM stopped at `architectures` given as a string, at `max_position_embeddings: 0`, and at a
+    llama with two kinds of `layer_types`. `parsed` is the config as transformers reads it.
     """
     default = type(parsed)()
     hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
@@ -195,7 +194,7 @@ def _list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wraps_text(name: object, config: Mapping[str, object]) -> bool:
-    """Check whether a class has other inputs beside the text of the same model type."""
+    """Check whether a class of a config's own model type takes other inputs beside text."""
     if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
         return False
     own = getattr(getattr(transformers, name, None), "config_class", None)

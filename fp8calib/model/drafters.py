@@ -35,7 +35,7 @@ def is_drafted(path: str, num_layers: int, decoder: str | None = None) -> bool:
 
     Args:
         path: its path.
-        num_layers: of the decoder; 0 where that is not known.
+        num_layers: of the decoder; 0 if that is not known.
         decoder: the path of its list of layers with a dot at its end; None for any list.
     """
     if _PART.fullmatch(path):
@@ -63,14 +63,14 @@ def name_in_vllm(path: str, layer: int) -> str:
 
 
 def find_drafter_class(config: Mapping[str, object]) -> str:
-    """Find the class of a checkpoint that is a drafter alone; empty where it is none."""
+    """Find the class of a checkpoint that is a drafter alone; empty if it is none."""
     names = config.get("architectures")
     found = (each for each in names if isinstance(each, str)) if isinstance(names, list) else ()
     return next(filter(_CLASS.search, found), "")
 
 
 def find_promise(config: Mapping[str, object]) -> str:
-    """Find where a config promises a drafter, in words; empty where it does not."""
+    """Find where a config promises a drafter, in words; empty if it does not."""
     for _, section in list_text_configs(config):
         for key in _PROMISES:
             number = section.get(key)
@@ -80,6 +80,6 @@ def find_promise(config: Mapping[str, object]) -> str:
 
 
 def count_layers(config: Mapping[str, object]) -> int:
-    """Count the layers of the decoder by its config; 0 where it does not say."""
+    """Count the layers of the decoder by its config; 0 if it does not say."""
     numbers = (section.get("num_hidden_layers") for _, section in list_text_configs(config))
     return next((number for number in numbers if isinstance(number, int)), 0)

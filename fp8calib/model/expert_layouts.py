@@ -95,7 +95,7 @@ class KnownStacks:
     """What is known of a model's tensors with three axes or more."""
 
     layout: ExpertLayout | None = None
-    """How it stacks the experts of a layer; None where it does not, or in a way of its own."""
+    """How it stacks the experts of a layer; None if it does not, or in a way of its own."""
     model_type: str = ""
     """That of the text model, and its hidden size."""
     hidden_size: object = None

@@ -176,7 +176,7 @@ _SCALE = re.compile(
 
 
 def read_plain_geometry(folder: Path, config: Mapping[str, Any]) -> ModelGeometry | None:
-    """Give what `read_geometry` finds; None where it has to be asked."""
+    """Give what `read_geometry` finds; None if it has to be asked."""
     family = _find_family(config)
     if family is None:
         return None
@@ -218,7 +218,7 @@ def _split_numbers(name: str) -> list[tuple[int, int, str]]:
 
 
 def _find_family(config: Mapping[str, Any]) -> _Family | None:
-    """Find the row of a config of which every key is understood."""
+    """Find the family of a config; None unless every key is understood."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None

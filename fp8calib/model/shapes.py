@@ -1,4 +1,4 @@
-"""The shape of a model, as far as scales depend on it, and the sites in it.
+"""The shape of a model, in what scales depend on, and the sites in it.
 
 A `ModelGeometry` is found once from a model's modules (`fp8calib.model.topology`) and stored in the
 stats file. Exports at any tensor-parallel degree therefore need no model. A site is a place in a

@@ -67,7 +67,7 @@ def encode_exponents(scales: torch.Tensor) -> torch.Tensor:
 def decode_scale(stored: torch.Tensor) -> torch.Tensor:
     """Give the scales that a checkpoint stores, in fp32: numbers, or the exponents of MXFP8.
 
-    These are powers of two as uint8 (E8M0), of which 255 is NaN.
+    Exponents are uint8 (E8M0); 255 is NaN.
     """
     if stored.dtype is torch.uint8:
         return stored.view(torch.float8_e8m0fnu).to(torch.float32)

@@ -33,7 +33,7 @@ class Matrix:
     dtype: str
     """In the spelling of safetensors."""
     position: StackPosition | None = None
-    """Its position in a stack; None where it is a whole tensor of the source."""
+    """Its position in a stack; None if it is a whole tensor of the source."""
 
     @property
     def tensor(self) -> str:

@@ -50,7 +50,7 @@ def relate_to_quantized(
 
     Args:
         name: the scales or statistics, in messages.
-        origin: the model they were calibrated on; None where they record none.
+        origin: the model they were calibrated on; None if they record none.
         checkpoint: the quantized checkpoint.
         geometry: its shape.
         other_weights: whether norms and embeddings may differ.

@@ -63,7 +63,7 @@ _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "
 """Names in transformers 5.23 of linears that stay unquantized by default
 (`conversion_mapping.py`)."""
 _MOVED = frozenset({"gemma3n_text"})
-"""Types of which vLLM 0.32 has linears outside of numbered layers in another module, run."""
+"""Types whose linears outside of numbered layers vLLM 0.32 has in another module (run)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )

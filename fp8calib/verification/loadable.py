@@ -97,7 +97,7 @@ def _replay(folder: Path, engine: Engine) -> EngineReport | None:
 def _find_unused(
     opened: Candidate, report: EngineReport | None, model: RunModel, engine: Engine
 ) -> str:
-    """Say why an engine does not use KV scales; empty where it does, or where there are none.
+    """Say why an engine does not use KV scales; empty if it does, or if there are none.
 
     What it does with those of latents, and with a checkpoint's that it misreads, is emulated.
     """

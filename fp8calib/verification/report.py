@@ -137,7 +137,7 @@ class RefusedCandidate(Frozen):
     name: str
     why: str
     hint: str = ""
-    """What helps; empty where nothing is known."""
+    """What helps; empty if nothing is known."""
 
     @property
     def reason(self) -> str:
@@ -251,7 +251,7 @@ class KvNeed(Frozen):
     """What FP8 costs with scales that fit, in nats."""
     fp8_kld_se: float | None
     added_by_one: PairedResult | None
-    """Scale 1.0 against scales that fit; None where it loses nothing at any site."""
+    """Scale 1.0 against scales that fit; None if it loses nothing at any site."""
     removed: tuple[PairedResult, ...]
     """Each candidate with KV scales against scale 1.0."""
     why: str = ""
@@ -325,7 +325,7 @@ class VerifyReport(Frozen):
     is_strict: bool = Field(default=False, exclude=True)
     """Whether a warning is a failure."""
     broken: str = Field(default="", exclude=True)
-    """Why nothing can be told; empty where it can."""
+    """Why nothing can be told; empty if it can."""
     rules: tuple[RuleResult, ...] = ()
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
@@ -409,7 +409,7 @@ def describe_pair(paired: PairedResult) -> str:
 
 
 def tell_more(paired: PairedResult) -> str:
-    """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
+    """Say how many tokens would tell, to two digits; empty if it is told, or unknown."""
     if paired.tokens_to_tell is None:
         return ""
     return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would tell"

@@ -83,7 +83,7 @@ class StreamedLanes:
                         self._run_layer(steps, layer)
                     for lane in reversed(self._lanes):
                         self._finish(steps, lane)
-            with streamed.load_head_on_demand(), open_lm_head(streamed.model) as logits:
+            with streamed.load_rest_on_demand(), open_lm_head(streamed.model) as logits:
 
                 def whole(hidden: torch.Tensor) -> torch.Tensor:
                     found = logits(hidden)

@@ -11,7 +11,7 @@ import torch
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.engine import VLLM_CPU
-from fp8calib.engines.vllm.kv_method import find_exclusions, find_kv_method
+from fp8calib.engines.vllm.kv_method import find_kv_method, name_exclusion_list
 from fp8calib.engines.vllm.linears import VllmReader
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
 from tests.real_engines.package import find_symbol, open_release
@@ -90,7 +90,7 @@ def test_modelopts_configs_are_read_as_by_the_release(release: Release) -> None:
                     find_kv_method(config, release)
                 continue
             find_kv_method(config, release)
-            key = find_exclusions(config, config, release)
+            key = name_exclusion_list(config, config, release)
             assert (found or []) == config.get(key, []), config
 
 

@@ -33,7 +33,7 @@ from fp8calib.engines.facts.release import FOLDER, list_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 UNBUILT = "unbuilt: "
-"""How facts begin about classes of which nothing is known, with the reason."""
+"""How facts begin that say why nothing is known about a class."""
 READS = "reads "
 """How facts begin about fields of config.json that have no default."""
 DRAFTER = "drafter "
@@ -109,7 +109,7 @@ def fill_pattern(pattern: str, path: str) -> str:
 
 @cache
 def find_class_map(engine: str, version: str, architecture: str) -> ClassMap | None:
-    """Find what the class of an architecture creates; None where that is not known.
+    """Find what the class of an architecture creates; None if that is not known.
 
     What its layers have is said of the layers of its drafter too.
     """

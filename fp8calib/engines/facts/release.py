@@ -26,11 +26,11 @@ class Fact:
     fact: str
     """Its name."""
     values: Sequence[str] = ("",)
-    """What it is true of; empty where the name says all."""
+    """What it holds for, such as types of models; one empty text if the name says all."""
     since: str = ""
-    """The first release of which it is true; empty where that is older than all known ones."""
+    """First release that has it; empty if that is older than all known releases."""
     until: str = ""
-    """The first release of which it is true no longer; empty where it is true of the newest."""
+    """First release without it; empty if the newest still has it."""
     source: str
     """The files and the symbols in them that show it."""
     how: Evidence
@@ -50,9 +50,9 @@ class Release:
     evidence: Evidence
     """How its loading rules are known."""
     true: Mapping[str, tuple[str, ...]] = field(repr=False)
-    """By fact: the values that are true of it, those that are true for the longest time first."""
+    """By fact: the values that hold for this release, those of the oldest facts first."""
     begins: Mapping[str, Mapping[str, str]] = field(repr=False)
-    """By fact and value: the name of the first release of which it is true, as in `Fact.since`."""
+    """By fact and value: the name of the first release that has it, as in `Fact.since`."""
 
     @property
     def title(self) -> str:
@@ -76,7 +76,7 @@ class Release:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Parse the release numbers of a version; empty where it has none, as a commit."""
+    """Parse the release numbers of a version; empty if it has none, as a commit."""
     match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)
     return tuple(map(int, match.group().split("."))) if match else ()
 
@@ -87,7 +87,7 @@ def read_facts(written: Mapping[str, Any]) -> list[Fact]:
 
 
 def list_spans(written: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], range]]:
-    """List the facts of a file, each with the numbers of the releases of which it is true."""
+    """List the facts of a file, each with the indices of the releases that have it."""
     versions = [each["version"] for each in written["releases"]]
     for each in written["facts"]:
         first = versions.index(each["since"]) if each.get("since") else 0
@@ -138,11 +138,11 @@ def list_newer_types() -> dict[str, str]:
 
 
 def explain_type(release: Release, model_type: object) -> str:
-    """Say why a release does not know a type of model; empty where it does, as far as is known."""
+    """Say why a release does not know a type of model; empty if it does, or if that is unknown."""
     since = list_newer_types().get(str(model_type))
     if since is None or model_type in release.list_values(OWN_TYPES):
         return ""
-    from packaging.specifiers import SpecifierSet  # noqa: PLC0415 -- `--help` needs it not
+    from packaging.specifiers import SpecifierSet  # noqa: PLC0415 -- `--help` does not need it
 
     demanded = ", ".join(release.list_values(DEMANDED))
     allowed = SpecifierSet(demanded)

@@ -130,7 +130,7 @@ def amend_for_dtype(
         fnuz: what the engine does with a scale for e4m3fnuz.
         e5m2: what it does with one for e5m2.
         fnuz_device: the device on which a scale for e4m3fnuz is used as meant; empty if none.
-        nvfp4: what it does with the global scales of an NVFP4 cache; empty where it has none.
+        nvfp4: what it does with the global scales of an NVFP4 cache; empty if it has none.
     """
     dtype = _find_recorded_dtype(folder)
     if not dtype:

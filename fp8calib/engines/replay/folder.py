@@ -77,7 +77,7 @@ class ScaleFolder:
     path: Path
     config: Mapping[str, object]
     modelopt: object = None
-    """What `hf_quant_config.json` holds; None where there is none."""
+    """What `hf_quant_config.json` holds; None if there is none."""
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     """By readable file, then by name: dtype and shape."""
     scales: Mapping[str, Mapping[str, FoundScale]]
@@ -87,13 +87,13 @@ class ScaleFolder:
     has_index: bool = False
     index: object = None
     unread: str = ""
-    """Why the weights are not read, although engines may read them; empty where they are."""
+    """Why the weights are not read, although engines may read them; empty if they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)
-    """By file: the FP8 format that its header names for the scales; empty where it names none."""
+    """By file: the FP8 format that its header names for the scales; empty if it names none."""
     preferred: str = ""
-    """What the engine opens in place of all other files, in words; empty where it does not."""
+    """What the engine opens in place of all other files, in words; empty if it does not."""
     order: Callable[[str], Any] | None = None
-    """What of a name the engine sorts files by; None where it compares the names as texts."""
+    """What of a name the engine sorts files by; None if it compares the names as texts."""
 
     @property
     def files(self) -> list[str]:
@@ -182,7 +182,7 @@ def open_folder(path: Path) -> ScaleFolder:
 
 
 def _load_or_none(path: Path) -> object:
-    """Load a JSON file; None where it does not exist, a message where it cannot be read."""
+    """Load a JSON file; None if it does not exist, a message if it cannot be read."""
     try:
         return load_json(path) if path.is_file() else None
     except (OSError, ValueError) as error:

@@ -24,12 +24,12 @@ class LoadVerdict(Frozen):
 
     status: Status
     value: float | None = None
-    """What the engine multiplies by; None where it does not start, or where that is no number."""
+    """What the engine multiplies by; None if it does not start, or if that is not a number."""
     why: str
     fix: str = ""
 
     def misread(self, why: str, fix: str) -> LoadVerdict:
-        """Return a scale that is used as misread; of any other, return the same verdict."""
+        """Turn the verdict on a scale that is used into misread; return any other as it is."""
         if self.status is not Status.USED:
             return self
         return self.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})
@@ -67,7 +67,7 @@ class LinearCount(Frozen):
     """How many linears of an FP8 checkpoint an engine was asked about."""
 
     judged: int
-    """Those of which it is known how the engine's class creates them."""
+    """Linears that the engine's class is known to create in a certain way."""
     unknown: int
 
 
@@ -98,7 +98,7 @@ class EngineReport(Frozen):
     )
     """What a running engine holds, by layer and role, where the replay knows it."""
     fingerprint: str = ""
-    """Of the KV scales as loaded (`fingerprint_scales`); empty where they are not known."""
+    """Of the KV scales as loaded (`fingerprint_scales`); empty if they are not known."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
@@ -146,7 +146,7 @@ class EngineReport(Frozen):
 
     @property
     def load_fault(self) -> str:
-        """Why the engine cannot load the weights; empty where it can."""
+        """Why the engine cannot load the weights; empty if it can."""
         if self.weights is not None:
             return shorten(self.weights.why)
         refused = (each.why for each in self.verdicts if each.status is Status.REFUSED)
@@ -254,7 +254,7 @@ class Finding:
 
     @classmethod
     def of(cls, refusal: Refusal) -> Finding:
-        """Make the finding of an engine that does not start, or of which that cannot be told."""
+        """Make the finding that an engine does not start, or that this cannot be told."""
         status = Status.UNKNOWN if isinstance(refusal, Unjudged) else Status.REFUSED
         return cls(status=status, why=refusal.why, fix=refusal.fix)
 
@@ -304,7 +304,7 @@ def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
     Args:
         value: what the engine multiplies by.
         why: where it comes from.
-        fault: why it is not what the file means; empty where it is.
+        fault: why it is not what the file means; empty if it is.
     """
     finite = value if math.isfinite(value) else None
     if not is_scale(value):

@@ -193,7 +193,7 @@ class SglangReader(LinearReader):
         return entry == path or path.endswith(f".{entry}")
 
     def _skips(self, group: LinearGroup) -> bool:
-        """Replay `is_layer_skipped` for linears that are no experts."""
+        """Replay `is_layer_skipped` for linears other than experts."""
 
         def matches(path: str) -> bool:
             return self._find_entry(_skips, path, self.excluded) is not None

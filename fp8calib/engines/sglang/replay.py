@@ -143,7 +143,7 @@ _Fault = tuple[str, str]
 
 
 def find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
-    """Say why attention layers have no parameters for KV scales; None where they have."""
+    """Say why attention layers have no parameters for KV scales; None if they have."""
     fault = _find_config_fault(find_sglang_config(folder), release)
     if fault is None and not has_class(geometry.architecture, release):
         since = release.begins[_CLASS][geometry.architecture]

@@ -271,7 +271,7 @@ class _OpenFile(nullcontext["_OpenFile"]):
         self.read: set[str] = set()
 
     def metadata(self) -> Mapping[str, str] | None:
-        """Give the metadata of the header; None where it has none."""
+        """Give the metadata of the header; None if it has none."""
         return self._metadata or None
 
     def keys(self) -> list[str]:

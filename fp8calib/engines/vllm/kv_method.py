@@ -28,11 +28,10 @@ _WITHOUT_KV = (
 _FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 """`Fp8Config`, and its subclass (`models/deepseek_v4/quant_config.py`)."""
 _OWN_FILE_ALGORITHM = "own-file-algorithm"
-"""ModelOpt's algorithms that are accepted where `hf_quant_config.json`, which is nested, is the
-only config."""
+"""ModelOpt's algorithms that are accepted if `hf_quant_config.json` (nested) is the only config."""
 _ALGORITHM = "config.json-algorithm"
 _NVFP4_FIELDS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
-"""What vLLM reads of NVFP4 in ModelOpt's own file (modelopt.py `_from_config`)."""
+"""Keys that NVFP4 needs in ModelOpt's own file (modelopt.py `_from_config`)."""
 _EXPORT_AGAIN = "export the checkpoint again, with hf_quant_config.json"
 
 
@@ -44,7 +43,7 @@ def find_kv_method(
     `beside` is the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
 
     Returns:
-        The method; None where none is named, so that the model is loaded unquantized.
+        The method; None if the config names none: the model is loaded unquantized.
 
     Raises:
         Refusal: vLLM does not start with this config.
@@ -78,7 +77,7 @@ def find_kv_method(
 
 
 def name_method(quantization: Mapping[str, object], release: Release) -> str:
-    """Name the method in lower case; empty where none is named, and the model is not quantized.
+    """Name the method in lower case; empty if the config names none: the model is not quantized.
 
     ModelOpt's own file names an algorithm instead, and has to say that ModelOpt wrote it.
     """
@@ -111,7 +110,7 @@ def _check_modelopt(
     if algorithm not in algorithms:
         why = f"quant_algo {section['quant_algo']!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(algorithms)}")
-    _require_names(section, find_exclusions(quantization, section, release))
+    _require_names(section, name_exclusion_list(quantization, section, release))
     missing = [key for key in _NVFP4_FIELDS if key not in section]
     if section is not quantization and algorithm == "NVFP4" and missing:
         why = f"NVFP4 needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
@@ -143,10 +142,10 @@ def _is_of_modelopt(own_file: Mapping[str, object]) -> bool:
     return isinstance(producer, dict) and producer.get("name") == "modelopt"
 
 
-def find_exclusions(
+def name_exclusion_list(
     quantization: Mapping[str, object], section: Mapping[str, object], release: Release
 ) -> str:
-    """Name the list by which ModelOpt's method excludes linears: a nested config has another."""
+    """Name the key under which ModelOpt's method finds the modules that stay unquantized."""
     if "quantization" in quantization:
         return "exclude_modules"
     keys = release.list_values("modelopt-list")
@@ -154,7 +153,7 @@ def find_exclusions(
 
 
 def _check_compressed(quantization: Mapping[str, object]) -> None:
-    """Check the config of compressed-tensors, whose own models judge its groups."""
+    """Check the config of compressed-tensors, except what is inside its groups."""
     scheme = quantization.get("kv_cache_scheme")
     strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
     fault = find_scheme_fault(scheme)
@@ -169,7 +168,7 @@ def _check_compressed(quantization: Mapping[str, object]) -> None:
     _require_names(quantization, "ignore")
     sparsity = quantization.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("targets"):
-        why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
+        why = "sparsity_config has targets; vLLM no longer supports sparsity (DeprecationWarning)"
         raise Refusal(why, fix="use a model without sparsity")
 
 
@@ -208,7 +207,7 @@ def _check_quark(quantization: Mapping[str, object]) -> None:
         if isinstance(config, dict) and any(fnmatch.fnmatchcase(name, item) for item in group)
     ]
     if not found or any(tensors != found[0] for tensors in found):
-        why = "layer_quant_config has not the same output_tensors for all of export.kv_cache_group"
+        why = "layer_quant_config lacks export.kv_cache_group, or its output_tensors differ there"
         raise Unjudged(why)
     tensors = found[0] if isinstance(found[0], dict) else {}
     if (tensors.get("dtype"), tensors.get("qscheme")) != ("fp8_e4m3", "per_tensor"):

@@ -16,7 +16,7 @@ from fp8calib.engines.replay.declared import (
 )
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
+from fp8calib.engines.vllm.kv_method import name_exclusion_list, name_method
 from fp8calib.engines.weights.forms import Expected, OtherScheme
 from fp8calib.engines.weights.linears import HEADS, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import (
@@ -71,7 +71,7 @@ class VllmReader(LinearReader):
         types = release.list_values(BFLOAT16_TYPES)
         is_half = find_served_dtype(geometry, bfloat16_types=types) == "float16"
         if self.algorithm == "MXFP8" and is_half:
-            # quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes), run
+            # run: quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes)
             why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16"
             fix = "serve it with --dtype bfloat16, or write it as compressed-tensors"
             raise Refusal(f"{why} (ValueError)", fix=fix)
@@ -86,7 +86,7 @@ class VllmReader(LinearReader):
         if not self.method.startswith("modelopt"):
             return []
         whole = {"quantization": section} if self.is_nested else section
-        return list_strings(section, find_exclusions(whole, section, self.release))
+        return list_strings(section, name_exclusion_list(whole, section, self.release))
 
     def require_judged(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.

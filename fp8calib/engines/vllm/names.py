@@ -178,7 +178,7 @@ class WeightLoader:
         return name
 
     def find_fault(self, name: str) -> str:
-        """Say why the loader raises an error for a tensor of this name; empty where it does not."""
+        """Say why the loader raises an error for a tensor of this name; empty if it does not."""
         mapped = self._map_name(name)
         parent, _, leaf = mapped.rpartition(".")
         is_parameter = parent in self._places and leaf in _PARAMETERS.get(self._method, ())

@@ -28,7 +28,7 @@ _MIN_FINER_BLOCK = 32
 _DIALECTS = ("compressed-tensors", "autofp8", "quark", "modelopt", "mxfp8")
 """The dialects whose block scales engines load in this way."""
 _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
-"""The groups of which SGLang checks the blocks."""
+"""The groups whose blocks SGLang checks."""
 _ROW_EXPERTS = ("down_proj", "w2")
 """Projections of experts that ranks split by inputs; they split the others by outputs."""
 _MIXER_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")

@@ -32,7 +32,7 @@ from fp8calib.numerics.schemes import (
 _PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
 INPUT_SCALE = "input_scale"
 WEIGHTS = (WEIGHT, _PACKED, _SHAPE)
-"""The last parts of the names of tensors that are no scales."""
+"""Last parts of the names of tensors that are not scales."""
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 _CODES = ("F8_E4M3",)
 _NUMBER: tuple[Shape, ...] = ((), (1,))
@@ -45,14 +45,14 @@ class Expected:
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...] = _SCALE_DTYPES
     is_shared: bool = False
-    """The engine uses the largest of those of the linears that are joined with this one."""
+    """The engine joins linears, and uses the largest number of all of them."""
     may_be_zero: bool = False
     """It may hold zeros, as the scales of groups of zeros do."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherScheme:
-    """A form of compressed-tensors that is no FP8 weight, and that vLLM serves."""
+    """A form of compressed-tensors that vLLM serves, and that is not FP8."""
 
     form: str
     list_expected: Callable[[int, int], dict[str, Expected]]
@@ -92,7 +92,7 @@ _Dtype = Annotated[str, StringConstraints(pattern=r"^(torch\.)?b?(float|u?int)[0
 
 
 class _Quantizer(BaseModel, extra="forbid"):
-    """compressed-tensors' `QuantizationArgs`, of which other values than those listed are read."""
+    """compressed-tensors' `QuantizationArgs`, with the values that are read here."""
 
     type: _Word = "int"
     num_bits: int = 8
@@ -184,7 +184,7 @@ def read_compressed_group(
 def _read_other(
     quantizer: _Quantizer, weights: str, inputs: str, form: object
 ) -> OtherScheme | None:
-    """Read a form that is no FP8 weight."""
+    """Read a form that is not FP8."""
     number = Expected(shapes=_NUMBER, is_shared=True)
     bits, size = quantizer.num_bits, quantizer.group_size or 0
 

@@ -32,7 +32,7 @@ UNKNOWN = {
     "maybe": "is a linear that the engine's class creates by the config in some cases",
     "refused": "has no place under this name in the engine's class",
 }
-"""What only the engine's own loader can tell, by how the class creates a linear."""
+"""Why only the engine's own loader can judge a linear, by how the class creates it."""
 _STACKED = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),
@@ -85,7 +85,7 @@ class LinearGroup:
     """`linear`, `experts` (of a layer) or `head` (the output layer)."""
     members: tuple[StoredLinear, ...]
     state: str = ""
-    """How the engine's class creates it, as `CreatedLinear.state` says; empty where that is not
+    """How the engine's class creates it, as `CreatedLinear.state` says; empty if that is not
     known, and `stored` where no map of classes is asked."""
     listed: str = ""
     """What the lists of a config call it; empty for the path."""

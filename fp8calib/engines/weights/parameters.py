@@ -196,7 +196,7 @@ def _judge_half(
 
 
 def lacks_drafter(stored: OpenedWeights) -> str:
-    """Say that a config promises a drafter of which nothing is stored; empty where that is not."""
+    """Say that nothing is stored of a drafter that the config promises; else empty."""
     geometry, tensors = stored.geometry, stored.tensors
     promise, decoder = find_promise(stored.folder.config), find_decoder(geometry)
     is_whole = any(len(each.shape) > 1 for each in tensors.values())

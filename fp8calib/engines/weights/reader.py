@@ -86,7 +86,7 @@ class LinearReader(ABC):
     Args:
         folder: the checkpoint. Paths of the text part of a multimodal model are compared in all
             spellings, which engines map to their own.
-        section: the config that the engine uses; empty where there is none.
+        section: the config that the engine uses; empty if there is none.
         geometry: the model's.
         release: whose rules hold.
     """
@@ -133,7 +133,7 @@ class LinearReader(ABC):
 
     @abstractmethod
     def _skips(self, group: LinearGroup) -> bool:
-        """Tell whether the `fp8` method leaves linears unquantized that are no experts."""
+        """Tell whether the `fp8` method leaves linears other than experts unquantized."""
 
     @staticmethod
     def _skips_experts(entry: str, path: str) -> bool:
@@ -241,7 +241,7 @@ class LinearReader(ABC):
         return scheme
 
     def _find_algorithm(self, group: LinearGroup) -> str:
-        """Find a group's algorithm in a mixed precision; empty where it is not listed."""
+        """Find a group's algorithm in a mixed precision; empty if it is not listed."""
         listed = self.section.get("quantized_layers")
         layers = listed if isinstance(listed, dict) else {}
         names = [group.path, *(each.module for each in group.members)]

@@ -44,7 +44,7 @@ class WeightRule:
     """Values of `quantize --ignore` that leave these linears unquantized."""
     fix: str = ""
     lacking: str = ""
-    """The rule holds for releases of which this fact is not true; empty for all."""
+    """The rule holds for releases without this fact; empty if it holds for all."""
 
 
 def read_weight_rules(release: Release, engine: str) -> tuple[WeightRule, ...]:

@@ -294,7 +294,7 @@ def read_scale_values(folder: ScaleFolder, tensors: Located) -> ScaleValues:
 
 
 def describe_bad(values: NDArray[np.float32], smallest: float) -> str:
-    """Say what a scale holds that no scale may hold; empty where it has none of these."""
+    """Say what a scale holds that no scale may hold; empty if it has none of these."""
     # Kernels on GPUs may take a subnormal number for 0, and its reciprocal is infinite.
     marks = {
         "NaN": np.isnan(values),

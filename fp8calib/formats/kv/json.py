@@ -37,7 +37,7 @@ def _write(job: WriteJob, path: Path) -> None:
 
 
 def _write_rfc(job: WriteJob, path: Path) -> None:
-    """Write KV, MLP and attention scales for each rank, as far as they are known."""
+    """Write KV, MLP and attention scales for each rank; unknown ones are left out."""
     linears = job.linears
     sections: tuple[Section, ...] = ("mlp", "attention")
     document: dict[str, object] = {

@@ -60,7 +60,7 @@ class CacheResult(CandidateResult):
     bytes_per_token: float
     """In all layers and on all ranks."""
     tokens: int | None
-    """How many fit into `--kv-memory`; None where that is not given."""
+    """How many fit into `--kv-memory`; None if that is not given."""
     backends: tuple[str, ...]
     """The engine's backends that store it, in its order of preference; empty where not known."""
     gpus: tuple[str, ...]

@@ -50,7 +50,7 @@ class CacheType:
     """All values of a sequence share a scale, that of its prompt, which is computed in 16 bits."""
 
     def explain_misfit(self, geometry: ModelGeometry) -> str:
-        """Say why it cannot store the cache of a model; empty where it can."""
+        """Say why it cannot store the cache of a model; empty if it can."""
         return next(self._list_misfits(geometry), "")
 
     def _list_misfits(self, geometry: ModelGeometry) -> Iterator[str]:

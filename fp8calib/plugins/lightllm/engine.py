@@ -65,7 +65,7 @@ def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolde
 
 
 def _find_fault(document: dict[str, Any], geometry: ModelGeometry, model: ScaleFolder) -> str:
-    """Say at what LightLLM stops; empty where it starts."""
+    """Say at what LightLLM stops; empty if it starts."""
     attentions = [attention for _, attention in geometry.attentions()]
     if misfit := find_misfit(geometry):
         return misfit

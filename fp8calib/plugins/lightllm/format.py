@@ -29,7 +29,7 @@ QUERY = "q_calibration"
 
 
 def find_misfit(geometry: ModelGeometry) -> str:
-    """Say why LightLLM's file has no place for the scales of a model; empty where it has."""
+    """Say why LightLLM's file has no place for the scales of a model; empty if it has."""
     attentions = [attention for _, attention in geometry.attentions()]
     if any(attention.kind == "latent" for attention in attentions):
         return "LightLLM quantizes latents itself, without scales of a file"

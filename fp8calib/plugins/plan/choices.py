@@ -87,7 +87,7 @@ class Choices:
         for name in opened.schemes:
             self._judge(name)
         self.refused_cache = self._explain_refused_cache()
-        """Why the KV cache stays in 16 bits; empty where it need not."""
+        """Why the KV cache stays in 16 bits; empty if it need not."""
         self._parts: dict[str, dict[str, Candidate]] = {}
         """By scheme and unit: what is emulated."""
         self._find_table: Callable[[str], ScaleTable] = cache(
@@ -99,7 +99,7 @@ class Choices:
         self.unquantized_bytes = 0
 
     def describe_refused(self) -> Iterator[str]:
-        """Describe the schemes that are no choice for some linears, with a reason."""
+        """Describe the schemes that some linears cannot have, with a reason."""
         for name, found in self._refused.items():
             if found:
                 which, why = f"{len(found)} of {len(self._members)}", next(iter(found.values()))

@@ -71,7 +71,7 @@ class OpenedPlan:
     """The first whose arithmetic is known."""
     gpu: Gpu | None
     schemes: tuple[str, ...]
-    """To choose from, as far as the engines load them."""
+    """Schemes to choose from that the engines load."""
     calibration: DataPlan
     search: DataPlan
     """A bounded part of the text that is calibrated on."""

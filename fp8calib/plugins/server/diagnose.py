@@ -147,7 +147,7 @@ def mean_square(values: torch.Tensor) -> float:
 
 
 def correlate(one: torch.Tensor, other: torch.Tensor) -> float | None:
-    """Give Pearson's correlation; None where one does not vary."""
+    """Give Pearson's correlation; None if one does not vary."""
     a, b = one - one.mean(), other - other.mean()
     size = float(a.norm() * b.norm())
     return float(a @ b) / size if size else None

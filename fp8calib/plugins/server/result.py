@@ -33,7 +33,7 @@ class UnquantizedServer(Frozen):
     url: str
     kind: str
     change_rms: float | None
-    """Root mean square of its changes; None where nothing ran here."""
+    """Root mean square of its changes; None if nothing ran here."""
     ppl_ratio: float | None
 
 

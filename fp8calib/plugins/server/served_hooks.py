@@ -49,7 +49,7 @@ class ServedHooks(EmulationHooks):
     def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
         super().__init__(quantizers, reads)
         self._stored: Any = WeakIdKeyDictionary()
-        """The K that a cache returned -> K and V before; None where they were not changed."""
+        """The K that a cache returned -> K and V before; None if they were not changed."""
         self._queries: dict[str, torch.Tensor] = {}
         self._waiting: set[str] = set()
         self.attends = True

@@ -44,7 +44,7 @@ _FNUZ = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:
-    """A scale on one rank of which some copies are not as the file means."""
+    """A scale on one rank, some copies of which differ from what the file means."""
 
     rank: int
     layer: LiveLayer

@@ -189,7 +189,7 @@ class _Run:
         self._ranks: list[Rank] = []
         self._sequences: list[Batch] = []
         self._found: dict[Site, SiteStats] | None = {}
-        """The statistics of all sequences so far; None where they have to be fetched."""
+        """The statistics of all sequences so far; None if they have to be fetched."""
         self.matched = Matched(linears={}, attentions={}, unseen={})
 
     def start(self, stored: Checkpoint, drafter: Checkpoint | None) -> None:

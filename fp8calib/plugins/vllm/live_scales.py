@@ -106,7 +106,7 @@ def _read_copies(module: Any, role: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _find_factor(module: Any, name: str) -> float | None:
-    """Find a factor that the backend keeps; None where it has none, or with another one in it."""
+    """Find a factor that the backend keeps; None if it has none, or with another one in it."""
     has_own = getattr(module, "_o_scale_float", None) is None and hasattr(module, "num_kv_heads")
     factor = getattr(module.impl, name, None)
     return float(factor) if has_own and isinstance(factor, int | float) else None

@@ -163,7 +163,7 @@ def ask_loader(
 
 
 def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
-    """Read what the script printed for a number of ranks; None where it printed no answer."""
+    """Read what the script printed for a number of ranks; None if it printed no answer."""
     lines = [line for line in printed.splitlines() if line.startswith('{"stage"')]
     if not lines:
         return None

@@ -406,7 +406,7 @@ class _Routing:
         self.module = module
         self._arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._index: torch.Tensor | None = None
-        """The engine's choice [N, K]; None where its kernel chooses."""
+        """The engine's choice [N, K]; None if its kernel chooses."""
         self._select = module.router.select_experts
         module.router.select_experts = self._watch
 

@@ -22,7 +22,7 @@ class LiveLayer(Frozen):
     name: str
     backend: str
     reads: tuple[str, ...]
-    """The attributes with scales that the backend's source reads; empty where there is none."""
+    """The attributes with scales that the backend's source reads; empty if there is none."""
     cache_dtype: str
     """vLLM's name for it."""
     stored_dtype: str

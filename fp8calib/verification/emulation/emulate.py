@@ -58,7 +58,7 @@ class EmulationHooks:
         self._mask: torch.Tensor | None = None
         """False at padding: bool [B, S]; None: all tokens count, as in the next."""
         self._kept: torch.Tensor | None = None
-        """The positions in the batch that are no padding."""
+        """The positions in the batch that are not padding."""
         self._prompt: torch.Tensor | None = None
         """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
         self._numbers: dict[torch.device, torch.Tensor] = {}
@@ -206,7 +206,7 @@ class EmulationHooks:
     def _find_counted(
         self, device: torch.device, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, int] | None:
-        """Give numbers to the tokens of the batch, or to given rows of them, that are no padding.
+        """Count through the tokens of the batch, or given rows of them, without padding.
 
         Returns:
             Numbers, int32 [B * S] or [rows], -1 at padding, and how many count; None: all do.

@@ -33,7 +33,7 @@ class FakeQuantized(NamedTuple):
     """Which elements exceed the largest value of the format: bool, the shape of `values`; None
     where none can."""
     scale: torch.Tensor | None = None
-    """The scale of each element, as `Quantizer.scale_for`; None where a cache type has its own."""
+    """The scale of each element, as `Quantizer.scale_for`; None if a cache type has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class ScaleRange:
     smallest: float | None = None
     largest: float | None = None
     largest_value: float | None = None
-    """The largest magnitude that the largest scale represents; None where that is not known."""
+    """The largest magnitude that the largest scale represents; None if that is not known."""
 
     @classmethod
     def of(cls, scale: torch.Tensor, *, per: Per) -> Self:

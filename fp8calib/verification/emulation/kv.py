@@ -103,7 +103,7 @@ def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[
 
 
 def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
-    """Say why the engine's KV cache stays in 16 bits with these scales; empty where it is FP8."""
+    """Say why the engine's KV cache stays in 16 bits with these scales; empty if it is FP8."""
     model_type = table.geometry.model_type
     is_rounded = table.dialect in numerics.kv_rounded_dialects
     if not is_rounded or model_type not in numerics.kv_plain_types:

@@ -62,9 +62,9 @@ def emulate_linears(
 
 
 def _find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
-    """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
+    """Find for which parameters the engine rounds scales of blocks and groups to powers of two.
 
-    The sizes of a parameter of no linear of the geometry are taken to fit.
+    A parameter that is not of a linear of the geometry is assumed to have sizes that fit.
     """
     if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
         return lambda _name: False

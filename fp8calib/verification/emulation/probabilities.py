@@ -68,7 +68,7 @@ def attend_in_fp32(
     Args:
         call: q, K and V as the hooks left them, [B, H, S, D] and [B, KV heads, S, D].
         quantizer: of P; None leaves it as it is.
-        kept: the positions in the batch that are no padding; None without padding.
+        kept: the positions in the batch that are not padding; None without padding.
 
     Returns:
         The output [B, S, H, D], and the damage to P in chunks of the first sequence.

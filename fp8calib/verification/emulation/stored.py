@@ -178,7 +178,7 @@ def find_clipped(
         fmt: the format.
 
     Returns:
-        As `FakeQuantized.clips`: bool; None where nothing is clipped.
+        As `FakeQuantized.clips`: bool; None if nothing is clipped.
     """
     rounding = 1 + torch.finfo(exact.dtype).eps / 2
     beyond = exact.abs().float() > limits * rounding

@@ -90,7 +90,7 @@ def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
 
 
 def explain_broken(ppl: float, vocabulary: int) -> str:
-    """Say why the unquantized model knows next to nothing; empty where it knows something."""
+    """Say why the unquantized model knows next to nothing; empty if it knows something."""
     if vocabulary < _SMALLEST_VOCABULARY or ppl <= vocabulary**_CHANCE:
         return ""
     return (

@@ -12,12 +12,14 @@ from fp8calib.verification.report import KvNeed, LayerResult, PairedAnswer, Pair
 LEAST_DB = 15.0
 """Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
 CLIPPED = 1e-3
-"""With a larger share of clipped values a scale is too small, whatever the metrics are."""
+"""If a larger share of the values is clipped, the scale is too small, whatever the SQNR."""
 MOST_FLUSHED = 0.01
-"""So it is above this share of zeros that a fitted scale keeps, if they carried information."""
+"""A scale that zeroes so many more values than a fitted one does not fit, if it also loses
+`_DOUBLED_DB`."""
 LEAST_LOSS_DB = 1.0
 """A scale that loses this against a fitted power of two adds a quarter to the noise."""
 _DOUBLED_DB = 3.0
+"""Twice the noise: the values that became zero carried information."""
 _LOST_DB = 6.0
 """A site this far below the median of the other sites of its kind stands out."""
 FLUSHED = 0.02
@@ -27,7 +29,7 @@ _MEAN_LOSS_DB = 0.4
 
 
 def is_damaged(row: LayerResult) -> bool:
-    """Whether a tensor, or one head of it, is destroyed that a fitted scale keeps."""
+    """Whether the scale destroys a tensor, or a head of it, that a fitted scale would keep."""
     if (fit := row.fit) is None:
         return False
     if fit.clipped > MOST_CLIPPED:
@@ -41,8 +43,8 @@ def is_damaged(row: LayerResult) -> bool:
 def list_unfit(rows: Sequence[LayerResult]) -> list[LayerResult]:
     """List the sites of a candidate whose scale does not fit.
 
-    First those that were measured beside a fitted scale, then inputs of linears and weights, the
-    most damaged first; K, V and q are among these where they were not measured.
+    First K, V and q that were measured beside a fitted scale, the largest loss first. Then, in the
+    order of `rows`: inputs of linears, weights, and K, V and q that were not measured.
     """
     unfit = (
         row
@@ -54,7 +56,7 @@ def list_unfit(rows: Sequence[LayerResult]) -> list[LayerResult]:
 
 
 def describe_damage(rows: Sequence[LayerResult]) -> str:
-    """Describe the first site of a candidate that is destroyed; empty without one."""
+    """Describe the most damaged site of a candidate; empty if none is destroyed."""
     unmeasured = (
         row
         for row in rows
@@ -95,12 +97,12 @@ def _stands_out(row: LayerResult, rows: Sequence[LayerResult]) -> bool:
 
 
 def _get_loss(row: LayerResult) -> float:
-    """Give what a scale loses against the fitted one, in dB; 0 where that is unknown."""
+    """Give what a scale loses against the fitted one, in dB; 0 if it was not measured."""
     return 0.0 if row.fit is None else row.fit.loss_db
 
 
 def list_losing(rows: Sequence[LayerResult]) -> list[LayerResult]:
-    """List the sites of K, V and q that lose more than rounding alone varies, the most first."""
+    """List the sites of K, V and q whose scale loses too much, the largest loss first."""
     measured = [row for row in rows if row.fit is not None]
     losing = [
         row
@@ -120,13 +122,13 @@ def assess_need(
 ) -> KvNeed:
     """Answer whether scales are needed.
 
-    Where no site loses at scale 1.0, they are not, whatever the divergences are. Where a site is
-    destroyed that a fitted scale keeps, they are. Else the paired divergence decides.
+    If no site loses at scale 1.0, they are not, whatever the divergences are. If scale 1.0 destroys
+    a site that a fitted scale keeps, they are. Otherwise the paired divergence decides.
 
     Args:
         losing: the sites that lose at scale 1.0, the largest loss first.
         fp8: what FP8 costs with scales that fit: the mean divergence, and its standard error.
-        added: scale 1.0 against such scales; None where they were not run.
+        added: scale 1.0 against such scales; None if they were not run.
         removed: candidates with KV scales against scale 1.0.
     """
     told = PairedAnswer.CANNOT_TELL if added is None else added.answer

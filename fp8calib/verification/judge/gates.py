@@ -115,7 +115,7 @@ def judge(summary: Summary, gate: Gate, damage: str = "") -> tuple[Verdict, str]
 
 
 def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | None:
-    """Judge the divergence by the gate's own threshold; None where it is not above it."""
+    """Judge the divergence by the gate's own threshold; None if it is not above it."""
     if summary.kld_mean is None:
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
     kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
